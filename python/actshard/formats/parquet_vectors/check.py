@@ -1,0 +1,50 @@
+"""Checks of parquet files with vectors; see docs/formats/parquet_vectors.md."""
+
+from __future__ import annotations
+
+from actshard.errors import ActshardError
+from actshard.formats.format import Tell
+from actshard.formats.parquet_vectors.files import sidecar
+from actshard.formats.parquet_vectors.read import ParquetDataset
+from actshard.formats.report import Report
+from actshard.location import Location
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Decodes every row group, and compares NLA's description with the file."""
+    try:
+        found = ParquetDataset(root)
+    except ActshardError as error:
+        report.error(error, root)
+        return
+    report.count("files", len(found.files))
+    for number, ((file, group), first) in enumerate(zip(found.groups, found.firsts.tolist(), strict=False)):
+        tell("row groups", number, len(found.groups))
+        tokens = found.most_tokens(number)
+        for column in found.columns_found:
+            with report.noting(file.path):
+                file.decode(group, column, first, tokens, found.d_model)
+        with report.noting(file.path):
+            file.read(group, list(found.column_names))
+        report.count("examples", file.group_rows(group))
+    _check_description(found, report)
+
+
+def _check_description(found: ParquetDataset, report: Report) -> None:
+    path = sidecar(found.files[0].path)
+    extraction = found.described.get("extraction")
+    if found.described.get("kind") != "nla_dataset" or not isinstance(extraction, dict):
+        return
+    rows = found.described.get("row_count")
+    if rows is not None and rows != found.num_examples:
+        report.add("count-claim", path, rows, f"{found.num_examples}, as in the file", "field 'row_count'")
+    width = extraction.get("d_model")
+    if width is not None and width != found.d_model:
+        report.add("claim", path, width, f"{found.d_model}, the size of the vectors", "field 'extraction.d_model'")
+    layer = extraction.get("layer_index")
+    if "activation_layer" in found.column_names and layer is not None:
+        with report.noting(path):
+            values = set(found.columns(["activation_layer"])["activation_layer"].unique().to_pylist())
+            if values - {layer}:
+                text = f"{layer}, but column activation_layer has {sorted(values, key=str)[:5]}"
+                report.add("claim", path, text, "the layer of all rows", "field 'extraction.layer_index'")

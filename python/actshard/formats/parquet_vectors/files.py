@@ -1,0 +1,311 @@
+"""Parquet files: which ones are a dataset, their columns of vectors, and decoding a row group.
+
+A column of vectors is ``list``, ``large_list`` or ``fixed_size_list`` of float16, float32 or float64, or such a list of lists.
+A row group is decoded as a whole, by pyarrow, into one array. Rows are never taken from pyarrow's lists: ``take`` and
+``combine_chunks`` of pyarrow have 32-bit offsets, and returned other rows' values above 2^31 elements (apache/arrow#44164).
+The values of each chunk that pyarrow returns are copied to their place with 64-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+FLOATS = {"halffloat": ("F16", "<f2"), "float": ("F32", "<f4"), "double": ("F64", "<f8")}
+MOST_GROUP = 1 << 36
+"""Maximum size of a decoded row group, in bytes."""
+_NAMED = re.compile(r"activation|vector|hidden|embedding|hook", re.IGNORECASE)
+_SPLIT = re.compile(r"(.*?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
+
+
+def parquet_files(path: Location) -> list[Location]:
+    """The files of a dataset, in the order of their names: the file itself, those in the folder, or those in its ``data``.
+
+    Raises:
+        UnknownFormatError: files of several splits, or of several datasets.
+    """
+    if path.kind() == "file":
+        return [path] if path.name.endswith(".parquet") else []
+    for folder in (path, path / "data"):
+        if folder.kind() != "folder":
+            continue
+        found = [folder / entry.name for entry in folder.entries("*.parquet") if entry.kind == "file"]
+        if found:
+            return found
+    return []
+
+
+def check_one_dataset(path: Location, files: list[Location]) -> None:
+    """Raises UnknownFormatError for files of several splits, or several files with a description each."""
+    splits = {match[1] if (match := _SPLIT.fullmatch(file.name)) else None for file in files}
+    if len(splits) > 1 and splits != {None}:
+        named = ", ".join(sorted(str(split) for split in splits if split is not None))
+        raise UnknownFormatError(
+            f"contains files of several splits ({named}). Open one of its files, or a folder with one split", path=path
+        )
+    described = [file.name for file in files if sidecar(file).exists()]
+    if len(files) > 1 and described:
+        raise UnknownFormatError(
+            f"contains {len(files)} parquet files with descriptions of their own. Open one: {', '.join(described[:10])}",
+            path=path,
+        )
+
+
+def sidecar(file: Location) -> Location:
+    """NLA's description of a file."""
+    return file.parent / f"{file.name}.nla_meta.yaml"
+
+
+@dataclass(frozen=True)
+class VectorColumn:
+    """A column of vectors."""
+
+    name: str
+    leaf: str
+    """Its path in the parquet schema."""
+    number: int
+    """The number of its leaf among the columns of the file."""
+    levels: int
+    """1: a vector per row. 2: a sequence."""
+    type: str
+    width: int | None
+    """d_model, if types or features state it."""
+    tokens: int | None
+    """Tokens per row, if types or features state them."""
+    typed: bool = False
+    """Whether it is an extension type, or a list of fixed size."""
+
+    @property
+    def likely(self) -> bool:
+        """Whether the column contains activations by its type or name. Lists of floats also hold scores and loss weights."""
+        return self.typed or self.levels == 2 or _NAMED.search(self.name) is not None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The stored dtype."""
+        return np.dtype(FLOATS[self.type][1])
+
+
+class ParquetFile:
+    """A file's footer. The file is opened again for each read, so that it can be used after a fork, and from many threads."""
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        found = path.regular("open")
+        self.version = (found.size, found.version)
+        with self._open() as file:
+            self.schema: pa.Schema = file.schema_arrow
+            self.meta: pq.FileMetaData = file.metadata
+        self.leaves = self._leaves()
+
+    def _open(self) -> Any:
+        import pyarrow.parquet as pq
+
+        return _Opened(self.path, pq)
+
+    def _leaves(self) -> dict[str, list[int]]:
+        """Numbers of the leaf columns of each field."""
+        made: dict[str, list[int]] = {}
+        first = 0
+        for field in self.schema:
+            n = _count_leaves(field.type)
+            if field.name in made:
+                raise FormatError(f"expected columns of different names, found {field.name!r} twice", path=self.path)
+            made[field.name] = list(range(first, first + n))
+            first += n
+        if first != self.meta.num_columns:
+            raise FormatError(f"expected {first} columns by its schema, found {self.meta.num_columns}", path=self.path)
+        return made
+
+    def features(self) -> dict[str, Any]:
+        """Features that ``datasets`` stored in the schema."""
+        text = (self.schema.metadata or {}).get(b"huggingface")
+        try:
+            found = json.loads(text)["info"]["features"] if text else {}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {}  # a hint only; lengths are checked when values are read
+        return found if isinstance(found, dict) else {}
+
+    def vectors(self) -> list[VectorColumn]:
+        """The columns of vectors."""
+        features = self.features()
+        return [made for field in self.schema if (made := self._vectors(field, features)) is not None]
+
+    def _vectors(self, field: pa.Field, features: dict[str, Any]) -> VectorColumn | None:
+        import pyarrow as pa
+
+        sizes: list[int | None] = []
+        kind = getattr(field.type, "storage_type", field.type)
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            sizes.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
+            kind = kind.value_type
+        if str(kind) not in FLOATS or not 1 <= len(sizes) <= 2:
+            return None
+        said = features.get(field.name)
+        shape = said.get("shape") if isinstance(said, dict) else None
+        if isinstance(shape, list) and len(shape) == len(sizes):
+            sizes = [own or (n if type(n) is int and n > 0 else None) for own, n in zip(sizes, shape, strict=True)]
+        (number,) = self.leaves[field.name]
+        leaf = self.meta.schema.column(number).path
+        tokens = sizes[0] if len(sizes) == 2 else 1
+        typed = hasattr(field.type, "storage_type") or pa.types.is_fixed_size_list(field.type)
+        return VectorColumn(field.name, leaf, number, len(sizes), str(kind), sizes[-1], tokens, typed)
+
+    def group_rows(self, group: int) -> int:
+        """Number of rows of a row group."""
+        return int(self.meta.row_group(group).num_rows)
+
+    def values(self, group: int, column: VectorColumn) -> int:
+        """Number of values of a column in a row group, as the footer states it."""
+        return int(self.meta.row_group(group).column(column.number).num_values)
+
+    def check_unchanged(self) -> None:
+        """Raises FormatError if the file was replaced since it was opened."""
+        found = self.path.regular("read")
+        if (found.size, found.version) != self.version:
+            raise FormatError(
+                "expected the file that was opened, found another: it was replaced. Open it again", path=self.path
+            )
+
+    def read(self, group: int, names: list[str]) -> pa.Table:
+        """Decodes columns of a row group."""
+        self.check_unchanged()
+        paths = [self.meta.schema.column(number).path for name in names for number in self.leaves[name]]
+        with self._open() as file:
+            return file.read_row_group(group, columns=paths).select(names)
+
+    def chunks(self, group: int, column: VectorColumn) -> Iterator[pa.Array]:
+        """Decodes a column of a row group, in chunks of fewer than 2^31 values."""
+        table = self.read(group, [column.name])
+        for chunk in table.column(0).chunks:
+            yield getattr(chunk, "storage", chunk)
+
+    def decode(self, group: int, column: VectorColumn, first: int, tokens: int, width: int) -> NDArray[Any]:
+        """Decodes a row group: ``(rows, tokens, width)``, shorter sequences padded with zeros.
+
+        Raises:
+            FormatError: a null, or a row of another length; the message contains its number, counted from ``first``.
+        """
+        n = self.group_rows(group)
+        size = n * tokens * width * column.dtype.itemsize
+        if size > MOST_GROUP:
+            raise UnsupportedError(
+                f"expected row groups of at most 64 GiB, found {size} bytes in group {group}", path=self.path
+            )
+        made = (
+            np.zeros((n, tokens, width), column.dtype) if column.levels == 2 else np.empty((n, 1, width), column.dtype)
+        )
+        done = 0
+        for chunk in self.chunks(group, column):
+            fill(made[done : done + len(chunk)], chunk, column, first + done, self.path)
+            done += len(chunk)
+        if done != n:
+            raise FormatError(f"expected {n} rows in row group {group}, found {done}", path=self.path)
+        return made
+
+
+class _Opened:
+    """An open parquet file, whose errors name it."""
+
+    def __init__(self, path: Location, pq: Any) -> None:
+        self.path = path
+        self.pq = pq
+
+    def __enter__(self) -> Any:
+        import pyarrow as pa
+
+        self.raw = self.path.arrow()
+        try:
+            # Memory limits of thrift structures: a footer is at most as large as the file.
+            self.file = self.pq.ParquetFile(self.raw)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self.raw.close()
+            raise FormatError(f"expected a parquet file: {_one_line(error)}", path=self.path) from error
+        return self.file
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        import pyarrow as pa
+
+        self.raw.close()
+        if isinstance(error, ActshardError):
+            return
+        if isinstance(error, pa.ArrowException | OSError | ValueError | IndexError):
+            raise FormatError(f"cannot decode: {_one_line(error)}", path=self.path) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _count_leaves(kind: pa.DataType) -> int:
+    kind = getattr(kind, "storage_type", kind)
+    if kind.num_fields == 0:
+        return 1
+    return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def ends_of(lists: pa.Array) -> NDArray[np.int64]:
+    """Numbers of the first value of each list, and of the value after the last, among ``lists.values``."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(lists.type):
+        size = lists.type.list_size
+        even: NDArray[np.int64] = (np.arange(len(lists) + 1, dtype=np.int64) + lists.offset) * size
+        return even
+    made: NDArray[np.int64] = np.asarray(lists.offsets).astype(np.int64)
+    return made
+
+
+def fill(made: NDArray[Any], chunk: pa.Array, column: VectorColumn, first: int, path: Location) -> None:
+    """Copies the vectors of a chunk of rows: ``(rows, tokens, width)``. Raises FormatError by row."""
+    _, tokens, width = made.shape
+
+    def refuse(row: int, expected: str, found: Any) -> FormatError:
+        return FormatError(f"row {first + row}: column {column.name!r}: expected {expected}, found {found}", path=path)
+
+    _refuse_nulls(chunk, lambda i: refuse(i, "vectors", "null"))
+    if column.levels == 1:
+        counts, lists = np.ones(len(chunk), np.int64), chunk
+    else:
+        ends = ends_of(chunk)
+        counts = np.diff(ends)
+        if len(bad := np.flatnonzero(counts > tokens)):
+            raise refuse(int(bad[0]), f"at most {tokens} vectors", int(counts[bad[0]]))
+        lists = chunk.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
+    rows = np.repeat(np.arange(len(chunk)), counts)
+    _refuse_nulls(lists, lambda i: refuse(int(rows[i]), "vectors", "null"))
+    inner = ends_of(lists)
+    if len(bad := np.flatnonzero(np.diff(inner) != width)):
+        raise refuse(int(rows[bad[0]]), f"vectors of {width} values", int(np.diff(inner)[bad[0]]))
+    values = lists.values.slice(int(inner[0]), int(inner[-1] - inner[0]))
+    _refuse_nulls(values, lambda i: refuse(int(rows[i // width]), "numbers", "null"))
+    flat = values.to_numpy(zero_copy_only=True).reshape(-1, width)
+    if (counts == tokens).all():
+        made.reshape(-1, width)[...] = flat
+    else:
+        made[np.arange(tokens) < counts[:, None]] = flat
+
+
+def _refuse_nulls(values: pa.Array, error: Callable[[int], FormatError]) -> None:
+    if values.null_count:
+        raise error(int(np.flatnonzero(np.asarray(values.is_null()))[0]))
+
+
+def lengths_of(file: ParquetFile, group: int, column: VectorColumn) -> NDArray[np.int64]:
+    """Tokens of each row of a row group, which is decoded."""
+    with boundary(file.path, "read"):
+        parts = [np.diff(ends_of(chunk)) for chunk in file.chunks(group, column)]
+    return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -1,0 +1,305 @@
+"""Reads parquet files with columns of vectors.
+
+.. code-block:: text
+
+    vectors.parquet                            one file
+    train-00000-of-00002.parquet, ...          a folder of files, in the order of their names; or below its folder ``data``
+    base.parquet.nla_meta.yaml                 NLA's description of one file: model, layer, d_model, row_count
+
+Sources: kitft/natural_language_autoencoders 047eb8e, datasets 5.2.0's push_to_hub, pyarrow 26.0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._json import read_json
+from actshard._native import Rows
+from actshard.codes import Remark
+from actshard.errors import ActshardError, FormatError, NotStoredError
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.parquet_vectors.files import (
+    FLOATS,
+    ParquetFile,
+    VectorColumn,
+    check_one_dataset,
+    lengths_of,
+    parquet_files,
+    sidecar,
+)
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LOOKED_FOR = "parquet files with a column of vectors, or of lists of floats named as activations"
+_MOST_SIDECAR = 16 << 20
+_RUNNER = "cache_activations_runner_cfg.json"
+
+
+def detect(path: Location) -> Evidence:
+    """Checks the schema of the first parquet file, and what lies beside it."""
+    files = parquet_files(path)
+    if not files:
+        return Evidence(False, LOOKED_FOR, "no parquet file")
+    first = files[0]
+    try:
+        columns = ParquetFile(first).vectors()
+    except ActshardError as error:
+        return Evidence(False, LOOKED_FOR, f"{first.name}, of which the schema cannot be read ({error.detail})")
+    likely = [column for column in columns if column.likely]
+    if likely:
+        return Evidence(True, LOOKED_FOR, f"column {likely[0].name} in {first.name}")
+    if not columns:
+        return Evidence(False, LOOKED_FOR, f"{first.name} without such a column")
+    if sidecar(first).exists() or (path.kind() == "folder" and (path / _RUNNER).exists()):
+        return Evidence(
+            True, LOOKED_FOR, f"column {columns[0].name} in {first.name}, with a description of activations"
+        )
+    text = (
+        f"{first.name} with lists of floats in {columns[0].name}, which may be scores or weights (format= reads them)"
+    )
+    return Evidence(False, LOOKED_FOR, text)
+
+
+class ParquetDataset:
+    """The files of a dataset and its layers."""
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self.warnings: list[Remark] = []
+        paths = parquet_files(path)
+        check_one_dataset(path, paths)
+        self.files = [ParquetFile(file) for file in paths]
+        if not self.files:
+            raise FormatError(f"expected {LOOKED_FOR}, found no parquet file", path=path)
+        for file in self.files[1:]:
+            if not file.schema.equals(self.files[0].schema):
+                raise FormatError(f"expected the columns of {self.files[0].path.name}, found others", path=file.path)
+        self.groups = [(file, g) for file in self.files for g in range(file.meta.num_row_groups) if file.group_rows(g)]
+        self.sizes = [file.group_rows(g) for file, g in self.groups]
+        self.firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self.described = self._described()
+        self.columns_found = self._choose()
+        self.lengths = self._lengths()
+
+    def _described(self) -> dict[str, Any]:
+        """NLA's description, or SAELens' configuration; empty without one."""
+        beside = sidecar(self.files[0].path)
+        if len(self.files) == 1 and beside.exists():
+            return self._sidecar(beside)
+        config = self.path / _RUNNER if self.path.kind() == "folder" else None
+        if config is not None and config.exists():
+            value = read_json(config)
+            return value if isinstance(value, dict) else {}
+        return {}
+
+    def _sidecar(self, beside: Location) -> dict[str, Any]:
+        try:
+            import yaml
+        except ImportError:
+            text = f"{beside.name} is not read: it needs the package pyyaml (pip install 'actshard[tokens]')"
+            self.warnings.append(Remark("layout", text))
+            return {}
+        try:
+            value = yaml.safe_load(beside.read(limit=_MOST_SIDECAR))
+        except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise FormatError(f"expected YAML: {text}", path=beside, code="metadata") from error
+        if not isinstance(value, dict):
+            raise FormatError("expected a description, a mapping, found another value", path=beside, code="metadata")
+        return {str(key): entry for key, entry in value.items()}
+
+    def _choose(self) -> list[VectorColumn]:
+        """The columns that are layers: those named or typed as vectors, sequences before vectors, the widest, of one dtype."""
+        columns = self.files[0].vectors()
+        columns = [column for column in columns if column.likely] or columns
+        found = [(self._width(column), column) for column in columns]
+        if not found:
+            raise FormatError(f"expected {LOOKED_FOR}, found none", path=self.files[0].path)
+        best = max((c.levels, width, c.type) for width, c in found)
+        chosen = [c for width, c in found if (c.levels, width, c.type) == best]
+        self.d_model = best[1]
+        others = [c.name for width, c in found if (c.levels, width, c.type) != best]
+        if others:
+            kept = ", ".join(column.name for column in chosen)
+            text = (
+                f"columns {', '.join(others)} differ from {kept} in kind, size or dtype: they are columns, not layers"
+            )
+            self.warnings.append(Remark("layout", text))
+        return chosen
+
+    def _width(self, column: VectorColumn) -> int:
+        """d_model: by the type or the features, by the numbers of values and rows, or by the first row."""
+        if column.width is not None or not self.groups:
+            return column.width or 0
+        file, group = self.groups[0]
+        values, rows = file.values(group, column), file.group_rows(group)
+        if column.levels == 1 and values % rows == 0:
+            return values // rows
+        for chunk in file.chunks(group, column):
+            inner = chunk.flatten() if column.levels == 2 else chunk
+            if len(inner):
+                return len(inner[0].values or ())
+        return 0
+
+    def _lengths(self) -> list[NDArray[np.int64]] | int:
+        """Tokens of each example per row group, or of all examples. Sequences of unknown lengths are decoded once."""
+        first = self.columns_found[0]
+        fixed = first.tokens
+        each = self.d_model * (fixed or 0)
+        if fixed is not None and all(file.values(g, first) == file.group_rows(g) * each for file, g in self.groups):
+            return fixed
+        if fixed is not None and first.levels == 1:
+            return fixed
+        return [lengths_of(file, group, first) for file, group in self.groups]
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows of all files."""
+        return int(self.firsts[-1])
+
+    @cached_property
+    def layers(self) -> tuple[int | str, ...]:
+        """Names of the layers: the columns' names, or NLA's layer index."""
+        extraction = self.described.get("extraction")
+        said = extraction.get("layer_index") if isinstance(extraction, dict) else None
+        if len(self.columns_found) == 1:
+            if type(said) is int and 0 <= said < 1 << 31:
+                return (said,)
+            if (constant := self._constant("activation_layer")) is not None:
+                return (constant,)
+        return tuple(column.name for column in self.columns_found)
+
+    def _constant(self, name: str) -> int | None:
+        """The value of an integer column that is the same in all rows, by the statistics of the row groups."""
+        found: set[Any] = set()
+        for file, group in self.groups:
+            numbers = file.leaves.get(name, [])
+            if len(numbers) != 1:
+                return None
+            chunk = file.meta.row_group(group).column(numbers[0])
+            stats = chunk.statistics
+            if stats is None or not stats.has_min_max or stats.null_count:
+                return None
+            found |= {stats.min, stats.max}
+        return found.pop() if len(found) == 1 and all(type(value) is int for value in found) else None
+
+    def native(self, options: Options) -> Rows | None:
+        """The rows: a chunk per row group and layer, decoded on first use and cached."""
+        if not self.groups or not self.d_model:
+            return None
+        column = self.columns_found[0]
+        arrays: list[Any] = []
+        for number, (file, _) in enumerate(self.groups):
+            tokens = self.most_tokens(number)
+            n = self.sizes[number]
+            shape = [n, len(self.columns_found), tokens, self.d_model]
+            decode = _Decode(self, number, tokens)
+            fill = bytes(column.dtype.itemsize)
+            arrays.append((file.path.parent, file.path, "", ".", shape, [n, 1, *shape[2:]], fill, False, decode))
+        ragged = not isinstance(self.lengths, int)
+        return Rows.chunked(
+            arrays,
+            [(n, [number]) for number, n in enumerate(self.sizes)],
+            [np.concatenate(self.lengths).astype(np.uint32) if ragged else self.lengths],  # type: ignore[arg-type, list-item]
+            num_groups=len(self.columns_found),
+            width=self.d_model,
+            dtype=FLOATS[column.type][0],
+            decoded_memory=options.decoded_memory,
+            descr=column.dtype,
+            io=options.io,
+        )
+
+    def most_tokens(self, number: int) -> int:
+        """Tokens of the longest example of a row group, at least 1."""
+        if isinstance(self.lengths, int):
+            return self.lengths
+        return max(int(self.lengths[number].max(initial=0)), 1)
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """Columns that are not layers."""
+        layers = {column.name for column in self.columns_found}
+        return tuple(name for name in self.files[0].schema.names if name not in layers)
+
+    def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
+        """Reads columns row group after row group, of at least ``most`` examples if there are as many."""
+        unknown = [name for name in wanted if name not in self.column_names]
+        if unknown:
+            raise NotStoredError(
+                f"has no column {unknown[0]!r}; columns are {', '.join(self.column_names) or 'none'}", path=self.path
+            )
+        for (file, group), first in zip(self.groups, self.firsts, strict=False):
+            if most is not None and first >= most:
+                return
+            yield file.read(group, list(wanted)).replace_schema_metadata(None)
+
+    def columns(self, wanted: Sequence[str], most: int | None = None) -> pa.Table:
+        """Reads columns of all examples, or of the first ones."""
+        import pyarrow as pa
+
+        parts = list(self.batches(wanted, most))
+        if not parts:
+            schema = self.files[0].schema
+            return pa.table({name: pa.array([], schema.field(name).type) for name in wanted})
+        table = pa.concat_tables(parts)
+        return table if most is None else table.slice(0, most)
+
+    def contents(self, options: Options) -> Contents:
+        """The dataset's contents, for a store."""
+        n = self.num_examples
+        rows = self.native(options)
+        same = self.lengths if isinstance(self.lengths, int) else None
+        each = None if same is not None else np.concatenate([np.zeros(0, np.int64), *self.lengths])  # type: ignore[misc]
+        extraction = self.described.get("extraction")
+        model = extraction.get("base_model") if isinstance(extraction, dict) else self.described.get("model_name")
+        shown = ("kind", "stage", "dataset_id", "schema_version")
+        places = [file.path.place for file in self.files]
+        return Contents(
+            format="parquet_vectors",
+            path=self.path.place,
+            metadata=self.described,
+            layers=self.layers if rows is not None else (),
+            d_model=self.d_model,
+            dtype=self.columns_found[0].dtype,
+            num_examples=n,
+            token_counts=lambda: np.full(n, same, np.int64) if each is None else each.copy(),
+            rows=rows,
+            column_names=self.column_names,
+            columns=self.columns,
+            head_columns=self.columns,
+            column_batches=self.batches,
+            files=lambda: places,
+            model=model if isinstance(model, str) else None,
+            provenance={name: self.described[name] for name in shown if name in self.described},
+            warnings=tuple(self.warnings),
+            tokens_each=same,
+            one_row_each=True if same == 1 else None,
+            units=tuple(self.firsts.tolist()) if self.groups else None,
+        )
+
+
+class _Decode:
+    """Decodes a row group for the core: its elements in C order."""
+
+    def __init__(self, of: ParquetDataset, number: int, tokens: int) -> None:
+        self.file, self.group = of.groups[number]
+        self.first, self.tokens, self.width = int(of.firsts[number]), tokens, of.d_model
+        self.columns = of.columns_found
+
+    def __call__(self, indices: list[int]) -> bytes:
+        column = self.columns[indices[1]]
+        return self.file.decode(self.group, column, self.first, self.tokens, self.width).tobytes()
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads footers; decodes row groups only to find the lengths of sequences that no type or feature states."""
+    return ParquetDataset(path).contents(options)
