@@ -228,6 +228,7 @@ def test_a_folder_of_datasets_lists_them() -> None:
         "deepspec",
         "hallulens",
         "hf_arrow",
+        "parquet_vectors",
         "layout_toml",
         "saev",
         "lmprobe",
