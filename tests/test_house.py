@@ -48,7 +48,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report"),
-    ("carrying", "merging", "per_token"),
+    ("carrying", "merging", "per_token", "draft_examples"),
+    ("draft_columns",),
+    ("draft_torch",),
     ("format",),
     ("registry",),
     ("",),  # the folder itself: imported by plugins

@@ -224,14 +224,18 @@ def test_a_folder_of_datasets_lists_them() -> None:
         actshard.open(GOLDEN)
     formats = {name for _, name in caught.value.candidates}
     assert formats == {
+        "angelslim",
         "automodel",
         "deepspec",
+        "eagle",
         "hallulens",
         "hf_arrow",
         "parquet_vectors",
         "layout_toml",
+        "modelopt",
         "saev",
         "lmprobe",
+        "specforge",
         "speculators",
         "zarr",
         "pickle",

@@ -114,6 +114,7 @@ def placed_rows(
     decoded_memory: int,
     descr: np.dtype[Any],
     io: str,
+    faults: Sequence[tuple[int, str, str, str | PathLike[str]]] = ...,
 ) -> Rows: ...
 def read_torch(places: Sequence[str | PathLike[str]], limit: int) -> list[TorchContents]: ...
 

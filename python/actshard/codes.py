@@ -158,6 +158,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "Files that the metadata do not name are not looked for.",
             "verify a copy in a bucket or a local folder to check them too",
         ),
+        Code(
+            "oversized-file",
+            WARNING,
+            "A torch file stores far more bytes than its tensors have: slices were saved with their whole storage.",
+            "The folder takes many times the space, and copies of it take as much longer.",
+            "save tensor.clone() instead of a slice, or convert the folder",
+        ),
+        Code(
+            "record-checksum",
+            ERROR,
+            "The CRC-32 of a record of a zip archive differs from the one in its directory.",
+            "The values in it may be wrong.",
+            "copy the file again from its source",
+        ),
     ),
     "Metadata and tables": (
         Code(
@@ -250,6 +264,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "Opening the dataset issues a warning without its own code.",
             "See the message.",
             "see the message",
+        ),
+        Code(
+            "token-range",
+            ERROR,
+            "Token ids are negative, or exceed the tokenizer's vocabulary.",
+            "Embedding lookups fail, or use wrong rows.",
+            "build the dataset again with that tokenizer",
+        ),
+        Code(
+            "mask-value",
+            ERROR,
+            "A mask has values other than 0 and 1.",
+            "Losses are weighted wrongly.",
+            "build the dataset again",
         ),
     ),
     "Values (with `--deep`)": (

@@ -61,7 +61,8 @@ def open(
         cache: size of a cache on disk for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
             folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache.
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
-            folder's own ``layout.toml`` needs no argument.
+            folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
+            not record them (specforge, modelopt, angelslim).
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -186,7 +187,7 @@ def _opened(
         check_finished(root)
         if format is not None:
             name = format
-        elif layout is not None:
+        elif layout is not None and not _names_layers(layout):
             name = formats.described()
         else:
             root, name = find(root)
@@ -197,7 +198,7 @@ def _opened(
         mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums"), layout
     )
     chosen = formats.get(name)
-    if layout is not None and not chosen.takes_layout:
+    if layout is not None and not (chosen.names_layers if _names_layers(layout) else chosen.takes_layout):
         raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
     before = _refused(root)
     try:
@@ -240,6 +241,11 @@ def _is_one_dataset(folders: Sequence[Location], format: str | None) -> bool:
     except UnknownFormatError:
         return False
     return len(names) == 1 and all(formats.get(name).opens_several for name in names if name in formats.names())
+
+
+def _names_layers(layout: Any) -> bool:
+    """Whether a layout only names layers, for formats whose files do not record them."""
+    return isinstance(layout, dict) and set(layout) == {"layers"}
 
 
 def _refused(root: Location) -> set[str]:

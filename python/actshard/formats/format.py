@@ -89,6 +89,8 @@ class Format:
 
     takes_layout: ClassVar[bool] = False
     """Whether :meth:`open` uses a description of files, ``Options.layout``."""
+    names_layers: ClassVar[bool] = False
+    """Whether :meth:`open` uses names of layers, ``Options.layout`` of ``{"layers": [...]}``, because files do not record them."""
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 

@@ -242,11 +242,15 @@ pub fn read_torch(py: Python<'_>, places: Vec<NamedPlace>, limit: u64) -> PyResu
 /// A file, as passed to [`placed_rows`].
 pub type PlacedFileTuple<'py> = (NamedPlace, u64, bool, bool, Option<Bound<'py, StoredArray>>);
 
+/// An example that cannot be read: its number, the error's code and detail, the file.
+pub type FaultTuple = (u64, String, String, NamedPlace);
+
 /// Rows anywhere in files: `files` are (path, bytes between rows, whether byte-swapped, whether gzipped, the array to decode or
 /// None). `numbers` and `starts` have the file and the first byte for each group and example, `tokens` the rows of each example.
-/// In a decoded array, offsets are those in its C order.
+/// In a decoded array, offsets are those in its C order. `faults` are examples that cannot be read: (example, the error's code, its
+/// detail, the file).
 #[pyfunction]
-#[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io))]
+#[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io, faults=vec![]))]
 #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
 pub fn placed_rows(
     py: Python<'_>,
@@ -260,8 +264,14 @@ pub fn placed_rows(
     decoded_memory: u64,
     descr: Bound<'_, PyArrayDescr>,
     io: &str,
+    faults: Vec<FaultTuple>,
 ) -> PyResult<Rows> {
     detach::guarded(py, || {
+        let faults = faults.into_iter().map(|(example, code, detail, place)| {
+            let kind = Kind::ALL.into_iter().find(|kind| kind.code() == code).unwrap_or(Kind::Format);
+            (example, Error::new(kind, detail).at(place.location))
+        });
+        let faults = faults.collect();
         let (numbers, starts) = (numbers.as_slice()?.to_vec(), starts.as_slice()?.to_vec());
         let tokens = tokens.as_slice()?.to_vec();
         let row = RowArguments { width, dtype, descr, io };
@@ -277,7 +287,7 @@ pub fn placed_rows(
                 None => Arc::new(Local { io }),
             };
             let steps = files.iter().map(|(_, step, ..)| *step).collect();
-            let layout = Placed::new(num_groups, numbers, starts, tokens, steps)?;
+            let layout = Placed::new(num_groups, numbers, starts, tokens, steps)?.refusing(faults);
             let mut units = vec![];
             let mut table = Vec::with_capacity(files.len());
             for (place, step, swapped, gzipped, array) in files {

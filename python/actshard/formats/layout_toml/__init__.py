@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.codes import ERROR, WARNING, Code
 from actshard.formats.format import Format, Room
 
 
@@ -16,22 +15,6 @@ class LayoutFormat(Format):
     description: ClassVar[str] = "folders of .pt, .npy, .npz, .safetensors or raw files with a layout.toml"
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     takes_layout: ClassVar[bool] = True
-    findings: ClassVar[tuple[Code, ...]] = (
-        Code(
-            "oversized-file",
-            WARNING,
-            "a torch file stores far more bytes than its tensors have: slices were saved with their whole storage",
-            "the folder takes many times the space, and copies of it take as much longer",
-            "save tensor.clone() instead of a slice, or convert the folder",
-        ),
-        Code(
-            "record-checksum",
-            ERROR,
-            "the CRC-32 of a record of a zip archive differs from the one in its directory",
-            "the values in it may be wrong",
-            "copy the file again from its source",
-        ),
-    )
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".detect:detect",
         "open": ".read:open",

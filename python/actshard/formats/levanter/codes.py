@@ -1,6 +1,6 @@
 """Codes of findings specific to token caches."""
 
-from actshard.codes import ERROR, NOTE, WARNING, Code
+from actshard.codes import NOTE, WARNING, Code
 
 FINDINGS = (
     Code(
@@ -9,20 +9,6 @@ FINDINGS = (
         "The folder contains files that a build left behind.",
         "None: readers ignore them.",
         "remove it, if no build is running",
-    ),
-    Code(
-        "token-range",
-        ERROR,
-        "Token ids exceed the tokenizer's vocabulary.",
-        "Embedding lookups fail, or use wrong rows.",
-        "build the cache again with that tokenizer",
-    ),
-    Code(
-        "mask-value",
-        ERROR,
-        "An assistant mask has values other than 0 and 1.",
-        "Losses are weighted wrongly.",
-        "build the cache again",
     ),
     Code(
         "row-lengths-differ",

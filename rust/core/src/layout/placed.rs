@@ -7,6 +7,10 @@
 //! file    = files[group * examples + example]
 //! address = starts[group * examples + example] + token * steps[file]
 //! ```
+//!
+//! An example whose file is damaged keeps its number: reading it fails with the reason.
+
+use std::collections::BTreeMap;
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
@@ -22,6 +26,7 @@ pub struct Placed {
     starts: Vec<u64>,
     tokens: Vec<u32>,
     steps: Vec<u64>,
+    faults: BTreeMap<u64, Error>,
 }
 
 impl Placed {
@@ -50,7 +55,22 @@ impl Placed {
                 return refuse(format!("example {example}, layer {group}: rows end beyond byte 2^60"));
             }
         }
-        Ok(Placed { groups, files, starts, tokens, steps })
+        Ok(Placed { groups, files, starts, tokens, steps, faults: BTreeMap::new() })
+    }
+
+    /// Sets examples that cannot be read, and why. Their places are not used; they should have a token, so that a read of all
+    /// tokens reaches them.
+    #[must_use]
+    pub fn refusing(mut self, faults: BTreeMap<u64, Error>) -> Placed {
+        self.faults = faults;
+        self
+    }
+
+    /// An example's number, if it is in the dataset and can be read.
+    #[inline]
+    fn readable(&self, example: i64) -> Result<u64> {
+        let example = check_example(example, self.examples())?;
+        self.faults.get(&example).map_or(Ok(example), |error| Err(error.clone()))
     }
 
     #[inline]
@@ -77,7 +97,7 @@ impl Layout for Placed {
     #[inline]
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
         check_group(group, self.groups)?;
-        let example = check_example(example, self.examples())?;
+        let example = self.readable(example)?;
         let token = check_token(token, self.tokens(group, example), example)?;
         Ok(self.address(group, example, token))
     }
@@ -88,7 +108,7 @@ impl Layout for Placed {
 
     fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()> {
         check_group(group, self.groups)?;
-        let example = check_example(example, self.examples())?;
+        let example = self.readable(example)?;
         let rows = self.tokens(group, example);
         if rows > 0 {
             each(Run { at: self.address(group, example, 0), rows });
@@ -114,6 +134,21 @@ mod tests {
         layout.runs(1, 0, &mut |run| runs.push(run)).unwrap();
         layout.runs(0, 1, &mut |run| runs.push(run)).unwrap();
         assert_eq!(runs, [Run { at: Address { file: 1, row: 9 }, rows: 3 }]);
+    }
+
+    #[test]
+    fn examples_that_cannot_be_read_fail_with_their_reason_and_others_do_not() {
+        let why = Error::new(Kind::UnsafePickle, "calls posix.getcwd");
+        let layout = Placed::new(1, vec![0, 0, 0], vec![0, 8, 16], vec![1, 1, 1], vec![8]).unwrap();
+        let layout = layout.refusing(BTreeMap::from([(1, why.clone())]));
+        let failures = [layout.locate(0, 1, 0).err(), layout.last(0, 1).err(), layout.runs(0, 1, &mut |_| ()).err()];
+        for failure in failures {
+            let found = failure.unwrap();
+            assert_eq!((found.kind, found.detail), (why.kind, why.detail.clone()));
+        }
+        assert_eq!(layout.locate(0, 1, 5).unwrap_err().kind, Kind::UnsafePickle);
+        assert_eq!((layout.locate(0, 0, 0).unwrap().row, layout.last(0, 2).unwrap().row), (0, 16));
+        assert_eq!(layout.examples(), 3);
     }
 
     #[test]

@@ -1,0 +1,24 @@
+"""AngelSlim's hidden states for training EAGLE-3 and DFlash; see docs/formats/angelslim.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.formats.format import Format, Room
+
+
+class AngelSlimFormat(Format):
+    """AngelSlim hidden states. Read, verified and converted from."""
+
+    name: ClassVar[str] = "angelslim"
+    description: ClassVar[str] = "AngelSlim hidden states"
+    names_layers: ClassVar[bool] = True
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".files:detect",
+        "open": ".files:open",
+        "check": ".files:check",
+    }
+
+
+FORMAT = AngelSlimFormat()

@@ -1,0 +1,33 @@
+"""Names of AngelSlim's files and tensors.
+
+Source: Tencent/AngelSlim 67394ce, ``tools/generate_hidden_for_draft_model.py`` and ``tools/generate_dflash_data.py``.
+
+rank_0/rows_0-5000/data_0.ckpt              EAGLE-3; numbers count within a rank
+[shard_00000/]sample_00000000_rank0.ckpt    DFlash
+vocab_mapping.pt                            draft vocabulary; not part of the store
+"""
+
+from __future__ import annotations
+
+import re
+
+from actshard.formats.draft_examples import DraftKeys
+from actshard.formats.draft_torch import DraftFolder, DraftTree
+
+_EAGLE3 = DraftKeys("eagle3", "hidden_states", "hidden_states", "target_hiddens", id_axes=2)
+_DFLASH = DraftKeys("dflash", "attention_mask", "hidden_states", None, ("loss_mask", "attention_mask"), 2)
+_RANK, _GROUP, _FILE = re.compile(r"rank_(\d+)"), re.compile(r"rows_\d+-\d+"), re.compile(r"data_(\d+)\.ckpt")
+_SHARD, _SAMPLE = re.compile(r"shard_(\d+)"), re.compile(r"sample_(\d+)_rank(\d+)\.ckpt")
+FOLDER = DraftFolder(
+    "angelslim",
+    "rank_*/rows_*/data_*.ckpt or sample_*_rank*.ckpt of AngelSlim",
+    kinds=(_DFLASH, _EAGLE3),
+    trees=(
+        DraftTree((_RANK, _GROUP, _FILE), order=(0, 1), example=(0, 1), sure=True),
+        DraftTree((_GROUP, _FILE), order=(0,), example=(0,)),
+        DraftTree((_SHARD, _SAMPLE), order=(0, 1, 2), example=(0, 1, 2), sure=True),
+        DraftTree((_SAMPLE,), order=(0, 1), example=(0, 1), sure=True),
+    ),
+    beside=("vocab_mapping.pt",),
+)
+detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

@@ -1,0 +1,142 @@
+"""Places of tensors in files of ``torch.save``, and the columns of draft-model examples: token ids, masks, values, file names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import stored
+from actshard._native import Rows, StoredArray
+from actshard.errors import NotStoredError
+from actshard.formats.contents import Options
+from actshard.formats.draft_examples import DraftExample, PlacedTensor
+from actshard.formats.per_token import TokenColumns
+from actshard.formats.tables import table_of
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FILE = "file"
+"""Column of the examples' files, relative to the folder."""
+_Fault = tuple[int, str, str, Any]
+"""An example that cannot be read: its number, kind and text of the error, the file."""
+
+
+class PlaceTable:
+    """Collects the files in which tensors lie, as the core opens them: with one row step each.
+
+    Tensors whose elements do not follow each other, or that are deflated, are decoded as a whole by the core.
+    """
+
+    def __init__(self, paths: Sequence[Location]) -> None:
+        self._paths = paths
+        self._files: list[tuple[Location, int, bool, bool, StoredArray | None]] = []
+        self._numbers: dict[Any, int] = {}
+
+    def place(self, example: int, part: PlacedTensor, gzipped: bool, offset: int) -> tuple[int, int]:
+        """Returns the number of a file and the first byte of a tensor's rows, ``offset`` bytes into each row."""
+        item = stored(part.array.dtype).itemsize
+        row = part.width * item
+        step = part.token_stride * item if part.tokens > 1 else row
+        apart = (part.stride != 1 and part.width > 1) or step < row or part.array.deflated is not None
+        swapped = part.array.swapped and not apart
+        key = (example, id(part.array), True) if apart else (example, step, swapped, False)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._files)
+            decoded = part.array if apart else None
+            self._files.append((self._paths[example], row if apart else step, swapped, gzipped, decoded))
+        return number, offset + (0 if apart else part.array.offset)
+
+    def unread(self, example: int) -> int:
+        """Returns the number of a file from which no rows are read."""
+        self._files.append((self._paths[example], 1 << 20, False, False, None))
+        return len(self._files) - 1
+
+    def open(
+        self,
+        numbers: NDArray[np.uint32],
+        starts: NDArray[np.uint64],
+        tokens: NDArray[np.uint32],
+        width: int,
+        dtype: str,
+        options: Options,
+        faults: Sequence[_Fault] = (),
+    ) -> Rows:
+        """Opens rows at places: ``numbers`` and ``starts`` are (groups, examples)."""
+        return _native.placed_rows(
+            self._files,
+            np.ascontiguousarray(numbers.reshape(-1)),
+            np.ascontiguousarray(starts.reshape(-1)),
+            tokens,
+            num_groups=len(numbers),
+            width=width,
+            dtype=dtype,
+            decoded_memory=options.decoded_memory,
+            descr=stored(dtype),
+            io=options.io,
+            faults=list(faults),
+        )
+
+
+class DraftColumns:
+    """Columns of a folder of examples. Examples that cannot be read have empty lists."""
+
+    def __init__(
+        self, root: Location, paths: Sequence[Location], examples: Sequence[DraftExample | None], options: Options
+    ) -> None:
+        self._root, self._paths, self._examples = root, paths, examples
+        first = next(example for example in examples if example is not None)
+        rows = {key: self._rows(key, part.array.dtype, options) for key, part in first.columns.items()}
+        self._tokens = TokenColumns(rows, len(paths), root.place)
+        values: dict[str, None] = {}
+        for example in examples:
+            values |= dict.fromkeys(() if example is None else example.values)
+        self._values = [name for name in values if name not in (*self._tokens.names, _FILE)]
+        self.names = (*self._tokens.names, *self._values, _FILE)
+        self.per_token = self._tokens.names
+
+    def _rows(self, key: str, dtype: str, options: Options) -> Rows:
+        table = PlaceTable(self._paths)
+        n = len(self._paths)
+        numbers, starts, tokens = np.zeros((1, n), np.uint32), np.zeros((1, n), np.uint64), np.zeros(n, np.uint32)
+        for e, example in enumerate(self._examples):
+            if example is None:
+                numbers[0, e] = table.unread(e)
+                continue
+            numbers[0, e], starts[0, e] = table.place(e, example.columns[key], example.gzipped, 0)
+            tokens[e] = example.tokens
+        return table.open(numbers, starts, tokens, 1, dtype, options)
+
+    def columns(self, wanted: Sequence[str]) -> pa.Table:
+        """Reads columns of all examples."""
+        return self.head(wanted, len(self._paths))
+
+    def head(self, wanted: Sequence[str], n: int) -> pa.Table:
+        """Reads columns of the first n examples.
+
+        Raises:
+            NotStoredError: there is no such column.
+        """
+        for name in wanted:
+            if name not in self.names:
+                raise NotStoredError(
+                    f"has no column {name!r}; columns are {', '.join(self.names)}", path=self._root.place
+                )
+        n = min(n, len(self._paths))
+        parts: dict[str, Any] = {}
+        if held := [name for name in wanted if name in self.per_token]:
+            read = self._tokens.head(held, n)
+            parts = {name: read[name].combine_chunks() for name in held}
+        parts |= {name: self._plain(name, n) for name in wanted if name not in parts}
+        return table_of(list(wanted), [(parts, n)])
+
+    def _plain(self, name: str, n: int) -> list[Any]:
+        if name == _FILE:
+            return [path.relative_to(self._root) for path in self._paths[:n]]
+        return [None if example is None else example.values.get(name) for example in self._examples[:n]]

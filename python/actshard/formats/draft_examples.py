@@ -1,0 +1,203 @@
+"""Examples of draft-model training in files of ``torch.save``: one dict of tensors per file.
+
+::
+
+    input_ids, loss_mask, attention_mask    (S,) or (1, S) integers
+    states of layers, side by side          (S, L * H) or (1, S, L * H)
+    last hidden state                       (S, H) or (1, S, H)
+
+SpecForge, Model-Optimizer, AngelSlim and EAGLE name the tensors differently (:class:`DraftKeys`). Tensors may be views of a shared
+storage: strides and offsets are those of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch
+from actshard.errors import ActshardError, FileAccessError, FormatError, MissingFileError, UnsupportedError
+from actshard.location import Location
+
+IDS = "input_ids"
+MASKS = ("loss_mask", "attention_mask")
+FLOATS = ("BF16", "F16", "F32", "F64")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+_AT_ONCE = 512
+_GZIPPED_AT_ONCE = 16
+"""Gzipped files read together: each is in memory, inflated, until its tensors are found."""
+_SHOWN_KEYS = 8
+
+
+@dataclass(frozen=True)
+class DraftKeys:
+    """Names of the tensors of one kind of file.
+
+    Attributes:
+        kind: the kind's name.
+        mark: the key by which a file is recognised.
+        aux: key of the layers' states, side by side; None: only the last hidden state is stored.
+        last: key of the last hidden state; None if it is not stored, so that the width of a layer is unknown.
+        masks: keys of masks that every file has.
+        id_axes: axes of ``input_ids``.
+        without: a key that files of this kind do not have.
+    """
+
+    kind: str
+    mark: str
+    aux: str | None
+    last: str | None
+    masks: tuple[str, ...] = ("loss_mask",)
+    id_axes: int = 1
+    without: str | None = None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Keys of the hidden states."""
+        return tuple(key for key in (self.aux, self.last) if key is not None)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Keys that every file has."""
+        return (IDS, *self.masks, *self.states)
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor in a file with its axes (token, element), or (token,): elements between neighbours, and the first byte."""
+
+    array: StoredArray
+    tokens: int
+    width: int
+    token_stride: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class DraftExample:
+    """The tensors of one file."""
+
+    tokens: int
+    gzipped: bool
+    aux: PlacedTensor | None
+    last: PlacedTensor | None
+    columns: dict[str, PlacedTensor]
+    """Token ids and masks."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Numbers and texts of the file, such as ``conversation_id``."""
+    sizes: tuple[int, int] = (0, 0)
+
+
+def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
+    """The kind of a file's saved object; None if it is of none of them."""
+    if not isinstance(value, dict):
+        return None
+    for keys in kinds:
+        if keys.mark in value and keys.without not in value and _axes(value.get(IDS)) in (0, keys.id_axes):
+            return keys
+    return None
+
+
+def _axes(value: Any) -> int:
+    """Axes of a tensor; 0 if it is none."""
+    return len(value.shape) if isinstance(value, StoredArray) else 0
+
+
+def read_each(paths: Sequence[Location], limit: int, use: Callable[[int, TorchFile | ActshardError], None]) -> None:
+    """Calls ``use`` with each file's number and its parsed form, or the error of a damaged one. Files are read in parallel.
+
+    Raises:
+        FileAccessError: a file cannot be read, for reasons that are not in the file.
+    """
+    first = 0
+    while first < len(paths):
+        some = paths[first : first + (_GZIPPED_AT_ONCE if paths[first].name.endswith(".gz") else _AT_ONCE)]
+        try:
+            for number, file in enumerate(read_torch(some, limit), first):
+                use(number, file)
+        except ActshardError:
+            for number, path in enumerate(some, first):
+                use(number, _one(path, limit))
+        first += len(some)
+
+
+def _one(path: Location, limit: int) -> TorchFile | ActshardError:
+    try:
+        return read_torch([path], limit)[0]
+    except (FileAccessError, MissingFileError):
+        raise
+    except ActshardError as error:
+        error.path = error.path or path.place
+        return error
+
+
+def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
+    """Finds the tensors of a file, and checks that their shapes agree.
+
+    Raises:
+        FormatError, UnsupportedError: a tensor is missing, of another dtype, or of another number of tokens.
+    """
+    value = file.value
+    if not isinstance(value, dict):
+        raise FormatError(f"expected a dict of tensors, found {type(value).__name__}", path=file.path)
+    found = {key: _tensor(file, value, key) for key in keys.required}
+    found |= {key: _tensor(file, value, key) for key in MASKS if key in value and key not in found}
+    columns = {key: _flat(file, key, found[key]) for key in (IDS, *MASKS) if key in found}
+    tokens = columns[IDS].tokens
+    if not tokens:
+        raise FormatError(f"{IDS}: expected at least one token, found none", path=file.path)
+    states = {key: _rows(file, key, found[key]) for key in keys.states}
+    aux = states.get(keys.aux) if keys.aux is not None else None
+    if aux is not None and aux.tokens * aux.width == 0 and keys.last is not None:
+        aux = None  # Model-Optimizer stores an empty tensor if there is no auxiliary layer
+    last = states[keys.last] if keys.last is not None else None
+    for key, part in [*columns.items(), (keys.aux, aux), (keys.last, last)]:
+        if part is not None and part.tokens != tokens:
+            raise FormatError(f"{key}: expected {tokens} tokens, as in {IDS}, found {part.tokens}", path=file.path)
+    plain = {
+        key: value[key]
+        for key in value
+        if isinstance(key, str) and type(value[key]) in (str, int, float, bool) and key not in found
+    }
+    return DraftExample(tokens, file.is_gzipped, aux, last, columns, plain, file.sizes)
+
+
+def _tensor(file: TorchFile, value: dict[Any, Any], key: str) -> StoredArray:
+    found = value.get(key)
+    if isinstance(found, RefusedObject):
+        raise UnsupportedError(f"{key}: expected a plain tensor, found {found.name}", path=file.path)
+    if not isinstance(found, StoredArray):
+        there = ", ".join(str(each)[:40] for each in list(value)[:_SHOWN_KEYS])
+        what = f"a {type(found).__name__}" if key in value else f"none; the file has {there or 'no keys'}"
+        raise FormatError(f"{key}: expected a tensor, found {what}", path=file.path)
+    return found
+
+
+def _squeezed(file: TorchFile, key: str, array: StoredArray, axes: int) -> tuple[list[int], list[int]]:
+    """Shape and strides without a first axis of 1."""
+    shape, strides = list(array.shape), list(array.strides)
+    if len(shape) == axes + 1:
+        if shape[0] != 1:
+            raise FormatError(f"{key}: expected a first axis of 1, found the shape {shape}", path=file.path)
+        shape, strides = shape[1:], strides[1:]
+    if len(shape) != axes:
+        expected = "(S,) or (1, S)" if axes == 1 else "(S, width) or (1, S, width)"
+        raise FormatError(f"{key}: expected the shape {expected}, found {shape}", path=file.path)
+    return shape, strides
+
+
+def _flat(file: TorchFile, key: str, array: StoredArray) -> PlacedTensor:
+    if array.dtype not in _INTEGERS:
+        raise FormatError(f"{key}: expected integers, found {array.dtype}", path=file.path)
+    (tokens,), (stride,) = _squeezed(file, key, array, 1)
+    return PlacedTensor(array, tokens, 1, stride, 1)
+
+
+def _rows(file: TorchFile, key: str, array: StoredArray) -> PlacedTensor:
+    if len(array.shape) == 1 and array.shape[0] == 0:
+        return PlacedTensor(array, 0, 0, 0, 1)
+    if array.dtype not in FLOATS:
+        raise FormatError(f"{key}: expected floats, found {array.dtype}", path=file.path)
+    (tokens, width), (token_stride, stride) = _squeezed(file, key, array, 2)
+    return PlacedTensor(array, tokens, width, token_stride, stride)

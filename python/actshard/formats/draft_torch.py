@@ -1,0 +1,365 @@
+"""Folders of draft-model examples, one file of ``torch.save`` each, as a dataset. See ``draft_examples`` for the files.
+
+A format provides the names of its folders and files, in order, and the names of its tensors. An example that cannot be read keeps
+its number; a warning has the reason, and reading it raises an error with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from actshard import layers as names_of_layers
+from actshard._arguments import stored
+from actshard._native import Rows
+from actshard.codes import Remark
+from actshard.containers import TorchFile, read_torch
+from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.draft_columns import DraftColumns, PlaceTable
+from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each
+from actshard.formats.per_token import LAST
+from actshard.formats.report import Report
+from actshard.layers import Layer
+from actshard.location import Location
+
+_SHOWN = 20
+"""Damaged files that are named in warnings."""
+_TRIED = 4
+"""Files that detection reads: the first ones may be damaged."""
+_TIMES = 2
+"""A file may store this many times the bytes of its tensors."""
+_LEAST = 1024
+"""Bytes of a file that is too small to matter."""
+_Shape = tuple[int, int, str]
+"""Width of the layers' states, width of the last hidden state, dtype."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Names of the folders and the files of a dataset, from its folder down; groups are numbers, which give the order.
+
+    Attributes:
+        levels: a pattern per level; the last is that of files.
+        order: positions of the groups in the order of examples.
+        example: positions of the groups that name an example; two files of one example are a fault.
+        sure: whether the names alone identify the format, if no file can be read.
+    """
+
+    levels: tuple[re.Pattern[str], ...]
+    order: tuple[int, ...]
+    example: tuple[int, ...]
+    sure: bool = False
+
+    def files(self, root: Location, most: int | None = None) -> list[tuple[tuple[int, ...], Location]]:
+        """Numbers and locations of files, in order; if ``most`` is given, of about as many of the first ones found."""
+        found: list[tuple[tuple[int, ...], Location]] = [((), root)]
+        for depth, level in enumerate(self.levels):
+            kind = "file" if depth == len(self.levels) - 1 else "folder"
+            below = []
+            for numbers, folder in found:
+                entries = folder.entries() if most is None else folder.first(4096)
+                for entry in entries:
+                    named = level.fullmatch(entry.name)
+                    if named is not None and entry.kind == kind:
+                        below.append(((*numbers, *map(int, named.groups())), folder / entry.name))
+                if most is not None and len(below) >= most:
+                    break
+            found = below
+        return sorted(found, key=lambda each: ([each[0][n] for n in self.order], each[1].key))
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """A format of folders of examples.
+
+    Attributes:
+        format: its name.
+        looked_for: for messages.
+        kinds: kinds of files, the most specific first.
+        trees: names of files, the deepest first.
+        listing: lists the files of formats whose files have any name; None: by ``trees``.
+        beside: other files of a dataset, by name.
+    """
+
+    format: str
+    looked_for: str
+    kinds: tuple[DraftKeys, ...]
+    trees: tuple[DraftTree, ...] = ()
+    listing: Callable[[Location, int | None], list[Location]] | None = None
+    beside: tuple[str, ...] = ()
+
+    def _files(
+        self, root: Location, most: int | None
+    ) -> tuple[DraftTree | None, list[tuple[tuple[int, ...], Location]]]:
+        if self.listing is not None:
+            return None, [((number,), path) for number, path in enumerate(self.listing(root, most))]
+        for tree in self.trees:
+            if found := tree.files(root, most):
+                return tree, found
+        return None, []
+
+    def detect(self, root: Location) -> Evidence:
+        """Checks names, and the keys of the first file that can be read."""
+        if root.kind() != "folder" or not root.lists:
+            return Evidence(False, self.looked_for, "no folder that can be listed")
+        tree, found = self._files(root, _TRIED)
+        if not found:
+            return Evidence(False, self.looked_for, "no such files")
+        fault = ""
+        for _, path in found[:_TRIED]:
+            try:
+                (file,) = read_torch([path])
+                kind = kind_of(file.value, self.kinds)
+            except ActshardError as error:
+                fault = fault or f"{path.name}: {error.detail}"
+                continue
+            if kind is None:
+                return Evidence(False, self.looked_for, f"other keys in {path.name}")
+            return Evidence(True, self.looked_for, f"{kind.kind} examples")
+        if tree is not None and tree.sure:
+            return Evidence(True, self.looked_for, f"files that cannot be read: {fault}")
+        return Evidence(False, self.looked_for, fault)
+
+    def dataset(self, root: Location, options: Options) -> DraftDataset:
+        """Reads the pickles of all files, but no tensors.
+
+        Raises:
+            MissingFileError: there are no files.
+            ActshardError: of the first file, if none can be read.
+        """
+        tree, found = self._files(root, None)
+        if not found:
+            raise MissingFileError(f"expected {self.looked_for}, found none", path=root)
+        made = DraftDataset(self, root)
+        example = tree.example if tree is not None else (0,)
+        seen: dict[tuple[int, ...], Location] = {}
+        for numbers, path in found:
+            key = tuple(numbers[n] for n in example)
+            if key in seen:
+                text = f"{path.relative_to(root)}: is example {'.'.join(map(str, key))} again, as {seen[key].name}; not read"
+                made.warnings.append(Remark("duplicate-sample", text))
+                continue
+            seen[key] = path
+            made.paths.append(path)
+        made.read(options.decoded_memory)
+        return made
+
+    def open(self, root: Location, options: Options) -> Contents:
+        """Opens a dataset."""
+        return self.dataset(root, options).contents(options)
+
+    def check(self, root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
+        """Checks masks, token ids, storages much larger than their tensors, and, deep, checksums. Opening reports damaged files."""
+        with report.noting(root):
+            dataset = self.dataset(root, Options.of(root))
+            report.count("files", len(dataset.paths))
+
+            def look(number: int, file: TorchFile | ActshardError) -> None:
+                tell("files", number, len(dataset.paths))
+                if number not in dataset.faults and isinstance(file, TorchFile):
+                    with report.noting(file.path):
+                        _check_file(file, dataset.examples[number], report)
+
+            read_each(dataset.paths, 1 << 30, look)
+
+
+def _check_file(file: TorchFile, example: DraftExample | None, report: Report) -> None:
+    whole, tensors = file.sizes
+    if whole > max(_TIMES * tensors, _LEAST):
+        times = f", {whole // tensors} times as many" if tensors else ""
+        report.add("oversized-file", file.path, f"{whole} bytes for tensors of {tensors} bytes{times}")
+    if report.deep:
+        for at in file.damaged():
+            report.add("record-checksum", file.path, "other bytes", "the content of the CRC-32", f"byte {at}")
+    if example is None:
+        return
+    report.count("rows", example.tokens)
+    for key, part in example.columns.items():
+        values = file.array(part.array).reshape(-1)
+        ids = key == "input_ids"
+        wrong = np.flatnonzero((values < 0) | (values >= 1 << 31) if ids else (values != 0) & (values != 1))
+        if wrong.size:
+            expected = "a token id, 0 to 2147483647" if ids else "0 or 1"
+            code = "token-range" if ids else "mask-value"
+            report.add(code, file.path, int(values[wrong[0]]), expected, f"{key}, token {wrong[0]}")
+
+
+@dataclass
+class DraftDataset:
+    """The examples of a folder: their files, tensors, and faults by example."""
+
+    folder: DraftFolder
+    root: Location
+    paths: list[Location] = field(default_factory=list)
+    examples: list[DraftExample | None] = field(default_factory=list)
+    faults: dict[int, ActshardError] = field(default_factory=dict)
+    warnings: list[Remark] = field(default_factory=list)
+    keys: DraftKeys | None = None
+    shape: _Shape = (0, 0, "")
+
+    def read(self, limit: int) -> None:
+        """Reads the pickles, chooses the kind and shape that most files have, and names the others as faults."""
+        self.examples = [None] * len(self.paths)
+        kinds: dict[int, DraftKeys] = {}
+
+        def first(number: int, file: TorchFile | ActshardError) -> None:
+            try:
+                if isinstance(file, ActshardError):
+                    raise file
+                keys = kind_of(file.value, self.folder.kinds) or self.folder.kinds[0]
+                self.examples[number] = example_of(file, keys)
+                kinds[number] = keys
+            except ActshardError as error:
+                error.path = error.path or self.paths[number].place
+                self.faults[number] = error
+
+        read_each(self.paths, limit, first)
+        if not kinds:
+            raise self.faults[min(self.faults)]
+        self._agree(kinds)
+        for number in sorted(self.faults)[:_SHOWN]:
+            fault, name = self.faults[number], self.paths[number].relative_to(self.root)
+            text = f"example {number}: {name}: {fault.detail}; reading it is an error"
+            self.warnings.append(Remark(fault.code or _CODES.get(fault.kind, "format"), text))
+        if len(self.faults) > _SHOWN:
+            text = f"{len(self.faults)} of {len(self.paths)} examples cannot be read; the first {_SHOWN} are named"
+            self.warnings.append(Remark("format", text))
+
+    def _agree(self, kinds: dict[int, DraftKeys]) -> None:
+        """Chooses the most common kind, shape and dtypes of columns. Files with others are faults."""
+
+        def shape_of(number: int) -> tuple[Any, ...]:
+            example = self.examples[number]
+            assert example is not None
+            parts = [part for part in (example.aux, example.last) if part is not None]
+            dtypes = sorted({part.array.dtype for part in parts})
+            widths = [0 if part is None else part.width for part in (example.aux, example.last)]
+            columns = tuple((key, part.array.dtype) for key, part in example.columns.items())
+            return kinds[number], tuple(widths), tuple(dtypes), columns
+
+        shapes = {number: shape_of(number) for number in kinds}
+        counts: dict[tuple[Any, ...], int] = {}
+        for shape in shapes.values():
+            counts[shape] = counts.get(shape, 0) + 1
+        common = max(counts, key=lambda shape: (counts[shape], -self.folder.kinds.index(shape[0])))
+        for number, shape in shapes.items():
+            if shape != common:
+                text = f"expected {_told(common)} as in most files, found {_told(shape)}"
+                self.faults[number] = FormatError(text, path=self.paths[number])
+                self.examples[number] = None
+        self.keys, (aux, last), dtypes, _ = common
+        path = self.paths[next(number for number, shape in shapes.items() if shape == common)]
+        if len(dtypes) != 1:
+            raise FormatError(f"expected states of one dtype, found {' and '.join(dtypes)}", path=path)
+        if last and aux % last:
+            raise FormatError(f"expected layers of {last} columns side by side, found {aux} columns", path=path)
+        if not aux and not last:
+            raise FormatError("expected hidden states, found none", path=path)
+        self.shape = (aux, last, dtypes[0])
+
+    def layers(self, options: Options) -> tuple[tuple[Layer, ...], int]:
+        """Names of layers, and the width of a layer."""
+        aux, last, _ = self.shape
+        given = _given(options.layout)
+        tail: tuple[Layer, ...] = (LAST,) if last else ()
+        if given is None:
+            if not last:
+                text = (
+                    f"hidden states of {aux} columns: the files do not record how many layers lie side by side, so they are one "
+                    "layer named 0. Name them with layout={'layers': [...]}"
+                )
+                self.warnings.append(Remark("layout", text))
+                return (0,), aux
+            return (*range(aux // last), *tail), last
+        if given and given[-1] == LAST and last:
+            given = given[:-1]
+        if last and len(given) != aux // last:
+            raise ArgumentError(f"layout: expected {aux // last} layers, found {names_of_layers.short(given)}")
+        if not given or aux % len(given):
+            found = names_of_layers.short(given)
+            raise ArgumentError(
+                f"layout: expected layers that divide {aux} columns evenly, found {len(given)}: {found}"
+            )
+        return (*given, *tail), last or aux // len(given)
+
+    def contents(self, options: Options) -> Contents:
+        """The dataset's contents, for a store."""
+        assert self.keys is not None
+        layers, width = self.layers(options)
+        dtype = self.shape[2]
+        counts = np.array([1 if example is None else example.tokens for example in self.examples], np.int64)
+        columns = DraftColumns(self.root, self.paths, self.examples, options)
+        beside = [name for name in self.folder.beside if (self.root.joinpath(name)).exists()]
+        return Contents(
+            format=self.folder.format,
+            path=self.root.place,
+            metadata={"kind": self.keys.kind},
+            layers=names_of_layers.stored(layers, self.root.place),
+            d_model=width,
+            dtype=stored(dtype),
+            num_examples=len(counts),
+            token_counts=counts.copy,
+            rows=self.rows(width, options),
+            column_names=columns.names,
+            columns=columns.columns,
+            head_columns=columns.head,
+            token_columns=columns.per_token,
+            files=lambda: [path.place for path in self.paths],
+            provenance={"kind": self.keys.kind, "files": len(self.paths)}
+            | ({} if _given(options.layout) else {"layers": "by position: their numbers are not stored"}),
+            extras=tuple(beside),
+            warnings=tuple(self.warnings),
+        )
+
+    def rows(self, width: int, options: Options) -> Rows:
+        """Rows of hidden states: a group per layer, then the last."""
+        aux, last, dtype = self.shape
+        groups = [("aux", k * width) for k in range(aux // width)] + ([("last", 0)] if last else [])
+        table = PlaceTable(self.paths)
+        numbers = np.zeros((len(groups), len(self.paths)), np.uint32)
+        starts = np.zeros((len(groups), len(self.paths)), np.uint64)
+        item = stored(dtype).itemsize
+        for e, example in enumerate(self.examples):
+            if example is None:
+                numbers[:, e] = table.unread(e)
+                continue
+            parts = {"aux": example.aux, "last": example.last}
+            for g, (which, offset) in enumerate(groups):
+                part = parts[which]
+                assert part is not None
+                numbers[g, e], starts[g, e] = table.place(e, part, example.gzipped, offset * item)
+        faults = [
+            (e, error.kind, error.detail, error.path or self.paths[e].place) for e, error in sorted(self.faults.items())
+        ]
+        tokens = np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
+        return table.open(numbers, starts, tokens, width, dtype, options, faults)
+
+
+_CODES = {
+    "truncated": "truncated",
+    "unsafe_pickle": "unsafe-pickle",
+    "unsupported": "unsupported",
+    "not_found": "missing-file",
+}
+"""Codes of findings by the kind of an error."""
+
+
+def _told(shape: tuple[Any, ...]) -> str:
+    keys, widths, dtypes, columns = shape
+    held = ", ".join(f"{key} {dtype}" for key, dtype in columns)
+    states = ", ".join(f"{key} of {n} columns" for key, n in zip((keys.aux, keys.last), widths, strict=True) if n)
+    return f"{states} {'/'.join(dtypes)}, {held}"
+
+
+def _given(layout: Any) -> tuple[Layer, ...] | None:
+    """Names of layers that the caller gave: ``layout={"layers": [...]}``."""
+    if layout is None:
+        return None
+    if not isinstance(layout, dict) or set(layout) != {"layers"}:
+        raise ArgumentError("layout: expected {'layers': [...]}, the names of the layers of these files")
+    return names_of_layers.several(layout["layers"])

@@ -1,0 +1,24 @@
+"""EAGLE's hidden states for training EAGLE 1 and 2; see docs/formats/eagle.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.formats.format import Format, Room
+
+
+class EagleFormat(Format):
+    """EAGLE hidden states. Read, verified and converted from."""
+
+    name: ClassVar[str] = "eagle"
+    description: ClassVar[str] = "EAGLE hidden states"
+    names_layers: ClassVar[bool] = True
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".files:detect",
+        "open": ".files:open",
+        "check": ".files:check",
+    }
+
+
+FORMAT = EagleFormat()

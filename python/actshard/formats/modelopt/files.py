@@ -1,0 +1,32 @@
+"""Names of Model-Optimizer's files and tensors.
+
+Source: NVIDIA/Model-Optimizer a2fbac7, ``examples/speculative_decoding/collect_hidden_states``.
+
+**/{conversation_id}.pt    files of examples, of any name
+"""
+
+from __future__ import annotations
+
+from actshard.formats.draft_examples import DraftKeys
+from actshard.formats.draft_torch import DraftFolder
+from actshard.location import Location
+
+_SUFFIX = ".pt"
+
+
+def _files(root: Location, most: int | None) -> list[Location]:
+    """Files below a folder, by relative path; if ``most`` is given, some of those in the folder itself."""
+    if most is not None:
+        names = [entry.name for entry in root.first(4096) if entry.kind == "file" and entry.name.endswith(_SUFFIX)]
+        return [root / name for name in sorted(names)[:most]]
+    found = [path for path, _ in root.files() if path.name.endswith(_SUFFIX)]
+    return sorted(found, key=lambda path: path.relative_to(root))
+
+
+FOLDER = DraftFolder(
+    "modelopt",
+    "*.pt of Model-Optimizer, with input_ids, hidden_states and aux_hidden_states",
+    kinds=(DraftKeys("eagle3", "aux_hidden_states", "aux_hidden_states", "hidden_states", masks=()),),
+    listing=_files,
+)
+detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

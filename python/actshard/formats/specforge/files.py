@@ -1,0 +1,31 @@
+"""Names of SpecForge's files and tensors.
+
+Source: sgl-project/SpecForge a6b6b02, ``scripts/prepare_hidden_states.py``.
+
+rows_0-2000/data_0.ckpt[.gz]    files of examples, in groups
+vocab_mapping/vocab_mapping.pt  draft vocabulary; not part of the store
+"""
+
+from __future__ import annotations
+
+import re
+
+from actshard.formats.draft_examples import DraftKeys
+from actshard.formats.draft_torch import DraftFolder, DraftTree
+
+_GROUP, _FILE = re.compile(r"rows_\d+-\d+"), re.compile(r"data_(\d+)\.ckpt(?:\.gz)?")
+FOLDER = DraftFolder(
+    "specforge",
+    "rows_*/data_*.ckpt[.gz] of SpecForge",
+    kinds=(
+        DraftKeys("eagle3", "aux_hidden_state", "aux_hidden_state", "hidden_state"),
+        DraftKeys("dspark", "target_last_hidden_states", "hidden_states", "target_last_hidden_states"),
+        DraftKeys("dflash", "hidden_states", "hidden_states", None),
+    ),
+    trees=(
+        DraftTree((_GROUP, _FILE), order=(0,), example=(0,), sure=True),
+        DraftTree((_FILE,), order=(0,), example=(0,)),
+    ),
+    beside=("vocab_mapping/vocab_mapping.pt",),
+)
+detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check
