@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from conftest import GOLDEN
+from conftest import GOLDEN, saev_dump
 from served import served
 from test_arrays import LAYERS, quietly, readable, same, stacked
 from test_filtering import rows_of
@@ -334,3 +334,110 @@ def test_open_takes_a_list_of_any_formats(mixed: dict[str, actshard.Store]) -> N
     expected = [*stacked(mixed["lmprobe"], layer), *stacked(mixed["pickle"], layer)]
     same(made.layer(layer).ragged().values, np.concatenate(expected))
     assert quietly([mixed["pickle"].path]).format == "pickle"
+
+
+def test_special_tokens_of_a_join_move_lengths_and_labels(source: actshard.Store, tmp_path: Path) -> None:
+    """A part's content lengths and patch labels count from its own first content token."""
+    actshard.convert(source, tmp_path / "padded", "saev", pad=True)
+    padded, layer = quietly(tmp_path / "padded"), source.layers[0]
+    counts = [*source.token_counts.tolist()] * 2
+    for special in (0, 1, 3):
+        joined = actshard.concat([padded, source], special_tokens=special)
+        expected = [(e, k) for e, n in enumerate(counts) for k in range(special, n)]
+        for shuffle in SHUFFLES:
+            acts, examples, tokens = rows_of(joined.stream(layer, 7, shuffle=shuffle))
+            assert sorted(zip(examples.tolist(), tokens.tolist(), strict=True)) == expected
+            same(acts, joined.gather(layer, examples, tokens))
+    labelled = quietly(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    assert labelled.special_tokens == 1
+    layer = labelled.layers[0]
+    whole = next(iter(labelled.stream(layer, 10_000)))
+    both = next(iter(actshard.concat([labelled]).stream(layer, 10_000)))
+    assert whole.labels is not None
+    assert both.labels.tolist() == whole.labels.tolist()
+    shifted = actshard.concat([labelled, labelled], special_tokens=0)
+    assert shifted.labels is None
+    assert all(batch.labels is None for batch in shifted.stream(layer, 9, tokens="all"))
+    with pytest.raises(actshard.NotStoredError, match="number of patches or of special tokens"):
+        shifted.stream(layer, 9, ignore_labels=[0])
+
+
+def test_a_join_of_joins_keeps_their_options_and_names(source: actshard.Store) -> None:
+    labelled = quietly(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    one, other = labelled.layers[:2]
+    inner = actshard.concat([labelled, labelled], layers=[one], special_tokens=0)
+    again = actshard.concat([inner, inner], layers=[one])
+    assert (again.special_tokens, again.stream(one, 9).num_rows) == (0, 2 * int(inner.token_counts.sum()))
+    with pytest.raises(actshard.ArgumentError, match="special tokens, found 0"):
+        actshard.concat([inner, labelled], layers=[one])
+    with pytest.raises(actshard.LayerError):
+        actshard.concat([inner, labelled], layers=[other], special_tokens=0)
+    named = actshard.concat([actshard.concat({"wiki": source, "code": source.filter([1])}), source.filter([2])])
+    sources = named.table["source"].to_pylist()
+    assert sources[: len(source) + 1] == ["wiki"] * len(source) + ["code"]
+    assert len(set(sources)) == len(named.parts) == 3
+    assert pickle.loads(pickle.dumps(named)).table["source"].to_pylist() == sources
+    twice = actshard.concat([actshard.concat({"a": source}), actshard.concat({"a": source.filter([0])})])
+    assert len(set(twice.table["source"].to_pylist())) == 2
+    with pytest.raises(actshard.ArgumentError, match="different names"):
+        actshard.concat({"1": source, 1: source})
+    filtered = actshard.concat({"x": source, "y": source.filter([0])}).filter([0, len(source)])
+    for depth in range(1, 4):
+        filtered = actshard.concat({f"depth {depth}": filtered})
+        names = list(filtered.contents.column_names)
+        assert len(set(names)) == len(names)
+        assert filtered.read_columns(["source"])["source"].to_pylist() == ["x", "y"]
+        assert filtered.table[names[-1]].to_pylist() == [f"depth {depth}"] * 2
+        filtered = filtered.filter([0, 1])
+    closed = actshard.concat([source, source])
+    closed.close()
+    with pytest.raises(actshard.ClosedError):
+        actshard.concat([closed, source])
+
+
+def test_texts_of_a_join_have_one_name(tmp_path: Path) -> None:
+    """Formats call them "text" or "prompt"; both names read the texts of all parts."""
+    rows = np.ones((2, 1, 2, 3), np.float32)
+    for name, format, column in (("a", "zarr", "prompt"), ("b", "lmprobe", "text"), ("c", "lmprobe", "")):
+        with actshard.create(tmp_path / name, format, layers=[0], d_model=3) as writer:
+            writer.append(rows, columns={column: [f"{name}0", f"{name}1"]} if column else {})
+    a, b, c = (quietly(tmp_path / name) for name in "abc")
+    texts = ["a0", "a1", "b0", "b1"]
+    for parts, name in (([a, b], "prompt"), ([b, a], "text")):
+        joined = actshard.concat(parts)
+        assert [x for x in joined.contents.column_names if x in ("text", "prompt")] == [name]
+        for asked in ("text", "prompt"):
+            assert sorted(joined.read_columns([asked])[asked].to_pylist()) == texts
+        actshard.convert(joined, tmp_path / f"made_{name}", "lmprobe", verify=True)
+        assert sorted(quietly(tmp_path / f"made_{name}").table["text"].to_pylist()) == texts
+    assert "text" in c.table.column_names  # made up by the writer
+    actshard.convert(actshard.concat([c, a]), tmp_path / "filled", "lmprobe", verify=True)
+    assert quietly(tmp_path / "filled").table["text"].to_pylist()[2:] == ["a0", "a1"]
+
+
+def test_columns_that_are_read_only_if_named_are_read_from_a_join(source: actshard.Store, tmp_path: Path) -> None:
+    actshard.convert(source, tmp_path / "other", "pickle", columns=["label"])
+    name = "token_shard_offsets"
+    assert name not in source.contents.column_names
+    found = actshard.concat([tmp_path / "other", source]).read_columns([name])[name].to_pylist()
+    assert found == [None] * len(source) + source.read_columns([name])[name].to_pylist()
+
+
+def test_lists_with_a_value_per_token_are_cut_in_conversions_of_joins(tmp_path: Path) -> None:
+    """Each part's own declaration counts: another part may have a plain list of that name."""
+    draft = quietly(GOLDEN / "draft" / "speculators_bf16")
+    lengths = draft.token_counts.tolist()
+    with actshard.create(
+        tmp_path / "plain", "zarr", layers=draft.layers, d_model=draft.d_model, dtype="float16"
+    ) as writer:
+        writer.append(np.ones((1, len(draft.layers), 2, draft.d_model), np.float16), columns={"input_ids": [[7, 8, 9]]})
+    joined = actshard.concat([draft.filter([0, 2]), tmp_path / "plain", draft], dtype="float32")
+    layers = {layer: i for i, layer in enumerate(joined.layers)}
+    actshard.convert(
+        joined, tmp_path / "last", "pickle", layers=layers, tokens="last", columns=["input_ids", "loss_mask"]
+    )
+    whole, last = draft.table["input_ids"].to_pylist(), quietly(tmp_path / "last").table
+    assert [len(x) for x in whole] == lengths
+    assert last["input_ids"].to_pylist() == [whole[0][-1:], whole[2][-1:], [7, 8, 9], *(x[-1:] for x in whole)]
+    masks = draft.table["loss_mask"].to_pylist()
+    assert last["loss_mask"].to_pylist() == [masks[0][-1:], masks[2][-1:], None, *(x[-1:] for x in masks)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actshard.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
+from actshard.formats.target import OTHER_TEXT
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -99,17 +100,13 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     }
 
 
-_TEXTS = {"text": "prompt", "prompt": "text"}
-"""The two names of the column of whole texts. Pickle shards have only a preview, which is not a text's other name."""
-
-
 def columns_of(contents: Contents, asked: list[Any]) -> pa.Table:
     """Columns by the format's names; ``"text"`` and ``"prompt"`` name the texts whichever of them the format has."""
     try:
         return contents.columns(asked)
     except NotStoredError:
         stored = contents.column_names
-        own = [_TEXTS[x] if x in _TEXTS and x not in stored else x for x in map(str, asked)]
+        own = [OTHER_TEXT[x] if x in OTHER_TEXT and x not in stored else x for x in map(str, asked)]
         if own == asked or not set(own) <= set(stored):
             raise
         return contents.columns(list(dict.fromkeys(own))).select(own).rename_columns(asked)

@@ -11,6 +11,7 @@ A part stays open on its own. Columns are read from its store, so it must stay o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from actshard.codes import Remark
 from actshard.errors import ArgumentError, DtypeError, NotStoredError
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.formats.tables import common_type
+from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
 
 if TYPE_CHECKING:
@@ -75,8 +77,8 @@ def join(
         groups = [[part.group_of(layer) for layer in chosen] for part in parts]
         name = None if dtype is None else _arguments.dtype(dtype)[1]
         rows = _native.Rows.several([part.rows for part in parts], groups, name, found, io_of(parts))
-    columns = list(dict.fromkeys(itertools.chain.from_iterable(c.column_names for c in every)))
-    source = SOURCE if SOURCE not in columns else f"actshard:{SOURCE}"
+    columns = _columns(every)
+    source = _unused(columns)
     each = {contents.tokens_each for contents in every}
     ones = {contents.one_row_each for contents in every}
     models = {contents.model for contents in every}
@@ -105,6 +107,7 @@ def join(
         model=models.pop() if len(models) == 1 else None,
         provenance={name: contents.provenance for name, contents in zip(names, every, strict=True)},
         extras=tuple(extra for extra in every[0].extras if all(extra in c.extras for c in every)),
+        token_columns=tuple(name for name in columns if any(name in c.token_columns for c in every)),
         warnings=tuple(
             Remark(w.code, f"{name}: {w}") for name, part in zip(names, parts, strict=True) for w in part.warnings
         ),
@@ -121,7 +124,7 @@ def join(
         converts=dtype is not None,
         has_logits=all(contents.has_logits for contents in every),
         router_layers=routed if all(set(c.router_layers) == set(routed) for c in every) else (),
-        labels=lambda: _labels(parts),
+        labels=lambda: _labels(parts, special),
         logits=lambda: _logits(parts, names),
         router=lambda: _router(parts, names, routed),
         parts=tuple(parts),
@@ -211,19 +214,38 @@ def _units(parts: Sequence[Readable]) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(bounds))
 
 
+def _columns(every: Sequence[Contents]) -> list[str]:
+    """Names of the columns of all parts. Texts have one name, that of the first part, unless a part has columns of both names."""
+    columns = dict.fromkeys(itertools.chain.from_iterable(c.column_names for c in every))
+    if TEXTS.keys() <= columns.keys() and not any(TEXTS.keys() <= {*c.column_names} for c in every):
+        del columns[[name for name in columns if name in TEXTS][1]]
+    return list(columns)
+
+
+def _unused(columns: Sequence[str]) -> str:
+    """A name for the column of sources that no part's column has."""
+    other = f"actshard:{SOURCE}"
+    names = itertools.chain((SOURCE, other), (f"{other}:{i}" for i in itertools.count(2)))
+    return next(name for name in names if name not in columns)
+
+
 def _lengths(parts: Sequence[Readable], special: int) -> NDArray[np.int64] | None:
+    """Content tokens per example: stored tokens after the special ones, without padding."""
     found = [part.content_lengths for part in parts]
     if all(lengths is None for lengths in found):
         return None
-    each = (
-        np.maximum(part.token_counts - special, 0) if lengths is None else lengths
+    filled = [
+        part.token_counts if lengths is None else part.special_tokens + lengths
         for part, lengths in zip(parts, found, strict=True)
-    )
-    return np.concatenate(list(each))
+    ]
+    content: NDArray[np.int64] = np.maximum(np.concatenate(filled) - special, 0)
+    return content
 
 
-def _labels(parts: Sequence[Readable]) -> NDArray[np.uint8] | None:
-    """Patch labels; None unless every part has them, for equally many patches."""
+def _labels(parts: Sequence[Readable], special: int) -> NDArray[np.uint8] | None:
+    """Patch labels; None unless every part has them, for equally many patches after the special tokens."""
+    if any(part.special_tokens != special for part in parts):
+        return None
     found = [labels for part in parts if (labels := part.labels) is not None]
     if len(found) < len(parts) or len({labels.shape[1:] for labels in found}) > 1:
         return None
@@ -311,18 +333,24 @@ class _JoinedColumns:
         return []
 
     def _of_part(self, number: int, names: Sequence[str]) -> pa.Table:
+        import pyarrow as pa
+
         part = self._parts[number]
         known = part.contents.column_names
         listed = [name for name in names if name in known]
-        table = part.read_columns(listed)
+        table = part.read_columns(listed) if listed else None
+        found = {} if table is None else {name: table[name] for name in listed}
         for name in names:
-            if name in known or name in self._columns:
+            if name in known or (name in self._columns and not self._is_text(name)):
                 continue
-            try:  # a column that is read only if it is named
-                table = table.append_column(name, part.read_columns([name])[name])
-            except NotStoredError:
-                continue
-        return table
+            # A column that is read only if it is named, or texts, which this part has under the other name.
+            with contextlib.suppress(NotStoredError):
+                found[name] = part.read_columns([name])[name]
+        return pa.table(found)
+
+    def _is_text(self, name: str) -> bool:
+        """Whether a column has the texts of all parts, whichever name they have there."""
+        return name in TEXTS and TEXTS[name] not in self._columns
 
     def _sources(self) -> pa.ChunkedArray:
         import pyarrow as pa
@@ -366,6 +394,19 @@ def layers_held(part: Readable, examples: range) -> list[list[Layer]]:
             made = {unit: whole.unit_columns(unit)["layers"].to_pylist()}
         held.append(made[unit][number - whole.units[unit]])
     return held
+
+
+def per_token(contents: Contents, column: str, examples: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether a column has one value per stored token in each of these examples of a dataset: parts may differ."""
+    if not contents.parts:
+        return np.full(len(examples), column in contents.token_columns)
+    made = np.zeros(len(examples), np.bool_)
+    of, own = places(contents, examples)
+    for number, part in enumerate(contents.parts):
+        inner, here = part.contents, of == number
+        whole = own[here] if inner.chosen is None else inner.chosen.array()[own[here]]
+        made[here] = per_token(inner.whole or inner, column, whole)
+    return made
 
 
 def places(contents: Contents, examples: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

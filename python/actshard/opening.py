@@ -102,7 +102,8 @@ def concat(
         dtype: dtype of the result, if the parts' differ: rows are converted while they are read. Finite values that are too large
             become infinite, with an :class:`~actshard.OverflowWarning`.
         special_tokens: number of special tokens at the start of each example, if the parts' numbers differ; 0 reads all stored
-            tokens as content.
+            tokens as content. ``labels`` is None if a part has another number, because labels count from the first content
+            token.
 
     Raises:
         ArgumentError: no parts; d_model, layers or special tokens differ.
@@ -112,6 +113,8 @@ def concat(
     if isinstance(parts, str | bytes | os.PathLike | Store) or not isinstance(parts, Iterable):
         raise ArgumentTypeError(f"concat: expected several stores or paths, found {type(parts).__name__}")
     names = [str(name) for name in parts] if isinstance(parts, Mapping) else None
+    if names is not None and len({*names}) < len(names):
+        raise ArgumentError(f"concat: expected different names of parts, found {names!r:.200}")
     given = list(parts.values() if isinstance(parts, Mapping) else parts)
     if not given:
         raise ArgumentError("concat: expected at least one store, found none")
@@ -126,21 +129,40 @@ def _concat(
     dtype: DTypeLike | None,
     special_tokens: int | None,
 ) -> Store:
-    from actshard.joining import io_of, join, names_of
+    from actshard.joining import io_of, join
 
     if names is None:
-        flat = [inner for store in stores for inner in _inner(store, layers)]
-        stores, names = flat, names_of(flat)
+        stores, names = _flat(stores, layers)
     contents = join(stores, names, layers, dtype, special_tokens)
     return Store(contents, io=io_of(stores), reopen=(_concat, (stores, names, layers, dtype, special_tokens)))
 
 
+def _flat(stores: Sequence[Store], layers: tuple[Layer, ...] | None) -> tuple[list[Store], list[str]]:
+    """The stores and their names, with the parts of joined ones in their place. Names that a user gave are kept."""
+    from actshard.joining import names_of
+
+    flat: list[Store] = []
+    given: list[str | None] = []
+    for store in stores:
+        store.check_open()
+        inner = _inner(store, layers)
+        flat += inner
+        told = [part["source"] for part in store.metadata["parts"]] if inner != (store,) else [None]
+        given += told if told != names_of(inner) else [None] * len(inner)
+    names = [own or made for own, made in zip(given, names_of(flat), strict=True)]
+    return flat, names if len({*names}) == len(names) else [f"{name}#{i}" for i, name in enumerate(names)]
+
+
 def _inner(store: Store, layers: tuple[Layer, ...] | None) -> tuple[Store, ...]:
-    """The parts of a joined store that was neither filtered nor given options; else the store itself."""
-    contents = store.contents
+    """The parts of a joined store that was not filtered and whose options change nothing; else the store itself."""
+    contents, parts = store.contents, store.parts
     plain = contents.chosen is None and not contents.converts
-    alike = all(p.layers == store.layers and p.special_tokens == store.special_tokens for p in store.parts)
-    return store.parts if store.parts and plain and (alike or layers is not None) else (store,)
+    same = all(part.special_tokens == store.special_tokens for part in parts)
+    if layers is None:
+        same = same and all(part.layers == store.layers for part in parts)
+    else:
+        same = same and {*layers} <= {*store.layers}
+    return parts if parts and plain and same else (store,)
 
 
 def open_quietly(

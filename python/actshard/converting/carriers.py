@@ -8,6 +8,7 @@ from typing import Any
 from actshard import formats
 from actshard.formats.carrying import Carrying
 from actshard.formats.contents import Contents
+from actshard.formats.target import OTHER_TEXT
 
 
 def carrying_of(contents: Contents) -> Carrying:
@@ -37,7 +38,9 @@ class JoinedCarrying(Carrying):
             own = part.contents
             fillers = carrying_of(own).fillers(own)
             for name in own.column_names:
-                has[name] = has.get(name, True) and name in fillers
+                # A part's texts may have their other name here.
+                joined = name if name in contents.column_names else OTHER_TEXT.get(name, name)
+                has[joined] = has.get(joined, True) and name in fillers
         return frozenset(name for name, only in has.items() if only)
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:

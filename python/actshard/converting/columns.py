@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from actshard.store import Store
 
 
+_ALL = 1 << 40
+"""More values than a list has."""
+
+
 class NumbersMatterError(Exception):
     """The shards' sample_id_range claims that samples are numbered by order, but they are not: keep the number column."""
 
@@ -140,10 +144,13 @@ class Columns:
         names = [name for name in self.store.contents.token_columns if name in table.column_names]
         if self._taken is None or not names or not len(examples):
             return table
+        from actshard.joining import per_token
+
         first, count = self._taken(examples)
         for name in names:
-            at = table.schema.get_field_index(name)
-            table = table.set_column(at, name, _cut_lists(table[name], first, count))
+            at, own = table.schema.get_field_index(name), per_token(self.store.contents, name, examples)
+            lists = _cut_lists(table[name], np.where(own, first, 0), np.where(own, count, _ALL))
+            table = table.set_column(at, name, lists)
         return table
 
     def _renamed(self, table: pa.Table) -> pa.Table:
@@ -183,20 +190,21 @@ class Columns:
 
 
 def _cut_lists(column: pa.ChunkedArray, first: NDArray[np.int64], count: NDArray[np.int64]) -> pa.Array:
-    """Elements ``first`` to ``first + count - 1`` of each list."""
+    """Elements ``first`` to ``first + count - 1`` of each list; null lists stay null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     ends = np.cumsum(lengths)
     place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     kept = (place >= np.repeat(first, lengths)) & (place < np.repeat(first + count, lengths))
     values = pc.list_flatten(column).filter(pa.array(kept)).combine_chunks()
     sizes = np.maximum(np.minimum(first + count, lengths) - np.minimum(first, lengths), 0)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
+    absent = column.is_null().combine_chunks() if column.null_count else None
     if len(values) < 1 << 31:
-        return pa.ListArray.from_arrays(offsets.astype(np.int32), values)
-    return pa.LargeListArray.from_arrays(offsets, values)
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=absent)
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values, mask=absent)
 
 
 class _Window:

@@ -30,6 +30,8 @@ PREVIEW = "text_preview"
 """Column with the beginning of an example's text."""
 TEXTS = ("text", "prompt", PREVIEW)
 """Column names of an example's text: lmprobe, Zarr stores, pickle shards."""
+OTHER_TEXT = {"text": "prompt", "prompt": "text"}
+"""The two names of the column of whole texts. Pickle shards have only a preview, which is not a text's other name."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 

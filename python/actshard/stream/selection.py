@@ -209,9 +209,10 @@ def _unlabelled(
     if tokens == "special":
         raise ArgumentError('ignore_labels: special tokens have no labels. Use tokens="content".')
     if store.labels is None:
-        raise NotStoredError(
-            "ignore_labels: the dataset contains no patch labels (labels.bin not found)", path=store.path
-        )
+        why = "labels.bin not found"
+        if store.contents.parts:
+            why = "a part has none, or another number of patches or of special tokens; see store.parts"
+        raise NotStoredError(f"ignore_labels: the dataset contains no patch labels ({why})", path=store.path)
     table = np.ones(256, np.bool_)
     table[ignore] = False
     wanted = np.ones((store.num_examples, int(stored[0]) if len(stored) else 0), np.bool_)
