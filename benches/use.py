@@ -153,3 +153,97 @@ def pca(repeats: int) -> Iterator[Row]:
                    note="nearly all of it is the fit, the same for both")  # fmt: skip
     times = interleave([Engine("a loop over examples", blocks_by_hand), Engine("actshard", blocks)], repeats)
     yield compared("  the blocks alone", "hot", "a loop over examples", times, "actshard", 1)
+
+
+def _ragged() -> Path:
+    """3,000 examples of 16 to 1,024 tokens (log-normal, median 120) x 768 float16 in one .npy file, with offsets: about 700 MB."""
+    folder = data.ROOT / "sequences"
+    if folder.exists():
+        return folder
+    rng, count = np.random.default_rng(4), size(3_000, 40)
+    lengths = np.clip(rng.lognormal(np.log(size(120, 8)), 0.6, count), 1, size(1_024, 24)).astype(np.int64)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        rows = np.lib.format.open_memmap(
+            Path(made) / "layer_1.npy", "w+", np.float16, (int(lengths.sum()), SHAPE["d_model"])
+        )
+        for first in range(0, len(rows), 50_000):
+            rows[first : first + 50_000] = rng.standard_normal(rows[first : first + 50_000].shape, np.float32)
+        rows.flush()
+        np.save(Path(made) / "offsets.npy", np.concatenate([[0], lengths.cumsum()]))
+        (Path(made) / "layout.toml").write_text(
+            'version = 1\n[activations]\nfiles = "layer_{layer:d}.npy"\naxes = ["row", "dim"]\n'
+            '[lengths]\nfile = "offsets.npy"\nkind = "offsets"\n'
+        )
+        shutil.copytree(made, folder)
+    return folder
+
+
+def sequences(repeats: int) -> Iterator[Row]:
+    """An epoch of whole sequences: packed batches, and a DataLoader that pads them (torch's pad_sequence)."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from torch.utils.data import DataLoader
+
+    folder = _ragged()
+    rows, offsets = np.load(folder / "layer_1.npy", mmap_mode="r"), np.load(folder / "offsets.npy")
+    rows.sum(axis=1, dtype=np.float32)  # into the page cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(folder, io="mmap")
+    budget = size(16_384, 64)
+
+    class Examples(torch.utils.data.Dataset[Any]):
+        """One memory-mapped read per example."""
+
+        def __len__(self) -> int:
+            return len(offsets) - 1
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.from_numpy(np.array(rows[offsets[i] : offsets[i + 1]]))
+
+    def collate(examples: list[Any]) -> tuple[Any, Any]:
+        return pad_sequence(examples, batch_first=True), torch.tensor([len(x) for x in examples])
+
+    # As many sequences as fill the budget on average.
+    per_batch = max(1, budget * (len(offsets) - 1) // len(rows))
+
+    def padded(workers: int, shuffle: bool = True) -> Iterator[tuple[Any, Any]]:
+        return iter(DataLoader(Examples(), per_batch, shuffle, collate_fn=collate, num_workers=workers))
+
+    def ours(pack: bool, shuffle: str | None = "exact") -> Iterator[actshard.SequenceBatch]:
+        return iter(store.sequences_stream(1, budget, pack=pack, shuffle=shuffle))  # type: ignore[arg-type]
+
+    theirs = [x[:n] for batch, lengths in padded(0, shuffle=False) for x, n in zip(batch, lengths, strict=True)]
+    seen = {}
+    for batch in ours(pack=True):
+        parts = np.split(batch.activations, batch.offsets[1:-1])
+        seen.update(zip(batch.examples.tolist(), parts, strict=True))
+    _equal(np.concatenate([seen[i] for i in range(len(theirs))]), np.concatenate(theirs), "sequences")
+
+    def epoch(batches: Iterator[Any]) -> int:
+        return sum(1 for _ in batches)
+
+    def copy() -> None:
+        kept: list[Any] = []
+        for first in range(0, len(rows) - budget + 1, budget):
+            kept = [*kept[-2:], np.array(rows[first : first + budget])]  # a stream reads two batches ahead
+
+    engines = [
+        Engine("DataLoader", lambda: epoch(padded(0))),
+        Engine("DataLoader, 2 workers", lambda: epoch(padded(2))),
+        Engine("packed", lambda: epoch(ours(pack=True))),
+        Engine("padded", lambda: epoch(ours(pack=False))),
+        Engine("np.array", copy),
+    ]
+    times = interleave(engines, max(3, repeats // 3))
+    stream = store.sequences_stream(1, budget, shuffle="exact")
+    lengths = np.diff(offsets)
+    waste = lengths.sum() / sum(len(x) * x.max() for x in np.array_split(lengths, len(lengths) // per_batch))
+    note = f"fill {stream.fill:.3f}; the DataLoader's in stored order {waste:.2f}"
+    what = "use: an epoch of whole sequences"
+    yield compared(what, "hot", "DataLoader", times, "packed", 1, note=note)
+    yield compared("  two workers", "hot", "DataLoader, 2 workers", times, "packed", 1)
+    yield compared("  padded by length", "hot", "DataLoader", times, "padded", 1)
+    yield compared("  beside a copy of the file", "hot", "np.array", times, "packed", 0.6,
+                   note="stored order, a new array of 16,384 rows at a time")  # fmt: skip

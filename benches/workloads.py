@@ -436,6 +436,7 @@ ALL = {
     "use_filter": use.filtered,
     "use_array": use.as_array,
     "use_pca": use.pca,
+    "use_sequences": use.sequences,
     "tables": others.tables,
     "zarr_slices": zarrs.slices,
     "zarr_sixteen": zarrs.sixteen,
