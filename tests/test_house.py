@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
-    ("contents", "tables", "target", "report"),
+    ("contents", "tables", "target", "report", "kept"),
     ("carrying", "merging", "per_token", "draft_examples"),
     ("draft_columns",),
     ("draft_torch",),
@@ -228,6 +228,7 @@ ON_PATHS = {
     "location": "the file system itself",
     "storage": "the file system itself",
     "work": "locks, journals and whole files of writers, which write local folders",
+    "formats.kept": "keeps indexes in the user's cache folder; compares change times and inodes of local files",
     "formats.*.write": "writes",
     "formats.*.merge": "writes",
     "writing": "writes",

@@ -10,6 +10,7 @@ from typing import Any
 import actshard._native as _native
 from actshard._arguments import local_path
 from actshard.errors import MissingFileError, NotAFileError
+from actshard.formats import kept
 from actshard.location import cache_folder
 
 
@@ -55,6 +56,8 @@ def cache_info(folder: str | os.PathLike[str] | None = None) -> CacheInfo:
 def clear_cache(folder: str | os.PathLike[str] | None = None) -> CacheInfo:
     """Removes the content of a cache on disk, and returns what is left: blocks that are being downloaded now.
 
+    Without ``folder``, removes kept indexes of local folders too.
+
     Processes that read through the cache go on, and download again.
 
     Args:
@@ -64,6 +67,8 @@ def clear_cache(folder: str | os.PathLike[str] | None = None) -> CacheInfo:
         MissingFileError: the folder was named, and contains no cache. Nothing is removed.
     """
     path = _folder(folder)
+    if folder is None:
+        kept.clear()
     if not _native.clear_disk_cache(path):
         _missing(path, folder)
     return cache_info(folder)

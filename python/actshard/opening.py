@@ -59,7 +59,8 @@ def open(
             fsspec's ``anon``, ``key``, ``secret``, ``token``, ``endpoint_url``, ``profile``, ``client_kwargs``. They precede the
             environment's.
         cache: size of a cache on disk for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
-            folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache.
+            folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache. The index of a local
+            folder of many files is kept beside it (``~/.cache/actshard-index``), except with False.
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
             folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
             not record them (specforge, modelopt, angelslim).
@@ -217,7 +218,11 @@ def _opened(
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)
     options = Options(
-        mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums"), layout
+        mode,
+        _arguments.size(decoded_memory, "decoded_memory"),
+        _arguments.switch(checksums, "checksums"),
+        layout,
+        keep=cache is not False,
     )
     chosen = formats.get(name)
     if layout is not None and not (chosen.names_layers if _names_layers(layout) else chosen.takes_layout):
@@ -235,7 +240,10 @@ def _opened(
     store = Store(
         contents,
         io=mode,
-        reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums, None, None, layout)),
+        reopen=(
+            open_quietly,
+            (together or root, name, io, decoded_memory, checksums, None, False if cache is False else None, layout),
+        ),
     )
     LOG.info(
         "%s: opened as %s (%s), io=%s (%s): %d examples, layers %s, %s",

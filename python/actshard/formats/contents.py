@@ -33,6 +33,9 @@ class Options:
     layout: Any = None
     """A description of the folder's files, for formats that need one: a path, TOML text or a dict."""
 
+    keep: bool = False
+    """Whether an index of many files may be kept in the user's cache folder, and read from there."""
+
     @classmethod
     def of(cls, path: Path | Location) -> Options:
         """Defaults. The path's file system determines ``io``."""

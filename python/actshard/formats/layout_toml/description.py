@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Pattern:
             return None
         return {key: int(text) if key in self.numbers else text for key, text in found.groupdict().items()}
 
-    @property
+    @cached_property
     def _regex(self) -> re.Pattern[str]:
         parts, at = [], 0
         for found in _CAPTURE.finditer(self.text):

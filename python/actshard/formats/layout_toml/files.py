@@ -23,6 +23,7 @@ from actshard._json import read_json, read_lines
 from actshard._native import StoredArray
 from actshard.containers import RefusedObject, TorchFile, read_torch
 from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
+from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.location import Location
 
@@ -230,8 +231,10 @@ def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> l
     return [made[path] for path in paths]
 
 
-def matches(root: Location, pattern: Pattern) -> list[tuple[dict[str, Name], Location]]:
+def matches(root: Location, pattern: Pattern, listing: Listing | None = None) -> list[tuple[dict[str, Name], Location]]:
     """Files whose names fit a pattern, in the order of their captures: batch, example, layer."""
+    entries = _entries if listing is None else listing.entries
+    exists = Location.exists if listing is None else listing.exists
     found = [("", root)]
     parts = pattern.text.split("/")
     for depth, text in enumerate(parts):
@@ -241,15 +244,13 @@ def matches(root: Location, pattern: Pattern) -> list[tuple[dict[str, Name], Loc
             if "{" not in text:
                 inner.append((f"{name}{text}", folder / text))
                 continue
-            front = _front(text)
-            for entry in folder.entries():
-                if entry.name.startswith(front):
-                    inner.append((f"{name}{entry.name}", folder / entry.name))
+            names = entries(folder, text.partition("{")[0])
+            inner += [(f"{name}{entry}", folder / entry) for entry in names]
         found = inner if last else [(f"{name}/", at) for name, at in inner if at.kind() == "folder"]
     made: list[tuple[dict[str, Name], Location]] = []
     for name, at in found:
         values = pattern.match(name)
-        if values is not None and ("{" in parts[-1] or at.exists()):
+        if values is not None and ("{" in parts[-1] or exists(at)):
             made.append((values, at))
     made.sort(key=lambda each: order_of(each[0]))
     for (before, a), (after, b) in itertools.pairwise(made):
@@ -258,8 +259,8 @@ def matches(root: Location, pattern: Pattern) -> list[tuple[dict[str, Name], Loc
     return made
 
 
-def _front(text: str) -> str:
-    return text.partition("{")[0]
+def _entries(folder: Location, front: str) -> list[str]:
+    return [entry.name for entry in folder.entries() if entry.name.startswith(front)]
 
 
 def _said(values: Mapping[str, Name]) -> str:
@@ -268,8 +269,12 @@ def _said(values: Mapping[str, Name]) -> str:
 
 def order_of(values: Mapping[str, Name]) -> tuple[Any, ...]:
     """Sorts numbers as numbers and before texts."""
-    keys = (values.get(name) for name in ("batch", "example", "layer"))
-    return tuple((key is not None, isinstance(key, str), key if key is not None else 0) for key in keys)
+    batch, example, layer = values.get("batch"), values.get("example"), values.get("layer")
+    return (
+        *(batch is not None, isinstance(batch, str), batch or 0),
+        *(example is not None, isinstance(example, str), example or 0),
+        *(layer is not None, isinstance(layer, str), layer or 0),
+    )
 
 
 def lines_of(path: Location) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from actshard._arguments import stored
 from actshard._native import StoredArray
 from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
-from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files, order_of
+from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files
 from actshard.formats.layout_toml.geometry import Axis, Geometry, geometry
 from actshard.location import Location
 
@@ -78,29 +79,34 @@ class RowIndex:
     ids: list[Name]
     numbered: bool
     """Whether ``ids`` come from file names."""
+    kept: NDArray[np.int64] | None = None
+    """Positions of the examples among those of all units; None: all."""
     opened: dict[Location, OpenedFile] = field(default_factory=dict)
 
 
-def units_of(root: Location, description: Description) -> list[Unit]:
+def units_of(root: Location, description: Description, listing: Listing | None = None) -> list[Unit]:
     """Matches files and groups them, in order. Every unit has the same layers."""
     pattern = description.activations.files
     assert pattern is not None  # checked when the description was read
-    found = matches(root, pattern)
+    found = matches(root, pattern, listing)
     if not found:
         raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
-    units: dict[tuple[Any, ...], Unit] = {}
+    units: dict[tuple[Name | None, Name | None], Unit] = {}  # in order, as the files are
     for captured, path in found:
-        rest = {name: value for name, value in captured.items() if name != "layer"}
-        unit = units.setdefault(order_of(rest), Unit(rest, {}))
-        unit.paths[captured.get("layer")] = path
-    made = [units[key] for key in sorted(units)]
+        layer = captured.pop("layer", None)
+        key = (captured.get("batch"), captured.get("example"))
+        if key not in units:
+            units[key] = Unit(captured, {})
+        units[key].paths[layer] = path
+    made = list(units.values())
     layers = sorted({layer for unit in made for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
     for unit in made:
         for layer in layers:
             if layer not in unit.paths:
                 said = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
                 raise MissingFileError(f"{said} has no file of layer {layer!r}", path=unit.any)
-        unit.paths = {layer: unit.paths[layer] for layer in layers}
+        if len(layers) > 1:
+            unit.paths = {layer: unit.paths[layer] for layer in layers}
     return made
 
 
@@ -216,10 +222,10 @@ def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDAr
 class Finder:
     """Builds an :class:`RowIndex`."""
 
-    def __init__(self, root: Location, description: Description, limit: int) -> None:
+    def __init__(self, root: Location, description: Description, limit: int, units: list[Unit]) -> None:
         self.root, self.description, self.limit = root, description, limit
         self.part = description.activations
-        self.units = units_of(root, description)
+        self.units = units
         self.paths = [path for unit in self.units for path in unit.paths.values()]
         self.place = {path: n for n, path in enumerate(self.paths)}
         self.opened = dict(zip(self.paths, open_files(self.paths, self.part, limit), strict=True))
@@ -394,11 +400,8 @@ class Finder:
         def joined(n: int, axis: int) -> NDArray[Any]:
             return np.concatenate([each[n] for each in made], axis=axis)
 
-        numbered = "example" in self.units[0].captured
-        ids = [
-            unit.captured["example"] if numbered else unit.first + i for unit in self.units for i in range(unit.count)
-        ]
-        index = RowIndex(
+        within, ids, numbered = examples_of(self.units)
+        return RowIndex(
             layers=layers,
             d_model=self.d_model,
             dtype=self.dtype,
@@ -409,12 +412,11 @@ class Finder:
             starts=joined(1, 1).astype(np.uint64),
             tokens=joined(2, 0).astype(np.uint32),
             skipped=joined(3, 0).astype(np.int64),
-            within=np.concatenate([np.arange(unit.count) for unit in self.units]),
+            within=within,
             ids=ids,
             numbered=numbered,
             opened=self.opened,
         )
-        return index
 
     def _arrays(self, unit: Unit, layers: tuple[Name, ...]) -> Iterator[tuple[OpenedFile, StoredArray, int | None]]:
         """For each layer: its file, its array, and its position along an axis of layers, if there is one."""
@@ -564,9 +566,21 @@ def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:
     return value
 
 
-def build(root: Location, description: Description, limit: int) -> RowIndex:
-    """Finds the rows of a described folder; keeps only examples that have a line, if the description asks for it."""
-    finder = Finder(root, description, limit)
+def examples_of(units: Sequence[Unit]) -> tuple[NDArray[np.int64], list[Name], bool]:
+    """Positions of all examples in their units, their names, and whether these are those of files."""
+    counts = np.array([unit.count for unit in units], np.int64)
+    within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    if "example" not in units[0].captured:
+        return within, list(range(len(within))), False
+    return within, [unit.captured["example"] for unit in units for _ in range(unit.count)], True
+
+
+def build(root: Location, description: Description, limit: int, units: list[Unit] | None = None) -> RowIndex:
+    """Finds the rows of a described folder; keeps only examples that have a line, if the description asks for it.
+
+    ``units`` are those of :func:`units_of`, if they are known.
+    """
+    finder = Finder(root, description, limit, units_of(root, description) if units is None else units)
     index = finder.build()
     numbers = finder._committed()
     if numbers is None:
@@ -585,4 +599,5 @@ def chosen(index: RowIndex, numbers: set[int]) -> RowIndex:
         skipped=index.skipped[keep],
         within=index.within[keep],
         ids=[index.ids[n] for n in keep.tolist()],
+        kept=keep.astype(np.int64),
     )

@@ -14,7 +14,8 @@ from actshard.formats.contents import Contents, Options
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.columns import FolderColumns
 from actshard.formats.layout_toml.description import Description
-from actshard.formats.layout_toml.index import RowIndex, build
+from actshard.formats.layout_toml.index import RowIndex
+from actshard.formats.layout_toml.keeping import index_of
 from actshard.location import Location
 
 
@@ -36,9 +37,9 @@ def native(index: RowIndex, options: Options) -> Rows:
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads the description and the headers of all files, but no rows."""
+    """Reads the description and the headers of all files, but no rows. The index of many files is kept."""
     described = description.read(path, options.layout)
-    return contents(path, described, build(path, described, options.decoded_memory), options)
+    return contents(path, described, index_of(path, described, options.decoded_memory, options.keep), options)
 
 
 def contents(path: Location, described: Description, index: RowIndex, options: Options) -> Contents:

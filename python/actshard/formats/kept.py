@@ -1,0 +1,227 @@
+"""Indexes of folders of many files, kept in the user's cache folder: opening such a folder again parses none of its files.
+
+.. code-block:: text
+
+    $ACTSHARD_CACHE-index/, or ~/.cache/actshard-index/
+      <SHA-256 of the folder's real path, its format and description>.idx
+        8 bytes    b"actsidx1"
+        32 bytes   SHA-256 of all that follows
+        u64        bytes of the JSON
+        JSON       {"state": ..., "header": {...}, "arrays": [[dtype, elements], ...]}, padded to 8 bytes
+        arrays     one after another, little-endian, each padded to 8 bytes
+
+``state`` is a SHA-256 of the names, sizes, modification times, change times and inodes of all files that the index depends on. An
+index with another state is not used. It is kept only if no file was changed in the last seconds: a later change within the
+resolution of a file system's clock would leave all of these as they were.
+
+An index is as untrusted as any file. It contains numbers, no paths; formats check every number, as they do for files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError
+from actshard.location import Location, cache_folder
+from actshard.logs import LOG
+
+LEAST_FILES = 256
+"""Indexes of fewer files are not kept."""
+LARGEST = 256 << 20
+"""Bytes of the largest index that is kept or read."""
+MOST_BYTES = 1 << 30
+"""Bytes of all kept indexes. The least recently used ones are removed first."""
+SETTLED_NS = 5_000_000_000
+"""Nanoseconds since the last change of a file after which an index is kept."""
+_MAGIC = b"actsidx1"
+_DTYPES = ("<u4", "<u8", "<i8", "|u1")
+
+
+class Listing:
+    """The files of a local folder that an index depends on. The state is that of the first look at each."""
+
+    def __init__(self, root: Location) -> None:
+        self.root = root
+        self.began = time.time_ns()
+        self.newest = 0
+        self._folders: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        self._single: dict[str, str | None] = {}
+
+    def entries(self, folder: Location, front: str) -> list[str]:
+        """The names in a folder that begin with ``front``, sorted."""
+        key = (os.fspath(folder), front)
+        if key not in self._folders:
+            with os.scandir(key[0]) as found:
+                self._folders[key] = sorted(
+                    (entry.name, self._version(entry)) for entry in found if entry.name.startswith(front)
+                )
+        return [name for name, _ in self._folders[key]]
+
+    def exists(self, path: Location) -> bool:
+        """Whether a file exists."""
+        key = os.fspath(path)
+        if key not in self._single:
+            try:
+                self._single[key] = self._of(os.stat(key))  # noqa: PTH116 -- a key is a str; Path would cost time for many files
+            except OSError:
+                self._single[key] = None
+        return self._single[key] is not None
+
+    def _version(self, entry: os.DirEntry[str]) -> str:
+        try:
+            return self._of(entry.stat())
+        except OSError:  # a broken link, or removed since
+            return ""
+
+    def _of(self, found: os.stat_result) -> str:
+        self.newest = max(self.newest, found.st_mtime_ns, found.st_ctime_ns)
+        return f"{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}-{found.st_ino}"
+
+    @property
+    def state(self) -> str:
+        """Differs from an earlier state if a file was added, removed, replaced or written."""
+        made = hashlib.sha256()
+        for key in sorted(self._folders):
+            lines = [f"{name}\0{version}" for name, version in self._folders[key]]
+            made.update("\0\0".join([*key, *lines, "\0"]).encode("utf-8", "surrogateescape"))
+        for path in sorted(self._single):
+            made.update(f"{path}\0{self._single[path]}\0\0".encode("utf-8", "surrogateescape"))
+        return made.hexdigest()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last change is long ago, compared with the resolution of clocks of file systems."""
+        return self.newest < self.began - SETTLED_NS
+
+
+def folder() -> Path | None:
+    """The folder of kept indexes; None if ``ACTSHARD_INDEX=0``, or if there is no cache folder."""
+    if os.environ.get("ACTSHARD_INDEX") == "0":
+        return None
+    try:
+        base = cache_folder()
+    except ActshardError:  # no home folder
+        return None
+    return base.with_name(f"{base.name}-index")
+
+
+class KeptIndex:
+    """The place of one folder's index.
+
+    Args:
+        listing: the files it depends on, all listed.
+        format: the name of the format.
+        version: changes when the format's index does.
+        key: what else the index depends on, such as a description.
+    """
+
+    def __init__(self, listing: Listing, format: str, version: int, key: str = "") -> None:
+        self.listing = listing
+        above = folder()
+        identity = json.dumps([os.path.realpath(listing.root), format, version, key])
+        name = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+        self.path = None if above is None else above / f"{name}.idx"
+
+    def load(self) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
+        """Returns the header and the arrays; None if no index is kept, or if it is stale or damaged."""
+        if self.path is None:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid != os.geteuid() or not 48 <= found.st_size <= LARGEST:
+                    return None
+                data = file.read(LARGEST + 1)
+            os.utime(self.path)  # recently used
+        except OSError:
+            return None
+        return parsed(data, self.listing.state)
+
+    def save(self, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> None:
+        """Keeps an index, if the files have settled. A failure to write is not an error."""
+        if self.path is None or not self.listing.is_settled:
+            return
+        data = packed(self.listing.state, header, arrays)
+        if len(data) > LARGEST:
+            return
+        part = self.path.with_name(f".{self.path.stem}.{os.getpid()}-{os.urandom(4).hex()}.part")
+        try:
+            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            _make_room(self.path.parent, len(data))
+            with part.open("xb") as file:
+                file.write(data)
+            part.replace(self.path)
+        except OSError as error:
+            part.unlink(missing_ok=True) if self.path.parent.is_dir() else None
+            LOG.info("%s: index not kept: %s", self.listing.root, error)
+
+
+def _make_room(inside: Path, size: int) -> None:
+    """Removes the least recently used indexes, and what a killed process left."""
+    found = []
+    for entry in os.scandir(inside):
+        if entry.name.endswith((".idx", ".part")) and entry.is_file(follow_symlinks=False):
+            state = entry.stat(follow_symlinks=False)
+            found.append((state.st_mtime_ns, state.st_size, entry.path))
+    total = size + sum(each[1] for each in found)
+    for _, own, path in sorted(found):
+        if total <= MOST_BYTES:
+            return
+        Path(path).unlink(missing_ok=True)
+        total -= own
+
+
+def clear() -> None:
+    """Removes all kept indexes."""
+    inside = folder()
+    if inside is None or not inside.is_dir():
+        return
+    for entry in os.scandir(inside):
+        if entry.name.endswith((".idx", ".part")):
+            Path(entry.path).unlink(missing_ok=True)
+
+
+def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
+    """The bytes of an index."""
+    listed = [[array.dtype.newbyteorder("<").str, array.size] for array in arrays]
+    text = json.dumps({"state": state, "header": dict(header), "arrays": listed}).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [len(text).to_bytes(8, "little"), text]
+    for array in arrays:
+        raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        parts += [raw, bytes(-len(raw) % 8)]
+    body = b"".join(parts)
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
+    """The header and arrays of an index; None if it is damaged, or of another state."""
+    if data[:8] != _MAGIC or len(data) < 48 or hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
+        return None
+    at = 48 + int.from_bytes(data[40:48], "little")
+    try:
+        value = json.loads(data[48:at]) if at <= len(data) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or value.get("state") != state or not isinstance(value.get("header"), dict):
+        return None
+    arrays: list[NDArray[Any]] = []
+    listed = value.get("arrays")
+    for each in listed if isinstance(listed, list) else ():
+        if not isinstance(each, list) or len(each) != 2 or each[0] not in _DTYPES or type(each[1]) is not int:
+            return None
+        dtype, count = np.dtype(each[0]), each[1]
+        if not 0 <= count <= (len(data) - at) // dtype.itemsize:
+            return None
+        arrays.append(np.frombuffer(data, dtype, count, at).astype(dtype.newbyteorder("="), copy=False))
+        at += -(-count * dtype.itemsize // 8) * 8
+    return value["header"], arrays

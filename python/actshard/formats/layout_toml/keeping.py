@@ -1,0 +1,140 @@
+"""The kept index of a described folder: what :mod:`actshard.formats.kept` stores of a :class:`RowIndex`.
+
+Names and order of files follow from the folder's listing, so an index has only numbers: per row file its path's position, bytes
+between rows and byte order; per example and layer a row file and an offset. Folders with arrays that are decoded (deflated,
+gzipped, elements of a row apart) are not kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import NUMPY_BY_NAME
+from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
+from actshard.formats.layout_toml.description import Description
+from actshard.formats.layout_toml.files import matches
+from actshard.formats.layout_toml.index import RowFile, RowIndex, Unit, build, examples_of, units_of
+from actshard.location import Location
+
+_VERSION = 1
+_MOST = 1 << 40
+
+
+def index_of(root: Location, described: Description, limit: int, keep: bool) -> RowIndex:
+    """The rows of a described folder, from its kept index if there is one."""
+    if not keep or not root.is_local:
+        return build(root, described, limit)
+    listing = Listing(root)
+    units = units_of(root, described, listing)
+    if sum(len(unit.paths) for unit in units) < LEAST_FILES:
+        return build(root, described, limit, units)
+    _list_others(root, described, listing)
+    kept = KeptIndex(listing, "layout_toml", _VERSION, repr(replace(described, source=None, text="")))
+    found = kept.load()
+    index = None if found is None else restored(units, *found)
+    if index is None:
+        index = build(root, described, limit, units)
+        if not any(file.decoded is not None or file.gzipped for file in index.row_files):
+            kept.save(*stored_of(index))
+    return index
+
+
+def _list_others(root: Location, described: Description, listing: Listing) -> None:
+    """Lists the files of lengths, tokens and columns."""
+    for part in (described.lengths, described.tokens, *described.columns):
+        if part is None:
+            continue
+        if part.pointer is not None:
+            listing.exists(root.joinpath(*part.pointer[0].split("/")))
+        elif part.files is not None and part.files.captures:
+            matches(root, part.files, listing)
+        elif part.files is not None:
+            listing.exists(root.joinpath(*part.files.text.split("/")))
+
+
+def stored_of(index: RowIndex) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """The header and arrays that are kept."""
+    header = {"layers": list(index.layers), "d_model": index.d_model, "dtype": index.dtype}
+    return header, [
+        np.array([unit.count for unit in index.units], np.int64),
+        np.array([file.path for file in index.row_files], np.uint32),
+        np.array([file.step for file in index.row_files], np.uint64),
+        np.array([file.swapped for file in index.row_files], np.uint8),
+        index.numbers.reshape(-1),
+        index.starts.reshape(-1),
+        index.tokens,
+        index.skipped,
+        np.zeros(0, np.int64) if index.kept is None else index.kept,
+        np.array([index.kept is not None], np.uint8),
+    ]
+
+
+_TYPES = ("<i8", "<u4", "<u8", "|u1", "<u4", "<u8", "<u4", "<i8", "<i8", "|u1")
+
+
+def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any]]) -> RowIndex | None:
+    """The index of units; None if a number does not fit. Offsets are checked against files when rows are read."""
+    layers, d_model, dtype = header.get("layers"), header.get("d_model"), header.get("dtype")
+    if tuple(array.dtype.newbyteorder("<").str for array in arrays) != _TYPES:
+        return None
+    counts, paths, steps, swapped, numbers, starts, tokens, skipped, kept, has_kept = arrays
+    places = [path for unit in units for path in unit.paths.values()]
+    sound = (
+        isinstance(layers, list)
+        and 0 < len(layers) == len({(type(layer), layer) for layer in layers if type(layer) in (int, str)})
+        and type(d_model) is int
+        and 0 < d_model < _MOST
+        and isinstance(dtype, str)
+        and dtype in NUMPY_BY_NAME
+        and len(counts) == len(units)
+        and _between(counts, 0, _MOST)
+        and len(paths) == len(steps) == len(swapped)
+        and _between(paths, 0, len(places))
+        and len(has_kept) == 1
+        and len(tokens) == len(skipped)
+        and _between(skipped, 0, _MOST)
+        and len(numbers) == len(starts) == len(layers) * len(tokens)
+    )
+    if not sound or not isinstance(layers, list):
+        return None
+    total = sum(counts.tolist())
+    if has_kept[0]:
+        if len(kept) != len(tokens) or not _between(kept, 0, total) or bool((np.diff(kept) <= 0).any()):
+            return None
+    elif len(tokens) != total:
+        return None
+    first = 0
+    for unit, count in zip(units, counts.tolist(), strict=True):
+        unit.first, unit.count = first, count
+        first += count
+    within, ids, numbered = examples_of(units)
+    n = len(tokens)
+    index = RowIndex(
+        layers=tuple(layers),
+        d_model=d_model,  # type: ignore[arg-type]  # checked above
+        dtype=dtype,  # type: ignore[arg-type]  # checked above
+        units=units,
+        paths=places,
+        row_files=[
+            RowFile(path, step, swap, False, None)
+            for path, step, swap in zip(paths.tolist(), steps.tolist(), (swapped != 0).tolist(), strict=True)
+        ],
+        numbers=numbers.reshape(len(layers), n),
+        starts=starts.reshape(len(layers), n),
+        tokens=tokens,
+        skipped=skipped,
+        within=within,
+        ids=ids,
+        numbered=numbered,
+    )
+    if not has_kept[0]:
+        return index
+    return replace(index, within=within[kept], ids=[ids[i] for i in kept.tolist()], kept=kept)
+
+
+def _between(values: NDArray[Any], low: int, high: int) -> bool:
+    return not values.size or (int(values.min()) >= low and int(values.max()) < high)
