@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("finding",),
     ("stats", "quality", "caching", "absent"),
     ("stream",),
-    ("arrays", "choosing", "describing", "joining"),
+    ("arrays", "choosing", "comparing", "describing", "joining"),
     ("store",),
     ("opening",),
     ("verifying", "merging", "mixing", "pairing"),

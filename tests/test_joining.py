@@ -441,3 +441,20 @@ def test_lists_with_a_value_per_token_are_cut_in_conversions_of_joins(tmp_path: 
     assert last["input_ids"].to_pylist() == [whole[0][-1:], whole[2][-1:], [7, 8, 9], *(x[-1:] for x in whole)]
     masks = draft.table["loss_mask"].to_pylist()
     assert last["loss_mask"].to_pylist() == [masks[0][-1:], masks[2][-1:], None, *(x[-1:] for x in masks)]
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+def test_texts_and_labels_of_filtered_parts_are_converted(format: str, tmp_path: Path) -> None:
+    """As the parts of splits are joined."""
+    columns = {"text": ["x", "y", "z", "v"], "label": [1, 2, 3, 4]}
+    with actshard.create(tmp_path / "whole", "lmprobe", layers=[0], d_model=3) as writer:
+        writer.append(np.ones((4, 1, 2, 3), np.float32), columns=columns)
+    whole = quietly(tmp_path / "whole")
+    train, test = whole.split(test=0.5, seed=1)
+    joined = actshard.concat([train, test])
+    actshard.convert(joined, tmp_path / "made", format, verify=True)
+    made = quietly(tmp_path / "made").table
+    text = next(name for name in ("text", "prompt", "text_preview") if name in made.column_names)
+    order = [*train.chosen.tolist(), *test.chosen.tolist()]
+    assert made[text].to_pylist() == [columns["text"][i] for i in order]
+    assert made["label"].to_pylist() == [columns["label"][i] for i in order]

@@ -136,6 +136,95 @@ def test_stores_that_differ_are_refused(base: actshard.Store, chat: actshard.Sto
         pair.stream(12345, 4)
 
 
+def written(path: Path, format: str, lengths: list[int], columns: dict[str, list[Any]], **more: Any) -> actshard.Store:
+    """A dataset of one layer; rows are the example's number."""
+    with actshard.create(path, format, layers=[5], d_model=3, **more) as writer:
+        for i, n in enumerate(lengths):
+            rows = np.full((1, 1, n, 3), i, np.float32)
+            writer.append(rows, columns={name: values[i : i + 1] for name, values in columns.items()})
+    return quietly(path)
+
+
+def test_all_stores_are_compared_not_only_with_the_first(tmp_path: Path) -> None:
+    bare = written(tmp_path / "bare", "zarr", [2, 2], {})
+    a = written(tmp_path / "a", "lmprobe", [2, 2], {"text": ["x", "y"]})
+    b = written(tmp_path / "b", "lmprobe", [2, 2], {"text": ["y", "x"]})
+    for stores in ((bare, a, b), (a, bare, b)):
+        with pytest.raises(actshard.ArgumentError, match=r"example 0.*'x' in a and 'y' in b"):
+            actshard.pair(*stores)
+    pair = actshard.pair({"bare": bare, "a": a, "again": a.filter([0, 1])})
+    assert pair.compared == ("examples", "tokens", "text")
+    assert len(pair.warnings) == 2
+    assert all("bare and" in warning for warning in pair.warnings)
+    assert actshard.pair(a, b, compare=[]).compared == ("examples", "tokens")
+
+
+@pytest.mark.parametrize("column", ["input_ids", "token_ids", "prompt_token_ids", "id"])
+def test_ids_are_compared_whatever_their_integer_type(column: str, tmp_path: Path) -> None:
+    ids = [[1, 2], [3, 4]] if column != "id" else [1, 2]
+    other = [[1, 2], [3, 5]] if column != "id" else [1, 3]
+    a = written(tmp_path / "a", "lmprobe", [2, 2], {column: ids})
+    same_ids = written(tmp_path / "b", "zarr", [2, 2], {column: ids})
+    c = written(tmp_path / "c", "zarr", [2, 2], {column: other})
+    assert column in actshard.pair(a, same_ids).compared
+    with pytest.raises(actshard.ArgumentError, match=rf"example 1: expected equal '{column}'.*compare="):
+        actshard.pair(a, c)
+
+
+def test_content_tokens_are_compared(tmp_path: Path) -> None:
+    """Padding of one store is not paired with tokens of another, in either order."""
+    short = written(tmp_path / "short", "lmprobe", [1, 4], {})
+    actshard.convert(short, tmp_path / "padded", "saev", pad=True)
+    padded = quietly(tmp_path / "padded")
+    full = written(tmp_path / "full", "saev", [4, 4], {})
+    assert padded.token_counts.tolist() == full.token_counts.tolist() == [4, 4]
+    for stores in ((padded, full), (full, padded)):
+        with pytest.raises(actshard.ArgumentError, match="example 0: expected equal numbers of content tokens"):
+            actshard.pair(*stores)
+    assert actshard.pair(padded, padded).stream(5, 2).num_rows == 5
+
+
+def test_what_says_nothing_is_not_compared(tmp_path: Path) -> None:
+    """Nulls, empty previews and made-up texts: they refuse no pair, and are not listed as compared."""
+    a = written(tmp_path / "a", "lmprobe", [2, 2, 2], {"text": ["x", "y", "z"]})
+    made_up = written(tmp_path / "made_up", "lmprobe", [2, 2, 2], {})
+    empty = written(tmp_path / "empty", "pickle", [2, 2, 2], {})
+    for other in (made_up, empty):
+        pair = actshard.pair(a, other)
+        assert "text" not in pair.compared
+        assert len(pair.warnings) == 1
+    bare = written(tmp_path / "bare", "zarr", [2], {})
+    one, two = actshard.concat([a.filter([0, 1]), bare]), actshard.concat([bare, a.filter([1, 2])])
+    pair = actshard.pair(one, two)
+    assert "text" in pair.compared
+    assert "2 examples is null" in pair.warnings[0]
+    with pytest.raises(actshard.ArgumentError, match="example 1"):
+        actshard.pair(one, actshard.concat([bare, a.filter([2, 1])]))
+    with pytest.raises(actshard.NotStoredError):
+        actshard.pair(a, empty, compare=["text"])
+    with pytest.raises(actshard.ArgumentError, match="list of columns"):
+        actshard.pair(a, a, compare="text")  # type: ignore[arg-type]
+    with pytest.raises(actshard.ArgumentError, match="different names"):
+        actshard.pair({"1": a, 1: a})
+
+
+def test_layers_that_some_examples_lack_are_named(tmp_path: Path) -> None:
+    ragged = quietly(GOLDEN / "pickle" / "ragged_layers_machine3")
+    lengths = ragged.token_counts.tolist()
+    with actshard.create(tmp_path / "full", "zarr", layers=[15, 16], d_model=ragged.d_model) as writer:
+        for n in lengths:
+            writer.append(np.ones((1, 2, n, ragged.d_model), np.float32))
+    pair = actshard.pair({"ragged": ragged, "full": tmp_path / "full"})
+    with pytest.raises(
+        actshard.NotStoredError, match=r"example 2.*0 in layer 15 of ragged and 6 in layer 15 of full.*filter"
+    ):
+        pair.stream(15, 4)
+    stream = pair.stream(16, 4, shuffle="exact")
+    assert check(pair, stream) == sum(lengths)
+    some = pair.filter([i for i, n in enumerate(ragged.tokens_in(15).tolist()) if n])
+    assert check(some, some.stream("all", 4)) > 0
+
+
 def test_a_stream_of_a_pair_resumes_on_all_ranks(base: actshard.Store, chat: actshard.Store) -> None:
     pair, layer = actshard.pair(base, chat), base.layers[0]
     for shuffle in SHUFFLES:

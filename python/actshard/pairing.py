@@ -20,9 +20,9 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard import layers as naming
 from actshard.choosing import resolve, split
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.comparing import compare as compared_of
+from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.contents import Contents
-from actshard.formats.target import PREVIEW, TEXTS
 from actshard.joining import common_layers, common_path, dtype_of, io_of, names_of, special_of
 from actshard.late import Late
 from actshard.layers import Layer
@@ -39,11 +39,6 @@ else:
 
 FORMAT = "pair"
 """The ``format`` of the rows of a pair. No dataset has it."""
-_IDS = {
-    *("id", "key", "sample_key", "sample_id", "sample_idx", "example_id", "example_idx", "prompt_id", "prompt_hash"),
-    *("dataset_idx", "token_ids"),
-}
-"""Columns that identify an example, or its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -71,7 +66,7 @@ class PairedStores:
         d_model: elements per row.
         dtype: numpy dtype of rows.
         num_examples: number of examples; also ``len(pair)``.
-        compared: what was found equal in all stores: ``"examples"``, ``"tokens"``, and names of columns.
+        compared: what was found equal: ``"examples"``, ``"tokens"``, and names of columns, in all stores that have them.
         warnings: what could not be compared.
     """
 
@@ -171,7 +166,25 @@ class PairedStores:
         Raises:
             As :meth:`Store.stream`.
         """
-        return PairedStream(self, self._groups(layer), batch_size, options)
+        groups = self._groups(layer)
+        self._check_tokens(groups)
+        return PairedStream(self, groups, batch_size, options)
+
+    def _check_tokens(self, groups: Sequence[int]) -> None:
+        """Refuses stores and layers that have different tokens of an example; the stream could not name them."""
+        if not self._together.contents.layers_differ:
+            return
+        first = self._together.tokens_in(groups[0])
+        for group in groups[1:]:
+            other = self._together.tokens_in(group)
+            if len(differ := np.flatnonzero(first != other)):
+                i, both = int(differ[0]), [divmod(g, len(self.layers)) for g in (groups[0], group)]
+                mine, theirs = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in both)
+                raise NotStoredError(
+                    f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {mine} and {other[i]} in {theirs} "
+                    f"({len(differ)} examples differ). Leave these examples out with filter().",
+                    path=self.stores[both[1][0]].path,
+                )
 
     def _groups(self, layer: Any) -> list[int]:
         names = self.layers if isinstance(layer, str) and layer == "all" else naming.several(layer, "layer")
@@ -213,20 +226,24 @@ def pair(
     *stores: Store | str | os.PathLike[str] | Mapping[str, Any],
     layers: Sequence[Layer] | None = None,
     dtype: DTypeLike | None = None,
+    compare: Sequence[str] | None = None,
 ) -> PairedStores:
     """Pairs stores of the same examples and tokens, such as the activations of a base and of a chat model.
 
     ``actshard.pair(base, chat).stream(5, 4096)`` gives batches ``(b, 2, d_model)`` for crosscoders and model diffing. Formats may
-    differ. Compared before anything is read: the number of examples, the number of tokens of each, and the texts and ids
-    that several stores have. A difference is refused; what could not be compared is listed in ``warnings``.
+    differ. Compared before rows are read: the number of examples, the numbers of tokens and content tokens of each, and the texts,
+    ids and token ids that several stores have. A difference is refused; what could not be compared is listed in ``warnings``.
 
     Args:
         stores: at least two stores, paths or URLs; or one mapping of names to them.
         layers: layers to read, which all stores must have. None: the stores must have equal layers.
         dtype: dtype of rows, if the stores' differ.
+        compare: columns to compare, which all stores must have; ``[]``: only numbers of examples and tokens. None: columns with
+            known names of texts, ids and token ids.
 
     Raises:
         ArgumentError: fewer than two stores; their examples, tokens, texts, ids, d_model, layers or special tokens differ.
+        NotStoredError: a store lacks a column of ``compare``.
         DtypeError: dtypes differ and ``dtype`` is not given.
         Errors of :func:`open`.
     """
@@ -239,6 +256,8 @@ def pair(
     if len(given) < 2:
         raise ArgumentError(f"pair: expected at least two stores, found {len(given)}")
     opened = [store if isinstance(store, Store) else open(store) for store in given]
+    if names is not None and len({*names}) < len(names):
+        raise ArgumentError(f"pair: expected different names of stores, found {names!r:.200}")
     names = names or names_of(opened)
     for name, store in zip(names, opened, strict=True):
         store.check_open()
@@ -251,67 +270,11 @@ def pair(
     chosen = common_layers(opened, names, layers, "pair")
     dtype_of(opened, names, dtype)
     special_of(opened, names, None, "pair")
-    compared, warnings = _compare(opened, names)
+    if isinstance(compare, str):
+        raise ArgumentTypeError(f"compare: expected a list of columns, found {compare!r:.80}")
+    columns = None if compare is None else _arguments.listed(compare, "compare: expected a list of columns")
+    compared, warnings = compared_of(opened, names, columns)
     return PairedStores(opened, names, chosen, dtype, compared, warnings)
-
-
-def _compare(stores: Sequence[Store], names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is equal in all stores, and what could not be compared. Raises ArgumentError for what differs."""
-    first, compared, warnings = stores[0], ["examples", "tokens"], []
-    for name, store in zip(names[1:], stores[1:], strict=True):
-        if len(store) != len(first):
-            raise ArgumentError(
-                f"pair: expected equal numbers of examples, found {len(first)} in {names[0]} and {len(store)} in {name}",
-                path=store.path,
-            )
-        differ = np.flatnonzero(store.token_counts != first.token_counts)
-        if len(differ):
-            i = int(differ[0])
-            raise ArgumentError(
-                f"pair: example {i}: expected equal numbers of tokens, found {first.token_counts[i]} in {names[0]} and "
-                f"{store.token_counts[i]} in {name} ({len(differ)} examples differ)",
-                path=store.path,
-            )
-        theirs, mine = _comparable(store), _comparable(first)
-        both = sorted(mine.keys() & theirs.keys())
-        for what in both:
-            _check_equal((names[0], first, mine[what]), (name, store, theirs[what]))
-        compared += [mine[what] for what in both]
-        if not both:
-            warnings.append(f"{names[0]} and {name} have no text or id in common: only numbers of tokens were compared")
-    return tuple(dict.fromkeys(compared)), tuple(warnings)
-
-
-def _comparable(store: Store) -> dict[str, str]:
-    """Columns that tell examples apart, by what they hold: ids under their own names, and the text."""
-    columns = store.contents.column_names
-    found = {name: name for name in columns if name in _IDS}
-    text = next((name for name in TEXTS if name in columns), None)
-    if text is not None:
-        found["text"] = text
-    return found
-
-
-def _check_equal(mine: tuple[str, Store, str], theirs: tuple[str, Store, str]) -> None:
-    (name, first, column), (other, store, its) = mine, theirs
-    a, b = first.read_columns([column])[column], store.read_columns([its])[its]
-    if a.type == b.type and a.equals(b):
-        return
-    begins = PREVIEW in (column, its) and column != its
-    for i, (x, y) in enumerate(zip(a.to_pylist(), b.to_pylist(), strict=True)):
-        if x != y and not (begins and _begin_alike(x, y)):
-            raise ArgumentError(
-                f"pair: example {i}: expected equal {column!r}, found {x!r:.60} in {name} and {y!r:.60} in {other}",
-                path=store.path,
-            )
-
-
-def _begin_alike(x: Any, y: Any) -> bool:
-    """Whether one of two texts is the beginning of the other; it may end with dots."""
-    if not isinstance(x, str) or not isinstance(y, str):
-        return False
-    shorter, longer = sorted((x, y), key=len)
-    return longer.startswith(shorter.removesuffix("...").removesuffix("\u2026"))
 
 
 def _together(

@@ -36,9 +36,8 @@ class LmprobeCarrying(Carrying):
         empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names}
         found = {"text"} & empty if isinstance(made_up, list) and "text" in made_up else set()
         empty -= found
-        read = contents.column_batches
-        batches = read(sorted(empty)) if read is not None and empty else iter(())
-        for table in batches:
+        read = contents.column_batches or (lambda names: iter([contents.columns(names)]))  # some examples only
+        for table in read(sorted(empty)) if empty else ():
             for name in sorted(empty):
                 column = table[name]
                 nothing = column.null_count == len(column)

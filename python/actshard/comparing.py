@@ -1,0 +1,158 @@
+"""Whether several stores hold the same examples and tokens: what :func:`actshard.pair` checks before it reads rows.
+
+Every store must have the numbers of examples, tokens and content tokens of the first. Columns that identify an example or its
+tokens, and texts, are compared among all stores that have them. Null says nothing, and neither does a text that a writer made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import formats
+from actshard.errors import ArgumentError
+from actshard.formats.tables import common_type
+from actshard.formats.target import PREVIEW, TEXTS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.stream.readable import Readable
+
+_IDS = frozenset(
+    {
+        *(
+            "id",
+            "key",
+            "sample_key",
+            "sample_id",
+            "sample_idx",
+            "example_id",
+            "example_idx",
+            "prompt_id",
+            "prompt_hash",
+        ),
+        *("dataset_idx", "token_ids", "input_ids", "tokens", "prompt_token_ids", "response_token_ids"),
+    }
+)
+"""Columns that identify an example, or its tokens."""
+_BLOCK = 4096
+"""Examples whose values become Python objects at once."""
+
+
+def compare(
+    stores: Sequence[Readable], names: Sequence[str], columns: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is equal in all stores that have it, and what could not be compared. ``columns``: the columns to compare.
+
+    Raises:
+        ArgumentError: something differs.
+        NotStoredError: a store lacks one of ``columns``.
+    """
+    _check_counts(stores, names)
+    has = [_comparable(store) if columns is None else {name: name for name in columns} for store in stores]
+    compared, warnings = ["examples", "tokens"], []
+    groups = list(range(len(stores)))  # stores whose examples were found equal have one number
+    for what in dict.fromkeys(name for each in has for name in each):
+        first, *others = [i for i, each in enumerate(has) if what in each]
+        column = stores[first].read_columns([has[first][what]])[has[first][what]] if others else None
+        for other in others:
+            mine, theirs = (names[first], has[first][what]), (names[other], has[other][what])
+            found = stores[other].read_columns([theirs[1]])[theirs[1]]
+            unknown = _check_equal(column, found, mine, theirs, stores[other])
+            if unknown < len(found) or not len(found):
+                compared.append(mine[1])
+                groups = [groups[first] if g == groups[other] else g for g in groups]
+            if 0 < unknown < len(found):
+                warnings.append(
+                    f"{what!r} of {unknown} examples is null in {mine[0]} or {theirs[0]}, and was not compared"
+                )
+    for name, group in zip(names, groups, strict=True):
+        if group != groups[0] and columns is None:
+            warnings.append(f"{names[0]} and {name} have no text or id in common: only numbers of tokens were compared")
+    return tuple(dict.fromkeys(compared)), tuple(warnings)
+
+
+def _check_counts(stores: Sequence[Readable], names: Sequence[str]) -> None:
+    first, counts = stores[0], stores[0].token_counts
+    for name, store in zip(names[1:], stores[1:], strict=True):
+        if store.num_examples != first.num_examples:
+            raise ArgumentError(
+                f"pair: expected equal numbers of examples, found {first.num_examples} in {names[0]} and "
+                f"{store.num_examples} in {name}",
+                path=store.path,
+            )
+        for what, a, b in (
+            ("tokens", counts, store.token_counts),
+            ("content tokens", _content(first), _content(store)),
+        ):
+            differ = np.flatnonzero(a != b)
+            if len(differ):
+                i = int(differ[0])
+                raise ArgumentError(
+                    f"pair: example {i}: expected equal numbers of {what}, found {a[i]} in {names[0]} and {b[i]} in {name} "
+                    f"({len(differ)} examples differ)",
+                    path=store.path,
+                )
+
+
+def _content(store: Readable) -> NDArray[np.int64]:
+    """Content tokens per example: without special tokens and padding."""
+    lengths = store.content_lengths
+    return np.maximum(store.token_counts - store.special_tokens, 0) if lengths is None else lengths
+
+
+def _comparable(store: Readable) -> dict[str, str]:
+    """Columns that tell examples apart, by what they hold: ids under their own names, and the text."""
+    contents = store.contents
+    found = {name: name for name in contents.column_names if name in _IDS}
+    made_up = frozenset() if contents.parts else formats.get(contents.format).carrying().fillers(contents)
+    text = next((name for name in TEXTS if name in contents.column_names and name not in made_up), None)
+    if text is not None:
+        found["text"] = text
+    return found
+
+
+def _check_equal(
+    a: pa.ChunkedArray, b: pa.ChunkedArray, mine: tuple[str, str], theirs: tuple[str, str], store: Readable
+) -> int:
+    """The number of examples without a value in one of two columns. Raises ArgumentError for other values that differ."""
+    previews = [column == PREVIEW for _, column in (mine, theirs)]
+    kind, unknown = common_type(_plain(a.type), _plain(b.type)), 0
+    if kind is not None:
+        a, b = (x if x.type.equals(kind) else x.cast(kind) for x in (a, b))
+    for first in range(0, len(a), _BLOCK):
+        x, y = a.slice(first, _BLOCK), b.slice(first, _BLOCK)
+        if kind is not None and not x.null_count and not any(previews) and x.equals(y):
+            continue
+        for i, (p, q) in enumerate(zip(x.to_pylist(), y.to_pylist(), strict=True), first):
+            if _is_nothing(p, previews[0]) or _is_nothing(q, previews[1]):
+                unknown += 1
+            elif p != q and not (previews[0] != previews[1] and _begin_alike(p, q)):
+                raise ArgumentError(
+                    f"pair: example {i}: expected equal {mine[1]!r}, found {p!r:.60} in {mine[0]} and {q!r:.60} in "
+                    f"{theirs[0]}. If the examples are the same, pass compare= with the columns to compare, or none: [].",
+                    path=store.path,
+                )
+    return unknown
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
+
+
+def _is_nothing(value: Any, preview: bool) -> bool:
+    """Whether a value says nothing: null, NaN, or an empty preview."""
+    return value is None or (preview and value == "") or (isinstance(value, float) and math.isnan(value))
+
+
+def _begin_alike(x: Any, y: Any) -> bool:
+    """Whether one of two texts is the beginning of the other; it may end with dots."""
+    if not isinstance(x, str) or not isinstance(y, str):
+        return False
+    shorter, longer = sorted((x, y), key=len)
+    return longer.startswith(shorter.removesuffix("...").removesuffix("\u2026"))
