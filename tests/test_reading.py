@@ -230,6 +230,7 @@ def test_a_folder_of_datasets_lists_them() -> None:
         "eagle",
         "hallulens",
         "hf_arrow",
+        "jkminder",
         "parquet_vectors",
         "layout_toml",
         "modelopt",
