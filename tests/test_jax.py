@@ -188,3 +188,44 @@ if __name__ == "__main__":
         env=environment,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.peers
+def test_sequences_and_mixtures_keep_all_their_arrays(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=["blocks.0", "blocks.1"], d_model=4) as writer:
+        for i in range(12):
+            writer.append([np.full((2, 2 + i % 3, 4), i, np.float32)], columns={"label": [i]})
+    run(
+        """
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+store = actshard.open(sys.argv[1])
+rows = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
+for options in ({}, {"pack": False}, {"fixed_shape": True}):
+    for placed in (None, rows):
+        if placed is not None and "fixed_shape" not in options:
+            continue
+        stream = store.sequences_stream(["blocks.1"], 16, columns=["label"], **options)
+        wanted = [batch.arrays() for batch in stream.afresh()]
+        for batch, want in zip(actshard.jax.batches(stream, placed), wanted, strict=True):
+            assert batch.keys() == want.keys() and batch["layers"] == ["blocks.1"]
+            assert all(np.array_equal(np.asarray(batch[name]), want[name]) for name in want)
+            if placed is not None:
+                assert [s.data.shape[0] for s in batch["activations"].addressable_shards] == [4, 4, 4, 4]
+                assert not batch["segment_ids"].sharding.is_fully_replicated
+                assert batch["offsets"].sharding.is_fully_replicated and batch["label"].sharding.is_fully_replicated
+mixed = actshard.mix({store: 0.5, actshard.open(sys.argv[1]): 0.5}).stream("blocks.0", 4)
+wanted = [batch.sources for batch in mixed]
+mixed.set_epoch(0)
+assert [np.asarray(b["sources"]).tolist() for b in actshard.jax.batches(mixed)] == [w.tolist() for w in wanted]
+pair = actshard.pair(store, actshard.open(sys.argv[1])).stream("blocks.0", 4)
+assert next(iter(actshard.jax.batches(pair)))["stores"].tolist() == [0, 1]
+""",
+        str(tmp_path / "d"),
+    )
+
+
+def test_a_source_has_one_name_whatever_integer_names_its_layer() -> None:
+    store = actshard.open(SOURCE)
+    layer = store.layers[0]
+    assert repr(DataSource(store, np.int64(layer))) == repr(DataSource(store, layer))  # type: ignore[arg-type]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import actshard
 from actshard.stream import norms
+from conftest import GOLDEN
 
 
 def made(folder: Path, values: list[np.ndarray]) -> actshard.Store:
@@ -36,7 +40,7 @@ def values() -> list[np.ndarray]:
 
 
 def norm(row: np.ndarray) -> float:
-    return float(np.float32(np.sqrt(sum(float(x) ** 2 for x in row))))
+    return math.hypot(*map(float, row))
 
 
 def expected(values: list[np.ndarray], layers: list[int], limit: float | str, first: int = 0) -> list[tuple[int, int]]:
@@ -108,6 +112,52 @@ def test_a_state_of_another_limit_is_refused_and_a_pickle_reads_the_same(
     assert pairs(again) == pairs(stream)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        ("float16", 6e4),
+        ("bfloat16", 3e38),
+        ("float32", 3e38),
+        ("float64", 8e307),
+        ("float64", 1e-300),
+        ("float32", 1e-44),
+    ],
+)
+def test_finite_rows_of_any_size_are_judged_by_their_norm(tmp_path: Path, dtype: str, size: float) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    rows = np.array([[size, size, 0, 0], [size, size, size, size], [np.inf] * 4], np.float64).astype(kind)
+    with actshard.create(tmp_path / "d", "lmprobe", layers=[2], d_model=4, dtype=dtype) as writer:
+        writer.append([rows[None]], columns={"label": [0]})
+    store = actshard.open(tmp_path / "d")
+    exact = float(rows[0, 0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for limit, kept in ((exact * 1.4, []), (exact * 1.42, [0]), (exact * 1.99, [0]), (exact * 2.0001, [0, 1])):
+            stream = store.stream(2, 8, max_norm=limit)
+            assert [t for _, t in pairs(stream)] == kept
+            assert stream.left_out == {"min_token": 0, "max_norm": 2 - len(kept), "not_finite": 1}
+
+
+def test_a_norm_just_above_the_limit_is_above_it(tmp_path: Path) -> None:
+    rows = np.array([[2.5, 0], [2.5000002, 0]], np.float32)
+    store = made(tmp_path / "d", [np.stack([rows, rows])])
+    assert pairs(store.stream(2, 8, max_norm=2.5)) == [(0, 0)]
+
+
+def test_rows_without_norms_are_refused_by_their_dtype(tmp_path: Path) -> None:
+    store = actshard.open(GOLDEN / "containers" / "st_layer_files_fp8")
+    with pytest.raises(actshard.DtypeError, match=r"max_norm: expected rows of .* found float8_e4m3fn"):
+        store.stream(store.layers[0], 8, max_norm="10x median")
+
+
+def test_interleaved_rows_are_counted_one_by_one(tmp_path: Path, values: list[np.ndarray]) -> None:
+    store = made(tmp_path / "d", values)
+    whole = store.stream([2, 5], 16, interleave=True).num_rows
+    stream = store.stream([2, 5], 16, interleave=True, max_norm="10x median", min_token=1)
+    assert stream.num_rows + sum(stream.left_out.values()) == whole
+    assert stream.left_out["min_token"] == 2 * len(values)
+
+
 def test_norms_are_read_once_for_a_store_and_layer(
     tmp_path: Path, values: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +180,13 @@ def test_mixtures_take_the_same_options(tmp_path: Path, values: list[np.ndarray]
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 64, 1000])
 def test_norms_are_those_of_numpy(width: int) -> None:
     rows = np.random.default_rng(width).normal(size=(50, width))
-    assert np.allclose(norms.norms_of_rows(rows.copy()), np.linalg.norm(rows, axis=1), rtol=1e-6)
+    rows[7] *= 1e-200
+    rows[9] *= 1e200
+    rows[11] = 0
+    before = rows.copy()
+    wanted = [math.hypot(*row) for row in rows.tolist()]
+    assert np.allclose(norms.norms_of_rows(rows), wanted, rtol=1e-14, atol=0)
+    assert (rows == before).all()
     assert norms.norms_of_rows(np.zeros((0, width))).shape == (0,)
 
 

@@ -201,6 +201,20 @@ def test_a_state_of_other_settings_is_refused(stores: dict[str, Store]) -> None:
             other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("shuffle", [None, "window"])
+def test_a_state_of_another_memory_is_refused_if_batches_depend_on_it(store: Store, shuffle: Any) -> None:
+    one, other = (store.sequences_stream(2, 64, memory=m, shuffle=shuffle) for m in (4_000, "1GiB"))
+    alike = [b.examples.tolist() for b in one] == [b.examples.tolist() for b in other]
+    if alike:
+        other.load_state_dict(one.state_dict())
+    else:
+        with pytest.raises(actshard.ArgumentError, match=r"belongs to another stream.*window"):
+            other.load_state_dict(one.state_dict())
+    assert alike == (store.format == "lmprobe" and shuffle is None)
+    exact = (store.sequences_stream(2, 64, memory=m, shuffle="exact") for m in (4_000, "1GiB"))
+    next(exact).load_state_dict(next(exact).state_dict())
+
+
 def test_a_long_example_is_an_error_that_names_it(stores: dict[str, Store]) -> None:
     store = stores["lmprobe"]
     counts = store.token_counts
@@ -272,13 +286,26 @@ def test_labels_lie_beside_the_tokens_that_have_one(pack: bool) -> None:
     budget = 3 * int(store.token_counts[0])
     for batch in store.sequences_stream(layer, budget, pack=pack, shuffle="exact"):
         assert batch.labels is not None
-        assert batch.labels.dtype == np.uint8
+        assert batch.labels.dtype == (np.uint8 if pack else np.int16)
         assert (batch.labels == labels[batch.examples[batch.segment_ids], batch.tokens - 1]).all()
     for batch in store.sequences_stream(layer, budget, pack=pack, tokens="all"):
         assert batch.labels is not None
         assert (batch.labels[batch.tokens == 0] == -1).all()
         rest = batch.tokens > 0
         assert (batch.labels[rest] == labels[batch.examples[batch.segment_ids], batch.tokens - 1][rest]).all()
+
+
+def test_labels_of_all_batches_have_one_dtype() -> None:
+    store = actshard.open(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    tokens = int(store.token_counts[0])
+    keep = np.ones((len(store), tokens), np.bool_)
+    keep[::2, 3:] = False  # some batches have padding
+    keep[0, 0] = False
+    for options, dtype in (
+        ({}, np.uint8), ({"fixed_shape": True}, np.int16), ({"pack": False}, np.int16), ({"tokens": "all"}, np.int16),
+    ):  # fmt: skip
+        batches = list(store.sequences_stream(store.layers[0], 2 * tokens, keep=keep, **options))
+        assert {b.labels.dtype for b in batches if b.labels is not None} == {np.dtype(dtype)}
 
 
 def test_fixed_shapes_are_padded_to_the_budget(stores: dict[str, Store]) -> None:

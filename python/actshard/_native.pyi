@@ -392,6 +392,7 @@ class Stream:
         center: NDArray[np.float64] | None,
         scale: NDArray[np.float64] | None,
         norm: float | None,
+        divide: NDArray[np.float64] | None = None,
         given: bool = False,
         unit_bytes: int | None = None,
     ) -> Stream: ...

@@ -24,9 +24,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
-from actshard.layers import Layer
+from actshard.layers import Layer, is_one, one
+from actshard.mixing import MixedBatch
+from actshard.pairing import PairedBatch
 from actshard.stream import Batch
 from actshard.stream.selection import Mask, Tokens
+from actshard.stream.sequences import SequenceBatch
 from actshard.tokens.stream import arrays
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any
     """Yields the rest of a stream's epoch as dicts of JAX arrays.
 
     Keys and shapes are those of :class:`~actshard.Batch`: activations, examples, tokens, layers (a list, if the names are
-    texts), and labels if the dataset has labels; for a token dataset, the names of its arrays. bfloat16 stays bfloat16. Without
+    texts), labels if the dataset has labels, sources of a mixture, and stores of a pair; for whole sequences, those of
+    :meth:`actshard.SequenceBatch.arrays`; for a token dataset, the names of its arrays. bfloat16 stays bfloat16. Without
     ``jax_enable_x64``, JAX has no 64-bit types: int64 arrays become int32 after a check of their values, and float64 activations
     are refused.
 
@@ -49,7 +53,8 @@ def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any
         stream: a stream of activations or of tokens.
         sharding: where arrays are placed. None: JAX's default device. A device, or a sharding of one device. A
             ``NamedSharding``: the first entry of its spec splits the rows of all arrays, the others split the other axes of
-            activations; ``layers`` is replicated. With several processes, each passes the stream of its own rank, and the
+            activations; ``layers`` is replicated. Of packed sequences, arrays with one entry per token are split, and the others
+            replicated: pass ``fixed_shape=True``. With several processes, each passes the stream of its own rank, and the
             arrays consist of the rows of all processes.
 
     Raises:
@@ -121,6 +126,8 @@ class _Placing:
 
     def put(self, batch: Any) -> dict[str, Any]:
         """A batch's arrays on their devices; the copies may still be under way."""
+        if isinstance(batch, SequenceBatch):
+            return self._sequences(batch)
         if not isinstance(batch, Batch):
             return {name: self._array(name, array, self._rows) for name, array in arrays(batch).items()}
         made: dict[str, Any] = {
@@ -128,14 +135,37 @@ class _Placing:
             "examples": self._array("examples", batch.examples, self._rows),
             "tokens": self._array("tokens", batch.tokens, self._rows),
         }
+        per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
+        of_layers = self._rows if per_row else self._layers
         if batch.layers.dtype.kind in "UO":  # names that are texts; JAX has none
             made["layers"] = batch.layers.tolist()
         else:
-            per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
-            made["layers"] = self._array("layers", batch.layers, self._rows if per_row else self._layers)
+            made["layers"] = self._array("layers", batch.layers, of_layers)
         if batch.labels is not None:
             made["labels"] = self._array("labels", batch.labels, self._rows)
+        if isinstance(batch, MixedBatch):
+            made["sources"] = self._array("sources", batch.sources, self._rows)
+        if isinstance(batch, PairedBatch):
+            made["stores"] = self._array("stores", batch.stores, of_layers)
         return made
+
+    def _sequences(self, batch: SequenceBatch) -> dict[str, Any]:
+        """Arrays of tokens are split, and arrays of sequences too if sequences are padded; others are replicated."""
+        named, padded = batch.arrays(), batch.tokens.ndim == 2
+        if named["layers"].dtype.kind in "UO":
+            del named["layers"]
+        split = isinstance(self._rows, self._jax.sharding.NamedSharding)
+        if split and self._jax.process_count() > 1:
+            raise ArgumentError(
+                "sharding: batches of sequences are placed by each process on its own devices; pass sharding=None"
+            )
+        made: dict[str, Any] = {}
+        for name, array in named.items():
+            of_rows = array.shape[: batch.tokens.ndim] == batch.tokens.shape
+            of_rows |= padded and name not in ("offsets", "layers")
+            where = self._activations if name == "activations" else self._rows if of_rows else self._layers
+            made[name] = self._array(name, array, where)
+        return made if "layers" in named else made | {"layers": batch.layers.tolist()}
 
     def _array(self, name: str, array: NDArray[Any], where: Any) -> Any:
         if not self._wide and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
@@ -152,7 +182,7 @@ class _Placing:
         except ValueError as error:
             raise ArgumentError(
                 f"sharding: {name} {array.shape} cannot be split as {where.spec} over {dict(where.mesh.shape)}. Choose a "
-                "batch_size that can, and drop_last=True"
+                "batch_size that can, and drop_last=True; for sequences, batch_tokens that can, and fixed_shape=True"
             ) from error
 
 
@@ -182,12 +212,12 @@ class DataSource:
         keep: Mask = None,
         dtype: DTypeLike | None = None,
     ) -> None:
-        self._store, self._layer, self._dtype = store, layer, dtype
+        self._store, self._layer, self._dtype = store, one(layer) if is_one(layer) else layer, dtype
         # Used only to map row numbers to (example, token); it is never read.
         self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep, dtype=dtype)
         settings: Mapping[str, Any] = self._rows.state()["settings"]
         self._name = (
-            f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={layer!r}, tokens={tokens!r}, "
+            f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={self._layer!r}, tokens={tokens!r}, "
             f"selection={settings['selection']}, rows={len(self)}, dtype={self._rows.dtype})"
         )
 

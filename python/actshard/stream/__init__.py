@@ -26,7 +26,7 @@ from actshard.location import Location
 from actshard.logs import LOG
 from actshard.stream.norms import Limit, parsed, position_floor, positions, within
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling
+from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling, settings_of
 from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
 
 Shuffle = Literal["window", "exact"] | None
@@ -181,6 +181,7 @@ class Stream(Epochs[Batch]):
             self._selection = select(store, layers, tokens, ignore_labels, keep)
             return
         keep, stored = asked(store, keep), stored_tokens(store, layers)
+        each = len(layers) if self._options["interleaved"] else 1
         steps = {"min_token": positions(stored) >= first}
         before = _native.count_selected(store.num_examples, select(store, layers, tokens, ignore_labels, keep))
         if limit is not None:
@@ -190,8 +191,9 @@ class Stream(Epochs[Batch]):
         for name, flags in steps.items():
             self._selection = select(store, layers, tokens, ignore_labels, keep, flags)
             after = _native.count_selected(store.num_examples, self._selection)
-            self.left_out[name], before = before - after, after
-        LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), self.left_out, before)
+            # One row per layer, if layers are interleaved.
+            self.left_out[name], before = (before - after) * each, after
+        LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), self.left_out, before * each)
 
     def _warn_of_price(self) -> None:
         if self.num_rows < _MANY:
@@ -292,11 +294,7 @@ class Stream(Epochs[Batch]):
             "drop_last": self.drop_last,
             "world_size": self.world_size,
         }
-        for name in ("center", "scale"):
-            if o[name] is not None:
-                made[name] = hashlib.sha256(o[name].tobytes()).hexdigest()[:16]
-        if o["norm"] is not None:
-            made["scale"] = o["norm"]
+        made |= settings_of(o)
         if self.shuffle == "window":
             made["window"] = int(self._native.window)
             made["units"] = f"{self._native.units:016x}"

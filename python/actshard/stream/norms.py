@@ -2,8 +2,9 @@
 
 First tokens of texts are often attention sinks, and some rows have an L2 norm hundreds of times that of all others; either kind
 dominates statistics and losses. The norms of a layer are computed once per store, in one pass over the layer's rows with the
-stream's own reader, so memory is bounded; 4 bytes per stored token are kept. Squares are summed in float64 in a fixed
-tree of additions, so norms are bitwise equal on all machines.
+stream's own reader, so memory is bounded; 8 bytes per stored token are kept. Squares are summed in float64 in a fixed
+tree of additions, so norms are bitwise equal on all machines. Rows whose squares float64 does not hold are multiplied by a power of
+two first.
 """
 
 from __future__ import annotations
@@ -18,29 +19,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
-from actshard.errors import ArgumentError
+from actshard.errors import ArgumentError, DtypeError
 from actshard.layers import Layer
 from actshard.stream.readable import Readable
 
 Limit = float | str | None
 
 ReadRows = Callable[[Layer], Iterable[NDArray[np.float64]]]
-"""Reads all stored rows of a layer in stored order, in blocks ``(rows, d_model)``, which may be overwritten."""
+"""Reads all stored rows of a layer in stored order, in blocks ``(rows, d_model)``."""
 
 _LOCK = threading.Lock()
-_KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float32]]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float64]]] = weakref.WeakKeyDictionary()
 
 
-def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float32]:
-    """L2 norms of ``(n, d_model)`` rows, float32; NaN or infinite if the row has such values. Overwrites ``rows``."""
+_SQUARABLE = (1e-280, 1e280)
+"""Sums of squares that float64 holds with all their digits."""
+
+
+def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """L2 norms of ``(n, d_model)`` rows; NaN or infinite if, and only if, the row has such values."""
     with np.errstate(all="ignore"):
-        width = rows.shape[1]
-        rows *= rows
-        while width > 1:
-            half = (width + 1) // 2
-            rows[:, : width - half] += rows[:, half:width]
-            width = half
-        return np.sqrt(rows[:, 0]).astype(np.float32)
+        sums = _sums(rows * rows)
+        made: NDArray[np.float64] = np.sqrt(sums)
+        odd = np.flatnonzero(~((sums > _SQUARABLE[0]) & (sums < _SQUARABLE[1])))
+        if len(odd):
+            values, power = rows[odd], np.where(sums[odd] < 1, 2.0**600, 2.0**-600)
+            found = np.sqrt(_sums((values * power[:, None]) ** 2)) / power
+            most = np.where(np.isfinite(values).all(axis=1), np.finfo(np.float64).max, np.inf)
+            made[odd] = np.minimum(found, most)
+    return made
+
+
+def _sums(squares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of rows, overwritten, as a tree: halves are added until one column is left."""
+    width = squares.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        squares[:, : width - half] += squares[:, half:width]
+        width = half
+    return squares[:, 0]
 
 
 def parsed(max_norm: Any) -> tuple[float, bool] | None:
@@ -63,6 +80,10 @@ def within(
     store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool], read: ReadRows
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Two flags per stored token: whether the norm is finite in every layer, and whether it is at most ``max_norm`` as well."""
+    if store.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise DtypeError(
+            f"max_norm: expected rows of float16, bfloat16, float32 or float64, found {store.dtype}", path=store.path
+        )
     number, of_median = max_norm
     finite = np.ones(int(stored.sum()), np.bool_)
     small = finite.copy()
@@ -86,17 +107,17 @@ def _content(store: Readable, stored: NDArray[np.int64]) -> NDArray[np.bool_]:
     return (at >= special) & (at < np.repeat(stored if lengths is None else special + lengths, stored))
 
 
-def _median(norms: NDArray[np.float32]) -> float:
-    return float(np.median(norms.astype(np.float64))) if len(norms) else 0.0
+def _median(norms: NDArray[np.float64]) -> float:
+    return float(np.median(norms)) if len(norms) else 0.0
 
 
-def _norms(store: Readable, layer: Layer, read: ReadRows) -> NDArray[np.float32]:
+def _norms(store: Readable, layer: Layer, read: ReadRows) -> NDArray[np.float64]:
     """Norms of all stored rows of a layer, computed at the first call for a store."""
     with _LOCK:
         known = _KNOWN.setdefault(store, {})
     if layer not in known:
         parts = [norms_of_rows(rows) for rows in read(layer)]
-        known[layer] = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        known[layer] = np.concatenate(parts) if parts else np.zeros(0)
     return known[layer]
 
 

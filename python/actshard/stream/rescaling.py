@@ -1,10 +1,12 @@
 """The layers of a stream, and its ``center=``, ``scale=``, ``divide=`` and ``normalize=`` as numbers for the core.
 
-The core computes ``(row - center) * scale`` while it copies, or scales rows to a norm. Everything else is translated here.
+The core computes ``(row - center) * scale`` or ``(row - center) / divide`` while it copies, or scales rows to a norm. Everything
+else is translated here.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -33,7 +35,9 @@ def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) 
         return list(store.layers)
     if is_one(layer):
         return [one(layer)]
-    if not np.iterable(layer):
+    if not np.iterable(layer) or isinstance(
+        layer, set | frozenset | dict | bytes
+    ):  # sets have another order in each process
         raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
     names = _arguments.listed(layer, "layer: expected names")
     if not names:
@@ -44,7 +48,7 @@ def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) 
 def rescaling(
     store: Readable, layers: Sequence[Layer], center: ArrayLike | None, scale: Scale, divide: Any, normalize: Normalize
 ) -> dict[str, Any]:
-    """The options ``center``, ``scale`` and ``norm`` of ``_native.Stream``.
+    """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
     Raises:
         ArgumentError: an argument is invalid, or two of them exclude each other.
@@ -69,7 +73,7 @@ def rescaling(
                 "divide: expected finite numbers other than 0, found "
                 f"{divisors[~(np.isfinite(divisors) & (divisors != 0))][0]}. normalize=stats keeps columns without variance"
             )
-        return {"center": vectors(center, "center", d_model, n), "scale": 1 / divisors, "norm": None}
+        return {"center": vectors(center, "center", d_model, n), "scale": None, "norm": None, "divide": divisors}
     norm = _norm_of(store, scale)
     if is_deviation(scale) or is_deviation(center):
         raise ArgumentError(
@@ -80,7 +84,19 @@ def rescaling(
         "center": vectors(center, "center", d_model, n),
         "scale": vectors(None if norm is not None else scale, "scale", d_model, n),
         "norm": norm,
+        "divide": None,
     }
+
+
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`rescaling` made, as plain values for a stream's state."""
+    made: dict[str, Any] = {}
+    for name in ("center", "scale", "divide"):
+        if options[name] is not None:
+            made[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
+    if options["norm"] is not None:
+        made["scale"] = options["norm"]
+    return made
 
 
 def _stats_of(normalize: Any, layers: int) -> list[Stats]:

@@ -26,7 +26,7 @@ from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.stream import Shuffle
 from actshard.stream.percolumn import BatchColumns
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling
+from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling, settings_of
 from actshard.stream.selection import Mask, select
 
 TooLong = Literal["error", "truncate", "split", "drop"]
@@ -55,7 +55,8 @@ class SequenceBatch:
         examples: ``(b,)`` int64, the example number of each sequence.
         tokens: int64, the token's position among the example's stored tokens. Padding is -1.
         layers: ``(n_layers,)`` layer names, int64 or numpy strings.
-        labels: patch labels, if the dataset has them: uint8, or int16 with -1 for padding and special tokens.
+        labels: patch labels, if the dataset has them: uint8; int16 with -1 for padding and special tokens, if the stream pads or
+            has ``tokens="all"``.
         columns: the columns of the stream's ``columns=`` by name: one entry per token, zero for padding, or ``(b,)``.
     """
 
@@ -204,6 +205,10 @@ class SequenceStream(Epochs[SequenceBatch]):
         if self.shuffle is None:
             most = _STORED_WINDOW * self.batch_tokens
             window = min(most, max(window, self.batch_tokens)) if self._native.decodes else most
+        # What the plan depends on besides lengths and arguments: memory=, and how the files are decoded.
+        self._planned: dict[str, Any] = {} if self.shuffle == "exact" else {"window": window}
+        if units is not None:
+            self._planned["units"] = hashlib.sha256(units.tobytes()).hexdigest()[:16]
         return _native.Packing(
             self._lengths,
             units,
@@ -276,7 +281,7 @@ class SequenceStream(Epochs[SequenceBatch]):
 
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the sequences of each batch and their values."""
-        o, store = self._options, self.store
+        store = self.store
         made: dict[str, Any] = {
             "dataset": store.identity,
             "format": store.format,
@@ -296,14 +301,7 @@ class SequenceStream(Epochs[SequenceBatch]):
             "drop_last": self.drop_last,
             "world_size": self.world_size,
         }
-        for name in ("center", "scale"):
-            if o[name] is not None:
-                made[name] = hashlib.sha256(o[name].tobytes()).hexdigest()[:16]
-        if o["norm"] is not None:
-            made["scale"] = o["norm"]
-        if self.shuffle == "window":
-            made["window"] = int(self._native.window)
-        return made
+        return made | settings_of(self._options) | self._planned
 
     def _fingerprint(self) -> str:
         """A digest of the sequences: their examples and lengths."""
@@ -378,9 +376,10 @@ class _SequenceLoop(Loop[SequenceBatch]):
     ) -> NDArray[Any] | None:
         if self._labels is None:
             return None
-        special = self._source.store.special_tokens
+        stream, special = self._source, self._source.store.special_tokens
         at = tokens[real] - special
-        if at.min(initial=0) >= 0 and real.all():
+        # By the arguments, not by the batch: all batches have one dtype.
+        if stream.pack and not stream.fixed_shape and not (special and stream._tokens == "all"):
             return self._labels[examples, at].reshape(tokens.shape)
         found = np.full(tokens.shape, -1, np.int16)
         found[real] = np.where(at < 0, np.int16(-1), self._labels[examples, np.maximum(at, 0)])

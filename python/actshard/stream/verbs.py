@@ -66,7 +66,7 @@ class StreamVerbs:
             max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers: a
                 number, or ``"10x median"``: 10 times the median of the norms of the layer's content rows with finite norms,
                 whatever else is selected (the mean of the middle two, if their number is even). Rows with NaN or infinite
-                values are left out too. Reads each layer once per store, when the stream is made, and keeps 4 bytes per row.
+                values are left out too. Reads each layer once per store, when the stream is made, and keeps 8 bytes per row.
                 ``stream.left_out`` counts.
             min_token: leaves out tokens before this position in their example (``batch.tokens``): 1 leaves out first tokens, which
                 are often attention sinks.
@@ -80,8 +80,10 @@ class StreamVerbs:
             dtype: dtype of the batches, as in :meth:`Store.gather`.
             center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row.
             scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
-                ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model).
-            divide: like ``scale``, but each row is divided by it.
+                ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model); rows of zeros, and rows with NaN or infinite
+                values, stay as they are.
+            divide: like ``scale``, but each row is divided by it. The arithmetic of all of these is float32, or float64 if the
+                stored rows or the batches are, or if a number is beyond float32's range.
             normalize: ``store.stats(layer)``, or a list with one of each layer: subtracts the mean and divides by the standard
                 deviation, so that columns have mean 0 and variance 1. Columns without variance are only centred.
             memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
@@ -180,7 +182,8 @@ class StreamVerbs:
             scale: as in :meth:`Store.stream`.
             divide: as in :meth:`Store.stream`.
             normalize: as in :meth:`Store.stream`.
-            memory: size of a window, and of the rows decoded at once.
+            memory: size of a window, and of the rows decoded at once. Batches depend on it, except with ``shuffle="exact"`` and in
+                stored order of data that is not decoded.
 
         Returns:
             A :class:`~actshard.SequenceStream`. Its batches are new arrays; two are read ahead.

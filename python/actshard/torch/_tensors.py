@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from actshard.epochs import Epochs
 from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from actshard.mixing import MixedBatch
+from actshard.pairing import PairedBatch
 from actshard.stream import Batch
 from actshard.tokens.stream import arrays
 
@@ -44,8 +45,9 @@ def tensors(batch: Any) -> dict[str, Any]:
     """Returns a batch as a dict of tensors that share its memory.
 
     Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), labels if the dataset has
-    labels, and sources for a mixture. Keys for whole sequences: those of :meth:`actshard.SequenceBatch.arrays`. Keys for a token
-    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
+    labels, sources for a mixture, and stores for a pair. Keys for whole sequences: those of
+    :meth:`actshard.SequenceBatch.arrays`. Keys for a token dataset: the names of its arrays (``tokens``, ``loss_weight``,
+    ``segment_ids``).
     """
     if not isinstance(batch, Batch):
         # torch has no strings: names of layers are a list
@@ -63,6 +65,8 @@ def tensors(batch: Any) -> dict[str, Any]:
         made["labels"] = tensor(batch.labels)
     if isinstance(batch, MixedBatch):
         made["sources"] = tensor(batch.sources)
+    if isinstance(batch, PairedBatch):
+        made["stores"] = tensor(batch.stores)
     return made
 
 

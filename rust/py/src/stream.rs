@@ -84,7 +84,7 @@ pub struct Stream {
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, given=false, unit_bytes=None))]
+    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, divide=None, given=false, unit_bytes=None))]
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn new(
         py: Python<'_>,
@@ -105,6 +105,7 @@ impl Stream {
         center: Option<PyReadonlyArray1<'_, f64>>,
         scale: Option<PyReadonlyArray1<'_, f64>>,
         norm: Option<f64>,
+        divide: Option<PyReadonlyArray1<'_, f64>>,
         given: bool,
         unit_bytes: Option<u64>,
     ) -> PyResult<Stream> {
@@ -115,10 +116,11 @@ impl Stream {
             let per_item = if interleaved { 1 } else { groups.len() };
             let shuffle = shuffle_of(shuffle).map_err(raise)?;
             let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
-            let scale = match (scale, norm) {
-                (Some(by), _) => Scale::By(by.as_slice()?.to_vec()),
-                (None, Some(norm)) => Scale::ToNorm(norm),
-                (None, None) => Scale::None,
+            let scale = match (scale, divide, norm) {
+                (Some(by), ..) => Scale::By(by.as_slice()?.to_vec()),
+                (None, Some(by), _) => Scale::Divide(by.as_slice()?.to_vec()),
+                (None, None, Some(norm)) => Scale::ToNorm(norm),
+                (None, None, None) => Scale::None,
             };
             let to = dtype_of(py, dtype)?;
             if to.size() != Some(descr.itemsize()) {

@@ -1,6 +1,6 @@
-//! Rows centred and scaled during the copy: `(row - center) * scale`, or scaled to a given norm.
+//! Rows centred and scaled during the copy: `(row - center) * scale`, `(row - center) / divisor`, or scaled to a given norm.
 
-use std::ops::{Mul, Sub};
+use std::ops::{Div, Mul, Range, Sub};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
@@ -16,7 +16,9 @@ pub enum Scale {
     None,
     /// One factor per element; for one group, or for each group in turn.
     By(Vec<f64>),
-    /// Scales each row to this L2 norm. Rows of zeros stay zero.
+    /// One divisor per element, likewise.
+    Divide(Vec<f64>),
+    /// Scales each row to this L2 norm. Rows of zeros, and rows with values that are not finite, stay as they are.
     ToNorm(f64),
 }
 
@@ -52,6 +54,7 @@ struct Terms<T> {
 enum ScaleOf<T> {
     None,
     By(Vec<T>),
+    Divide(Vec<T>),
     ToNorm(f64),
 }
 
@@ -61,12 +64,12 @@ pub struct Scratch(Vec<f32>, Vec<f64>);
 
 impl Convert {
     /// `center` is empty, or has one element per column, or per column and group. The arithmetic is float32, or float64 if
-    /// the stored or the requested type is.
+    /// the stored or the requested type is, or if float32 lacks the range of a centre or factor.
     pub fn new(from: DType, to: DType, width: usize, groups: usize, center: Vec<f64>, scale: Scale) -> Result<Convert> {
         let plain = Cast::between(from, to)?;
         let fits = |n: usize| n == width || n == width * groups;
         let scales = match &scale {
-            Scale::By(by) => fits(by.len()),
+            Scale::By(by) | Scale::Divide(by) => fits(by.len()),
             Scale::None | Scale::ToNorm(_) => true,
         };
         if !(center.is_empty() || fits(center.len())) || !scales {
@@ -77,7 +80,7 @@ impl Convert {
         }
         let change = if center.is_empty() && scale == Scale::None {
             None
-        } else if from == DType::F64 || to == DType::F64 {
+        } else if from == DType::F64 || to == DType::F64 || !in_range(&center, &scale) {
             Some(Change::Double(Terms::new(from, to, &center, &scale)?))
         } else {
             Some(Change::Single(Terms::new(from, to, &center, &scale)?))
@@ -135,6 +138,7 @@ impl<T: Real> Terms<T> {
         let scale = match scale {
             Scale::None => ScaleOf::None,
             Scale::By(by) => ScaleOf::By(of(by)),
+            Scale::Divide(by) => ScaleOf::Divide(of(by)),
             Scale::ToNorm(norm) => ScaleOf::ToNorm(*norm),
         };
         let (read, write) = (Cast::between(from, T::DTYPE)?, Cast::between(T::DTYPE, to)?);
@@ -163,15 +167,13 @@ impl<T: Real> Terms<T> {
                     *x = *x * *f;
                 }
             }
-            ScaleOf::ToNorm(norm) => {
-                let norm = norm / norm_of(row);
-                if norm.is_finite() {
-                    let norm = T::of(norm);
-                    for x in row.iter_mut() {
-                        *x = *x * norm;
-                    }
+            ScaleOf::Divide(by) => {
+                let by = &by[of_group(by)];
+                for (x, f) in row.iter_mut().zip(by) {
+                    *x = *x / *f;
                 }
             }
+            ScaleOf::ToNorm(norm) => to_norm(row, *norm),
         }
     }
 
@@ -182,6 +184,39 @@ impl<T: Real> Terms<T> {
         overflowed((from, src), (T::DTYPE, row), to)
     }
 }
+
+/// Whether float32 has the range of these numbers. A factor that became infinite would make NaN of zeros.
+fn in_range(center: &[f64], scale: &Scale) -> bool {
+    let factors = match scale {
+        Scale::By(by) | Scale::Divide(by) => by.as_slice(),
+        Scale::None | Scale::ToNorm(_) => &[],
+    };
+    let single = |x: &f64| *x == 0.0 || !x.is_finite() || (*x as f32).is_normal();
+    factors.iter().all(single) && center.iter().all(|x| !x.is_finite() || (*x as f32).is_finite())
+}
+
+/// Scales a row to an L2 norm. Rows of zeros, and rows with values that are not finite, stay as they are.
+fn to_norm<T: Real>(row: &mut [T], norm: f64) {
+    let found = norm_of(row);
+    let factor = T::of(norm / found);
+    if SQUARABLE.contains(&found) && factor.is_normal() {
+        for x in row.iter_mut() {
+            *x = *x * factor;
+        }
+        return;
+    }
+    // A power of two first, so that no square overflows or vanishes, and products in float64.
+    let power = 2f64.powi(if found < 1.0 { 600 } else { -600 });
+    let found = row.iter().map(|x| (x.wide() * power).powi(2)).sum::<f64>().sqrt();
+    if found.is_finite() && found > 0.0 {
+        for x in row.iter_mut() {
+            *x = T::of(x.wide() * power * (norm / found));
+        }
+    }
+}
+
+/// Norms whose squares float64 holds with all their digits.
+const SQUARABLE: Range<f64> = 1e-140..1e140;
 
 /// The L2 norm, summed in eight lanes of float64: equal on every machine.
 #[inline]
@@ -199,10 +234,12 @@ pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
 }
 
 /// float32 and float64.
-pub(super) trait Real: Pod + Zeroable + Sub<Output = Self> + Mul<Output = Self> {
+pub(super) trait Real: Pod + Zeroable + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> {
     const DTYPE: DType;
     fn of(x: f64) -> Self;
     fn wide(self) -> f64;
+    /// Neither zero, subnormal, infinite nor NaN.
+    fn is_normal(self) -> bool;
 }
 
 impl Real for f32 {
@@ -213,6 +250,9 @@ impl Real for f32 {
     fn wide(self) -> f64 {
         f64::from(self)
     }
+    fn is_normal(self) -> bool {
+        self.is_normal()
+    }
 }
 
 impl Real for f64 {
@@ -222,6 +262,9 @@ impl Real for f64 {
     }
     fn wide(self) -> f64 {
         self
+    }
+    fn is_normal(self) -> bool {
+        self.is_normal()
     }
 }
 
@@ -252,6 +295,54 @@ mod tests {
         assert_eq!(run(&f32s(vec![], Scale::ToNorm(2f64.sqrt())).unwrap(), 0, &[0.0, 0.0]), [0.0, 0.0]);
         assert!(f32s(vec![1.0], Scale::None).is_err() && f32s(vec![], Scale::By(vec![1.0; 3])).is_err());
         assert!(f32s(vec![], Scale::None).unwrap().cast().is_some());
+    }
+
+    /// Quotients are those of a division, and factors beyond float32 make no NaN of zeros.
+    #[test]
+    fn divisors_divide_and_factors_keep_their_range() {
+        let f32s = |scale| Convert::new(DType::F32, DType::F32, 3, 1, vec![], scale).unwrap();
+        let row = [1.0, 5.0, 1e-42];
+        let thirds = run(&f32s(Scale::Divide(vec![3.0, 3.0, 3.0])), 0, &row);
+        assert_eq!(thirds, row.map(|x| x / 3.0));
+        for scale in [Scale::Divide(vec![1.0, 1e-300, 1e-42]), Scale::By(vec![1.0, 1e300, 1e42])] {
+            assert!(matches!(f32s(scale.clone()).change, Some(Change::Double(_))));
+            let found = run(&f32s(scale), 0, &[1.0, 0.0, 1e-42]);
+            assert!(found[..2] == [1.0, 0.0] && (found[2] - 1.0).abs() < 1e-3, "{found:?}");
+        }
+        assert!(matches!(f32s(Scale::Divide(vec![2.0; 3])).change, Some(Change::Single(_))));
+    }
+
+    /// Whatever the size of a row's elements, its norm is the one that was asked for; rows without one stay as they are.
+    #[test]
+    fn rows_of_any_size_are_brought_to_a_norm() {
+        for to in [DType::F32, DType::F64] {
+            for size in [1e-45, 1e-42, 1e-39, 1e-20, 1.0, 1e20, 1e38, 3e38] {
+                let row = [size as f32, 0.0, -size as f32];
+                let convert = Convert::new(DType::F32, to, 3, 1, vec![], Scale::ToNorm(2f64.sqrt())).unwrap();
+                let mut out = vec![0; convert.to()];
+                convert.row(0, bytemuck::cast_slice(&row), &mut out, &mut Scratch::default(), Stores::Cached);
+                let found: Vec<f64> = match to {
+                    DType::F32 => bytemuck::pod_collect_to_vec::<u8, f32>(&out).into_iter().map(f64::from).collect(),
+                    _ => bytemuck::pod_collect_to_vec(&out),
+                };
+                let near = |x: f64, y: f64| (x - y).abs() < 1e-6;
+                assert!(near(found[0], 1.0) && found[1] == 0.0 && near(found[2], -1.0), "{size} {found:?}");
+                assert_eq!(convert.take_overflows(), 0);
+            }
+        }
+        for size in [5e-324f64, 1e-310, 1e-200, 1e-141, 1e141, 1e200, 1.7e308] {
+            let mut row = [size, 0.0, -size];
+            to_norm(&mut row, 2f64.sqrt());
+            assert!((row[0] - 1.0).abs() < 1e-12 && row[1] == 0.0 && (row[2] + 1.0).abs() < 1e-12, "{size} {row:?}");
+        }
+        for odd in [f32::INFINITY, f32::NAN] {
+            let mut row = [odd, 1.0, 2.0];
+            to_norm(&mut row, 1.0);
+            assert_eq!(row.map(f32::to_bits), [odd, 1.0, 2.0].map(f32::to_bits));
+        }
+        let mut row = [0f64, -0.0];
+        to_norm(&mut row, 1.0);
+        assert_eq!(row, [0.0, 0.0]);
     }
 
     #[test]
