@@ -539,48 +539,6 @@ def test_rows_are_converted_centred_and_scaled(name: str, shuffle: str | None, d
             store.stream(layers, 3, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("size", [1.0, 1e-41, 1e36])
-def test_rows_are_divided_and_normalized_to_the_last_bit(tmp_path: Path, dtype: str, size: float) -> None:
-    """Whatever the size of a column: a factor beyond float32's range makes the arithmetic float64."""
-    rng = np.random.default_rng(2)
-    rows = rng.integers(-1000, 1000, (1, 60, 5)).astype(np.float32)
-    rows[..., 1] *= np.float32(size)
-    rows[..., 2] = 0
-    with actshard.create(tmp_path / "d", "lmprobe", layers=[2], d_model=5) as writer:
-        writer.append([rows], columns={"label": [0]})
-    store = actshard.open(tmp_path / "d")
-    stats = store.stats(2)
-    kind = np.float64 if dtype == "float64" or size < 1e-38 else np.float32
-    whole = rows[0].astype(kind)
-    divisors = np.array([3.0, 7 * size, 7.0, -1.5, 10.0])
-
-    def read(**options: Any) -> np.ndarray:
-        return np.concatenate([b.activations for b in store.stream(2, 7, dtype=dtype, **options)])
-
-    assert read(divide=divisors).tobytes() == (whole / divisors.astype(kind)).astype(dtype).tobytes()
-    wanted = (whole - stats.mean.astype(kind)) * stats.inverse_std.astype(kind)
-    found = read(normalize=stats)
-    assert found.tobytes() == wanted.astype(dtype).tobytes()
-    assert np.allclose(found.std(axis=0), [1, 1, 0, 1, 1], rtol=1e-5)
-    lengths = np.linalg.norm(read(scale="unit-norm").astype(np.float64), axis=1)
-    assert np.allclose(lengths, 1, rtol=1e-6)
-    states = [store.stream(2, 7, divide=divisors, center=stats.mean).state_dict()]
-    with pytest.raises(actshard.ArgumentError, match="divide"):
-        store.stream(2, 7, center=stats.mean).load_state_dict(states[0])
-    with pytest.raises(actshard.ArgumentError, match="divide|scale"):
-        store.stream(2, 7, center=stats.mean, scale=divisors).load_state_dict(states[0])
-    store.stream(2, 7, center=stats.mean, divide=divisors).load_state_dict(states[0])
-
-
-def test_layers_without_an_order_are_refused() -> None:
-    store = opened("saev")
-    for layers in (set(store.layers), frozenset(store.layers), dict.fromkeys(store.layers), b"\x05"):
-        for made in (store.stream, store.sequences_stream):
-            with pytest.raises(actshard.ArgumentError, match="expected a layer's name, a list"):
-                made(layers, 1000)  # type: ignore[operator]
-
-
 def test_arguments_that_make_no_sense_are_refused() -> None:
     store = opened("saev")
     for layer, options in (
