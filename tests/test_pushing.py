@@ -36,8 +36,8 @@ def golden() -> list[Any]:
     """Golden datasets and token caches."""
     found: dict[Path, Any] = {}
     for path in sorted(GOLDEN.rglob("*")):
-        # Damaged, of codecs of an extra, or of a dtype that is not read yet.
-        special = {"errors", "hostile", "zarr_codecs", "speculators_fp8"} & set(path.relative_to(GOLDEN).parts)
+        # Damaged, or of codecs of an extra.
+        special = {"errors", "hostile", "zarr_codecs"} & set(path.relative_to(GOLDEN).parts)
         if special or not path.is_dir() or any(above in found for above in path.parents):
             continue
         try:

@@ -2,35 +2,132 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import actshard
-from conftest import refuses
 from draft_files import DRAFT, Expected, check_reads, copied, edit_json, opened
 
 ROWS, REQUESTS, FLOAT8 = (DRAFT / f"speculators_{name}" for name in ("bf16", "vllm_requests", "fp8"))
 ERRORS = DRAFT / "errors"
 
 
-@pytest.mark.parametrize("golden", [ROWS, REQUESTS], ids=lambda p: p.name)
+@pytest.mark.parametrize("golden", [ROWS, REQUESTS, FLOAT8], ids=lambda p: p.name)
 def test_golden_data_read_bit_for_bit(golden: Path, io: str) -> None:
     store = opened(golden, io)
     assert store.format == "speculators"
     assert store.warnings == ()
-    assert store.layers == ((0, 1, 2, "last") if golden == ROWS else (0, 1, "last"))
+    assert store.layers == ((0, 1, "last") if golden == REQUESTS else (0, 1, 2, "last"))
+    assert store.dtype == ml_dtypes.bfloat16
+    assert store.info()["provenance"].get("stored_dtype") == ("F8_E4M3" if golden == FLOAT8 else None)
     check_reads(store, Expected(golden))
     assert actshard.verify(golden, deep=True).ok
 
 
-def test_float8_states_are_refused_by_name() -> None:
-    with refuses(actshard.UnsupportedError, FLOAT8 / "hidden_states/hs_0.safetensors", "float8 states with scales"):
-        opened(FLOAT8)
+def edit_states(path: Path, **tensors: np.ndarray) -> None:
+    """Replaces tensors of a file of hidden states."""
+    write(path, read_tensors(path) | tensors)
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Tensors of a file; float8 ones as bytes."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    numpy = {"F8_E4M3": "u1", "F32": "<f4", "I64": "<i8", "BF16": "<u2"}
+    return {
+        name: np.frombuffer(data[8 + size :][slice(*entry["data_offsets"])], numpy[entry["dtype"]]).reshape(
+            entry["shape"]
+        )
+        for name, entry in json.loads(data[8 : 8 + size]).items()
+        if name != "__metadata__"
+    }
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    names = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "bfloat16": "BF16"}
+    names |= {"uint8": "F8_E4M3", "float32": "F32", "int64": "I64", "uint16": "BF16", "float64": "F64"}
+    header, body = {}, b""
+    for name, array in tensors.items():
+        end = len(body) + array.nbytes
+        header[name] = {"dtype": names[str(array.dtype)], "shape": list(array.shape), "data_offsets": [len(body), end]}
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    "ones", [(), (1,), (0, 1, 1), (1, 4, 1), (1, 1, 8), (1, 4, 8), (0, 4, 1), (0, 4, 8), (0, 1, 8)]
+)
+def test_states_with_scales_are_products_in_bfloat16(
+    tmp_path: Path, dtype: str, ones: tuple[int, ...], io: str
+) -> None:
+    """All codes; the scale is rounded to bfloat16 first, as speculators does. 0 stands for the number of tokens."""
+    path = copied(ROWS, tmp_path / "rows")
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = {}
+    with np.errstate(invalid="ignore", over="ignore"):
+        for i, ids in enumerate(opened(ROWS).table["input_ids"].to_pylist()):
+            random = np.random.default_rng(i)
+            states = (
+                random.permutation(np.resize(codes, len(ids) * 4 * 8)).reshape(len(ids), 4, 8).view(np.dtype(dtype))
+            )
+            scales = np.exp(random.normal(0, 20, tuple(n or len(ids) for n in ones))).astype(np.float32)
+            wanted[i] = states.astype(ml_dtypes.bfloat16) * np.broadcast_to(scales, states.shape).astype(
+                ml_dtypes.bfloat16
+            )
+            tensors = {"hidden_states": states, "hidden_states_scales": scales, "token_ids": np.array(ids, np.int64)}
+            write(path / f"hidden_states/hs_{i}.safetensors", tensors)
+    store = opened(path, io)
+    for i, rows in wanted.items():
+        for k, layer in enumerate(store.layers):
+            found, want = store.sequence(i, layer), rows[:, k]
+            bits = found.view(np.uint16) == want.view(np.uint16)
+            assert np.all(bits | (np.isnan(found) & np.isnan(want)))
+            wide = store.gather(layer, i, np.arange(len(want)), dtype="float32")
+            assert np.array_equal(wide, want.astype(np.float32), equal_nan=True)
+
+
+def test_files_with_scales_and_without_mix(tmp_path: Path) -> None:
+    path = copied(FLOAT8, tmp_path / "rows")
+    want = opened(FLOAT8)
+    tensors = read_tensors(path / "hidden_states/hs_1.safetensors")
+    whole = np.stack([want.sequence(1, layer) for layer in want.layers], axis=1)
+    write(
+        path / "hidden_states/hs_1.safetensors",
+        {"hidden_states": whole.view(np.uint16), "token_ids": tensors["token_ids"]},
+    )
+    store = opened(path)
+    assert store.info()["provenance"]["stored_dtype"] == "BF16 and F8_E4M3"
+    check_reads(store, Expected(FLOAT8))
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        (np.ones((2, 1, 1), np.float32), r"expected F32 \[\d+, 1, 1\], or axes of .* or 1, found F32 \[2, 1, 1\]"),
+        (np.ones((1, 1, 1), np.float64), "found F64"),
+        (np.ones((1, 1, 1, 1), np.float32), r"found F32 \[1, 1, 1, 1\]"),
+        (np.ones((0, 1, 1), np.float32), r"found F32 \[0, 1, 1\]"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(tmp_path: Path, scales: np.ndarray, said: str) -> None:
+    path = copied(FLOAT8, tmp_path / "rows")
+    bad = int(np.argmax(opened(FLOAT8).token_counts))
+    edit_states(path / f"hidden_states/hs_{bad}.safetensors", hidden_states_scales=scales)
+    with pytest.warns(actshard.ActshardWarning, match=said):
+        store = actshard.open(path)
+    with pytest.raises(actshard.FormatError, match=said):
+        store.sequence(bad, 0)
+    assert not actshard.verify(path).ok
 
 
 DAMAGED: dict[str, tuple[list[int], str, str]] = {
@@ -69,6 +166,8 @@ def test_unusable_states_are_named_and_never_read_as_those_of_the_row(case: str,
             with pytest.raises((actshard.FormatError, actshard.MissingFileError)) as caught:
                 read()
             assert caught.value.path in [path / f"hidden_states/hs_{k}.safetensors" for k in bad]
+            if len(bad) == 1:
+                assert re.search(said, str(caught.value))
     report = actshard.verify(path)
     assert not report.ok
     assert code in report.codes()

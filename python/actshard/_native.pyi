@@ -115,6 +115,7 @@ def placed_rows(
     descr: np.dtype[Any],
     io: str,
     faults: Sequence[tuple[int, str, str, str | PathLike[str]]] = ...,
+    scaled: Sequence[tuple[int, StoredArray, StoredArray]] = ...,
 ) -> Rows: ...
 def read_torch(places: Sequence[str | PathLike[str]], limit: int) -> list[TorchContents]: ...
 

@@ -10,7 +10,7 @@ hidden_states/hs_{i}.safetensors              of row i: hidden_states (S, layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._json import Fields, read_json, show
+from actshard._native import StoredArray
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
 from actshard.location import Location
 
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
-FLOAT8 = "F8_E4M3"
+SCALED = ("F8_E4M3", "F8_E5M2", "I8")
+"""Dtypes of states that are stored with scales; speculators writes the first."""
 _FLOATS = ("BF16", "F16", "F32")
 _SHOWN = 20
 """Rows of one kind of fault that are named."""
-NOWHERE = 1 << 39
-"""An address beyond any file: reading an example without usable states is an error that names its file."""
 
 
 def data_files(root: Location) -> list[Location]:
@@ -58,7 +58,10 @@ def data_files(root: Location) -> list[Location]:
 
 @dataclass(frozen=True)
 class StatesFile:
-    """The states of one example: where they begin, and their shape."""
+    """The states of one example: where they begin, and their shape.
+
+    Scaled states are read as products in bfloat16: ``dtype`` is theirs, and ``scaled`` has the stored elements and their scales.
+    """
 
     tokens: int
     layers: int
@@ -66,6 +69,12 @@ class StatesFile:
     dtype: str
     start: int
     ids_start: int
+    scaled: tuple[StoredArray, StoredArray] | None = None
+
+    @property
+    def stored(self) -> str:
+        """The dtype in the file."""
+        return self.dtype if self.scaled is None else self.scaled[0].dtype
 
 
 def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
@@ -81,12 +90,10 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
             shape = f"{list(found[name][1])}" if name in found else "nothing"
             raise FormatError(f"tensor '{name}': expected {axes} axes, found {shape}", path=path)
     dtype, (tokens, layers, width), start = found[STATES]
-    if dtype == FLOAT8:
-        if SCALES not in found:
-            raise FormatError(
-                f"tensor '{SCALES}': expected F32 [{tokens}, 1, 1] of float8 states, found nothing", path=path
-            )
-        raise UnsupportedError(f"tensor '{STATES}': float8 states with scales are not supported yet", path=path)
+    scaled = None
+    if dtype in SCALED:
+        scaled = _scaled(path, dtype, found)
+        dtype, start = "BF16", 0
     if dtype not in _FLOATS or not layers or not width:
         raise FormatError(f"tensor '{STATES}': expected floats, found {dtype} {[tokens, layers, width]}", path=path)
     kind, (count,), ids_start = found[IDS]
@@ -110,7 +117,26 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
             )
     elif kind != "I64":
         raise FormatError(f"tensor '{IDS}': expected I64, found {kind}", path=path)
-    return StatesFile(tokens, layers, width, dtype, start, ids_start)
+    return StatesFile(tokens, layers, width, dtype, start, ids_start, scaled)
+
+
+def _scaled(
+    path: Location, dtype: str, found: Mapping[str, tuple[str, tuple[int, ...], int]]
+) -> tuple[StoredArray, StoredArray]:
+    """Elements and scales. One scale for all, or along any of the axes: token, layer, channel."""
+    _, shape, start = found[STATES]
+    if SCALES not in found:
+        raise FormatError(
+            f"tensor '{SCALES}': expected F32 [{shape[0]}, 1, 1] of {dtype} states, found nothing", path=path
+        )
+    kind, ones, at = found[SCALES]
+    aligned = (*(1,) * (3 - len(ones)), *ones)
+    if kind != "F32" or len(aligned) != 3 or any(n not in (1, m) for n, m in zip(aligned, shape, strict=True)):
+        expected = f"F32 [{shape[0]}, 1, 1], or axes of {list(shape)} or 1"
+        raise FormatError(f"tensor '{SCALES}': expected {expected}, found {kind} {list(ones)}", path=path)
+    dense = [int(np.prod(shape[n + 1 :])) for n in range(3)]
+    strides = [int(np.prod(aligned[n + 1 :])) for n in range(3)]
+    return StoredArray(dtype, list(shape), dense, start, False), StoredArray("F32", list(aligned), strides, at, False)
 
 
 @dataclass(frozen=True)
@@ -121,6 +147,7 @@ class AllStates:
     layers: int
     width: int
     dtype: str
+    faults: dict[int, ActshardError]
     warnings: list[Remark]
 
 
@@ -157,4 +184,4 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
         made.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; reading its states is an error"))
     if len(faults) > _SHOWN:
         made.append(Remark("format", f"{len(faults)} of {len(paths)} {what}s have no usable states"))
-    return AllStates(found, *common, warnings=made)
+    return AllStates(found, *common, faults=dict(faults), warnings=made)

@@ -19,7 +19,7 @@ from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
-from actshard.formats.speculators.files import IDS, NOWHERE, STATES, AllStates, all_states, data_files
+from actshard.formats.speculators.files import IDS, STATES, AllStates, all_states, data_files
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -59,21 +59,39 @@ def _first_request(path: Location) -> bool:
     return tensors.get(STATES) == 3 and tensors.get(IDS) == 1
 
 
-def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], io: str) -> Rows:
-    """Rows of hidden states: a group per layer."""
+def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], options: Options) -> Rows:
+    """Rows of hidden states: a group per layer. Scaled states are multiplied while they are read."""
     dtype = NUMPY_BY_NAME[states.dtype]
     row = states.width * dtype.itemsize
-    starts = np.array([NOWHERE if file is None else file.start for file in states.files], np.uint64)
-    return Rows.tensors(
-        [(path, states.layers * row) for path in paths],
+    first = np.array([0 if file is None else file.start for file in states.files], np.uint64)
+    starts = first + np.arange(states.layers, dtype=np.uint64)[:, None] * np.uint64(row)
+    return _native.placed_rows(
+        [(path, states.layers * row, False, False, None) for path in paths],
+        np.tile(np.arange(len(paths), dtype=np.uint32), states.layers),
+        np.ascontiguousarray(starts.reshape(-1)),
         tokens,
-        [(np.arange(len(paths), dtype=np.uint32), starts)],
-        [(0, layer * row) for layer in range(states.layers)],
+        num_groups=states.layers,
         width=states.width,
         dtype=states.dtype,
+        decoded_memory=options.decoded_memory,
         descr=dtype,
-        io=io,
+        io=options.io,
+        faults=[
+            (number, error.kind, error.detail, error.path or paths[number].place)
+            for number, error in sorted(states.faults.items())
+        ],
+        scaled=[
+            (number, *file.scaled)
+            for number, file in enumerate(states.files)
+            if file is not None and file.scaled is not None
+        ],
     )
+
+
+def _stored_as(states: AllStates) -> dict[str, Any]:
+    """The stored dtypes, if they are not those of the rows."""
+    stored = sorted({file.stored for file in states.files if file is not None})
+    return {} if stored == [states.dtype] else {"stored_dtype": " and ".join(stored)}
 
 
 def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.uint32], **more: Any) -> Contents:
@@ -86,7 +104,7 @@ def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.
         num_examples=len(tokens),
         token_counts=lambda: tokens.astype(np.int64),
         rows=rows,
-        provenance={"layers": "by position: their numbers are not stored"},
+        provenance={"layers": "by position: their numbers are not stored"} | _stored_as(states),
         warnings=tuple(states.warnings),
         **more,
     )
@@ -120,7 +138,7 @@ def open(path: Location, options: Options) -> Contents:
     return _contents(
         path,
         states,
-        _rows_of(states, paths, tokens, options.io),
+        _rows_of(states, paths, tokens, options),
         tokens,
         metadata=info if isinstance(info, dict) else {},
         column_names=table.column_names,
@@ -171,14 +189,15 @@ def _open_requests(path: Location, options: Options) -> Contents:
     """Opens vLLM's request files, in the order of their names. Their token ids are the column ``input_ids``."""
     paths = [path / entry.name for entry in path.entries("*.safetensors")]
     states = all_states(paths, lambda number: None, "file")
-    tokens = np.array([0 if file is None else file.tokens for file in states.files], np.uint32)
+    tokens = np.array([1 if file is None else file.tokens for file in states.files], np.uint32)
+    counts = np.array([0 if file is None else file.tokens for file in states.files], np.uint32)
     ids = Rows.tensors(
         [(file, 8) for file in paths],
-        tokens,
+        counts,
         [
             (
                 np.arange(len(paths), dtype=np.uint32),
-                np.array([NOWHERE if file is None else file.ids_start for file in states.files], np.uint64),
+                np.array([0 if file is None else file.ids_start for file in states.files], np.uint64),
             )
         ],
         [(0, 0)],
@@ -191,7 +210,7 @@ def _open_requests(path: Location, options: Options) -> Contents:
     return _contents(
         path,
         states,
-        _rows_of(states, paths, tokens, options.io),
+        _rows_of(states, paths, tokens, options),
         tokens,
         metadata={},
         column_names=held.names,

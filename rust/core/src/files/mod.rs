@@ -1,9 +1,10 @@
 //! The files of a dataset's rows: numbered, opened on first use, with their length checked again before each read. [`table`]
 //! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles. [`unpacked`] decodes arrays that
-//! cannot be read in place.
+//! cannot be read in place; [`scaled`] multiplies float8 and int8 elements by their scales.
 
 pub mod chunks;
 pub mod open;
+pub mod scaled;
 pub mod shards;
 pub mod table;
 pub mod unpacked;

@@ -13,6 +13,7 @@
 mod avx512;
 mod instructions;
 pub mod portable;
+pub mod scaled;
 mod stores;
 mod wide;
 

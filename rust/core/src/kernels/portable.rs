@@ -73,13 +73,13 @@ pub fn count_within(element: usize, bytes: &[u8], first: u64, end: u64) -> u64 {
 
 /// bfloat16 is the upper half of a float32, NaN payloads included.
 #[inline]
-fn widen_bf16(x: bf16) -> f32 {
+pub(super) fn widen_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
 /// Round to nearest, ties to even; NaN stays NaN for any low bits. Branch-free so that it vectorises.
 #[inline]
-fn narrow_bf16(x: f32) -> bf16 {
+pub(super) fn narrow_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
     let quiet = ((bits >> 16) as u16) | 0x0040;

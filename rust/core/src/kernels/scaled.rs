@@ -1,0 +1,234 @@
+//! Scaled codes: float8 or int8 elements times a scale, as bfloat16 or float32.
+//!
+//! The scale is rounded to the output type first, then the product, as a multiplication in that type does. Products are computed
+//! in float32: of a code (at most 8 significant bits) and a bfloat16 scale it is exact, so each element is rounded once.
+
+use half::bf16;
+
+use super::portable::{narrow_bf16, widen_bf16};
+use super::wide::wide;
+
+/// The meaning of a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaledCode {
+    /// float8 with 4 bits of exponent, without infinities ("fn").
+    E4M3,
+    /// float8 with 5 bits of exponent, with infinities.
+    E5M2,
+    /// A signed integer.
+    I8,
+}
+
+/// The type of products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Product {
+    /// bfloat16.
+    BF16,
+    /// float32.
+    F32,
+}
+
+impl Product {
+    /// Bytes per element.
+    pub fn size(self) -> usize {
+        match self {
+            Product::BF16 => 2,
+            Product::F32 => 4,
+        }
+    }
+
+    /// A scale as the multiplication uses it.
+    pub fn rounded(self, scale: f32) -> f32 {
+        match self {
+            Product::BF16 => widen_bf16(narrow_bf16(scale)),
+            Product::F32 => scale,
+        }
+    }
+}
+
+/// Multiplies codes by one scale. `dst` has an element per code.
+pub fn times(code: ScaledCode, to: Product, src: &[u8], scale: f32, dst: &mut [u8]) {
+    let scale = to.rounded(scale);
+    with(code, to, src, dst, move |_| scale);
+}
+
+/// Multiplies each code by its own scale: `scales` are float32, little-endian, one per code.
+pub fn times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst: &mut [u8]) {
+    let scales = &scales.as_chunks::<4>().0[..src.len()];
+    with(code, to, src, dst, move |i| to.rounded(f32::from_le_bytes(scales[i])));
+}
+
+#[inline(always)]
+fn with(code: ScaledCode, to: Product, src: &[u8], dst: &mut [u8], scale: impl Fn(usize) -> f32 + Copy) {
+    wide(
+        #[inline(always)]
+        || match code {
+            ScaledCode::E4M3 => each(to, src, dst, e4m3, scale),
+            ScaledCode::E5M2 => each(to, src, dst, e5m2, scale),
+            ScaledCode::I8 => each(to, src, dst, int8, scale),
+        },
+    );
+}
+
+#[inline(always)]
+fn each(to: Product, src: &[u8], dst: &mut [u8], value: impl Fn(u8) -> f32, scale: impl Fn(usize) -> f32) {
+    match to {
+        Product::BF16 => {
+            for (i, (s, d)) in src.iter().zip(dst.as_chunks_mut::<2>().0).enumerate() {
+                *d = narrow_bf16(value(*s) * scale(i)).to_bits().to_le_bytes();
+            }
+        }
+        Product::F32 => {
+            for (i, (s, d)) in src.iter().zip(dst.as_chunks_mut::<4>().0).enumerate() {
+                *d = (value(*s) * scale(i)).to_le_bytes();
+            }
+        }
+    }
+}
+
+/// Branch-free so that it vectorises; so are the others.
+#[inline(always)]
+fn e4m3(code: u8) -> f32 {
+    let magnitude = u32::from(code & 0x7f);
+    let normal = f32::from_bits((magnitude << 20) + (120 << 23));
+    let small = magnitude as i32 as f32 * 2f32.powi(-9);
+    let found = if magnitude < 8 { small } else { normal };
+    let found = if magnitude == 0x7f { f32::NAN } else { found };
+    f32::from_bits(found.to_bits() | u32::from(code & 0x80) << 24)
+}
+
+#[inline(always)]
+fn e5m2(code: u8) -> f32 {
+    let magnitude = u32::from(code & 0x7f);
+    let normal = f32::from_bits((magnitude << 21) + (112 << 23));
+    let small = magnitude as i32 as f32 * 2f32.powi(-16);
+    let found = if magnitude < 4 { small } else { normal };
+    let found = if magnitude == 0x7c { f32::INFINITY } else { found };
+    let found = if magnitude > 0x7c { f32::NAN } else { found };
+    f32::from_bits(found.to_bits() | u32::from(code & 0x80) << 24)
+}
+
+#[inline(always)]
+fn int8(code: u8) -> f32 {
+    f32::from(code as i8)
+}
+
+/// The value of a code, by the definition of its type: the oracle of the kernels. NaN for the codes that are none.
+pub fn value_of(code: ScaledCode, byte: u8) -> f64 {
+    let (bits, bias, infinite) = match code {
+        ScaledCode::I8 => return f64::from(byte as i8),
+        ScaledCode::E4M3 => (3u32, 7, None),
+        ScaledCode::E5M2 => (2u32, 15, Some(0x7cu8)),
+    };
+    let magnitude = byte & 0x7f;
+    let sign = if byte & 0x80 == 0 { 1.0 } else { -1.0 };
+    match infinite {
+        Some(first) if magnitude == first => return sign * f64::INFINITY,
+        Some(first) if magnitude > first => return f64::NAN,
+        None if magnitude == 0x7f => return f64::NAN,
+        _ => {}
+    }
+    let exponent = i32::from(magnitude >> bits);
+    let fraction = f64::from(magnitude & ((1 << bits) - 1)) / f64::from(1u32 << bits);
+    let found =
+        if exponent == 0 { fraction * 2f64.powi(1 - bias) } else { (1.0 + fraction) * 2f64.powi(exponent - bias) };
+    sign * found
+}
+
+/// The product of a code and a scale, rounded by the `half` crate and the processor: the oracle of the kernels, as bits.
+pub fn product_of(code: ScaledCode, to: Product, byte: u8, scale: f32) -> u32 {
+    let value = value_of(code, byte);
+    match to {
+        Product::BF16 => u32::from(bf16::from_f64(value * bf16::from_f32(scale).to_f64()).to_bits()),
+        Product::F32 => (value as f32 * scale).to_bits(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CODES: [ScaledCode; 3] = [ScaledCode::E4M3, ScaledCode::E5M2, ScaledCode::I8];
+    const PRODUCTS: [Product; 2] = [Product::BF16, Product::F32];
+
+    fn is_nan(to: Product, bits: u32) -> bool {
+        match to {
+            Product::BF16 => bits & 0x7fff > 0x7f80,
+            Product::F32 => f32::from_bits(bits).is_nan(),
+        }
+    }
+
+    fn bits(to: Product, bytes: &[u8]) -> Vec<u32> {
+        let one = |b: &[u8]| b.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
+        bytes.chunks_exact(to.size()).map(one).collect()
+    }
+
+    /// Equal bits, or both NaN.
+    fn same(to: Product, found: &[u32], wanted: &[u32]) -> bool {
+        found.len() == wanted.len()
+            && found.iter().zip(wanted).all(|(f, w)| f == w || (is_nan(to, *f) && is_nan(to, *w)))
+    }
+
+    fn check(code: ScaledCode, to: Product, src: &[u8], scales: &[f32]) {
+        let mut out = vec![0; src.len() * to.size()];
+        let listed: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+        times_each(code, to, src, &listed, &mut out);
+        let wanted: Vec<u32> = src.iter().zip(scales).map(|(s, scale)| product_of(code, to, *s, *scale)).collect();
+        assert!(same(to, &bits(to, &out), &wanted), "{code:?} {to:?} each");
+        for (s, scale) in src.iter().zip(scales) {
+            let mut one = vec![0; to.size()];
+            times(code, to, &[*s], *scale, &mut one);
+            assert!(same(to, &bits(to, &one), &[product_of(code, to, *s, *scale)]), "{code:?} {to:?} {s} {scale}");
+        }
+    }
+
+    #[test]
+    fn all_codes_with_all_kinds_of_scales_are_those_of_the_oracle() {
+        let all: Vec<u8> = (0..=255).collect();
+        let scales =
+            [1.0, 0.0, -0.0, 1e-12, 0.1, 3.4e38, f32::MIN_POSITIVE, 1e-45, 448.0, -2.5, f32::INFINITY, f32::NAN];
+        for code in CODES {
+            for to in PRODUCTS {
+                for scale in scales {
+                    check(code, to, &all, &[scale; 256]);
+                    let mut out = vec![0; 256 * to.size()];
+                    times(code, to, &all, scale, &mut out);
+                    let wanted: Vec<u32> = all.iter().map(|b| product_of(code, to, *b, scale)).collect();
+                    assert!(same(to, &bits(to, &out), &wanted), "{code:?} {to:?} {scale}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_are_those_of_the_types() {
+        for (code, byte, value) in [
+            (ScaledCode::E4M3, 0x7e, 448.0),
+            (ScaledCode::E4M3, 0x01, 2f64.powi(-9)),
+            (ScaledCode::E4M3, 0x88, -(2f64.powi(-6))),
+            (ScaledCode::E5M2, 0x7b, 57_344.0),
+            (ScaledCode::E5M2, 0x01, 2f64.powi(-16)),
+            (ScaledCode::E5M2, 0xfc, f64::NEG_INFINITY),
+            (ScaledCode::I8, 0x80, -128.0),
+        ] {
+            assert_eq!(value_of(code, byte), value, "{code:?} {byte}");
+        }
+        assert!(value_of(ScaledCode::E4M3, 0xff).is_nan() && value_of(ScaledCode::E5M2, 0x7d).is_nan());
+    }
+
+    proptest! {
+        #[test]
+        fn any_scale_gives_the_bits_of_the_oracle(
+            pairs in prop::collection::vec((any::<u8>(), any::<u32>()), 1..70),
+        ) {
+            let (src, scales): (Vec<u8>, Vec<f32>) = pairs.into_iter().map(|(s, b)| (s, f32::from_bits(b))).unzip();
+            for code in CODES {
+                for to in PRODUCTS {
+                    check(code, to, &src, &scales);
+                }
+            }
+        }
+    }
+}
