@@ -6,6 +6,8 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,51 @@ def test_a_guess_of_a_folder_opens_and_says_what_is_unsure(folder: Path, tmp_pat
             same(rows_of(store, store.layers[0]), dict(np.load(folder / "expected.npz")), store.layers[0])
         else:
             assert proposal.unsure
+
+
+@pytest.fixture
+def undescribed(tmp_path: Path) -> Path:
+    """A folder without its description, which lies elsewhere."""
+    source = CONTAINERS / "npy_layer_files_big_endian_f32"
+    copy = Path(shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("layout.toml", "expected.*")))
+    shutil.copy(source / "layout.toml", tmp_path / "other.toml")
+    return copy
+
+
+def test_a_folder_is_verified_by_a_given_layout(undescribed: Path) -> None:
+    layout = undescribed.parent / "other.toml"
+    assert actshard.verify(undescribed, layout=layout, deep=True).findings == []
+    with actshard.open(undescribed, layout=layout) as store:
+        assert actshard.verify(store, deep=True).findings == []
+        assert actshard.verify(store.filter([1]), deep=True).findings == []
+    path = undescribed / "resid_L4.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    report = actshard.verify(undescribed, layout=layout)
+    assert [finding.path for finding in report.errors] == [path]
+    assert not actshard.verify(undescribed).ok
+    assert actshard.verify(undescribed, layout="version = 2\n").codes() == {"metadata"}
+    with pytest.raises(ArgumentError, match="describe themselves"):
+        actshard.verify(undescribed, layout=layout, format="zarr")
+
+
+def test_commands_take_and_propose_a_layout(undescribed: Path) -> None:
+    def run(*words: str | Path) -> tuple[int, str]:
+        command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    code, text = run("info", "--guess", undescribed)
+    assert (code, "resid_L{layer:d}.npy" in text) == (0, True)
+    guessed = undescribed.parent / "guessed.toml"
+    guessed.write_text(text)
+    code, text = run("info", "--guess", "--json", undescribed)
+    assert json.loads(text)["unsure"] == registry.get("layout_toml").guess(undescribed).unsure
+    for layout in (guessed, undescribed.parent / "other.toml"):
+        code, text = run("head", "--json", "--layout", layout, undescribed)
+        assert (code, set(json.loads(text)[0]["norms"])) == (0, {"4", "20"})
+        code, text = run("verify", "--json", "--layout", layout, undescribed)
+        assert (code, json.loads(text)["findings"]) == (0, [])
+    assert run("head", undescribed)[0] != 0
 
 
 def test_layout_of_another_format_is_refused() -> None:

@@ -126,11 +126,12 @@ def head_command(
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Print the first examples: text, label, number of tokens, norm of each layer's last token; or rows of a token cache."""
     at = _place(path, storage_option, cache)
-    tokens = _cache_at(at, format)
+    tokens = None if layout is not None else _cache_at(at, format)
     if tokens is not None:
         from actshard.cli import caches
 
@@ -139,7 +140,7 @@ def head_command(
         return
     from actshard.cli import head as verb
 
-    store = actshard.open(at, format)
+    store = actshard.open(at, format, layout=layout)
     _print(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 
@@ -389,12 +390,13 @@ def verify_command(
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Check a dataset against its format. Exit status: 0 no problems, 1 warnings, 2 errors, 3 the check could not run."""
     from actshard.cli import verify as verb
 
-    report = verb.run(_place(path, storage_option, cache), format, deep, quiet=json)
+    report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=json)
     _print(json, report.as_dict, lambda: verb.show(report))
     _checked.append(path)
     raise typer.Exit(report.status)

@@ -12,10 +12,10 @@ from actshard.verifying import Report, verify
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
-def run(path: Location, format: str | None, deep: bool, *, quiet: bool) -> Report:
+def run(path: Location, format: str | None, deep: bool, layout: str | None = None, *, quiet: bool) -> Report:
     """Verifies a dataset and shows progress."""
     with progress("verifying", quiet=quiet) as watch:
-        return verify(path, format=format, deep=deep, progress=watch.stage)
+        return verify(path, format=format, deep=deep, progress=watch.stage, layout=layout)
 
 
 def show(report: Report) -> None:

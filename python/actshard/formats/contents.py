@@ -130,6 +130,8 @@ class Contents:
     router: Callable[[], Router | None] = lambda: None
     whole: Contents | None = None
     """The dataset, if these are some of its examples."""
+    layout: Any = None
+    """The description of the files that was given, for formats that use one."""
     chosen: Chosen | None = None
     """Their numbers in ``whole``."""
     parts: tuple[Any, ...] = ()

@@ -69,6 +69,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     """Amounts checked: files, examples, rows, bytes."""
+    layout: Any = field(default=None, repr=False, compare=False)
+    """The description of the files that was given, for formats that use one."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
     _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
     """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""

@@ -51,6 +51,7 @@ def verify(
     progress: Callable[[str, int, int], object] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Report:
     """Checks a dataset against all rules of its format, and with ``deep`` also every value.
 
@@ -66,21 +67,22 @@ def verify(
         progress: called with (what, done, total) from time to time.
         storage_options: as for :func:`actshard.open`.
         cache: as for :func:`actshard.open`.
+        layout: as for :func:`actshard.open`. A store that was opened with one keeps it.
 
     Returns:
         A :class:`~actshard.verifying.Report`: ``report.ok``, ``report.findings``, ``report.status``.
 
     Raises:
         MissingFileError: the path does not exist.
-        ArgumentError: ``format`` is not a known format.
+        ArgumentError: ``format`` is not a known format, or does not use ``layout``.
         ClosedError: with ``deep``, the store was closed, or the one that it was filtered from.
         NoMemoryError, InterruptedReadError: the check could not be finished; nothing is known about the rest of the files.
     """
     deep, store = _arguments.switch(deep, "deep"), path if isinstance(path, Store) else None
     if store is not None:
-        if storage_options or cache or format not in (None, store.format):
+        if storage_options or cache or layout is not None or format not in (None, store.format):
             raise ArgumentError(
-                "storage_options, cache, format: expected none of them with an open store, which has its own"
+                "storage_options, cache, format, layout: expected none of them with an open store, which has its own"
             )
         if (
             deep and store.layers
@@ -89,11 +91,16 @@ def verify(
         if store.parts:
             return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format
+        layout = (store.contents.whole or store.contents).layout
     root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # a store's path, or the caller's
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
-    report = Report(root.place, format, bool(deep))
+    if layout is not None:
+        format = formats.described() if format is None else format
+        if not formats.get(format).takes_layout:
+            raise ArgumentError(f"layout: {format} datasets describe themselves; leave it out")
+    report = Report(root.place, format, bool(deep), layout=layout)
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store)
     return report
@@ -136,7 +143,7 @@ def _check(
     with report.noting(root):
         known.check(root.place, report, tell)
     try:
-        store = store or open_quietly(root, format, "auto")
+        store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)
     except ActshardError as error:
         if not report.errors or isinstance(error, NOT_OF_DATA):
             report.error(error, root)

@@ -23,7 +23,7 @@ _LEAST = 1024
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks the description, that each file parses and fits it, sizes of torch files, and, deep, checksums of archives."""
     try:
-        described = description.read(root)
+        described = description.read(root, report.layout)
     except ActshardError as error:
         report.error(error, root / NAME, "metadata")
         return

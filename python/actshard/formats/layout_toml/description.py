@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from actshard._arguments import name_of, numpy_type
 from actshard._json import read_json, show
 from actshard.errors import ActshardError, ArgumentError, FormatError
 from actshard.formats.layout_toml.detect import NAME
+from actshard.formats.layout_toml.known import find
 from actshard.location import Location
 
 LARGEST = 1 << 20
@@ -103,6 +104,10 @@ class Description:
     lengths: Part | None
     tokens: Part | None
     columns: tuple[Part, ...]
+    program: str = ""
+    """What wrote the folder, if it is known by its manifest."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The manifest."""
 
 
 class _Table:
@@ -384,7 +389,7 @@ def read(root: Location, layout: Any = None) -> Description:
 
     Args:
         root: the dataset's folder.
-        layout: a path, TOML text, or a dict; None: ``layout.toml`` in the folder.
+        layout: a path, TOML text, or a dict; None: ``layout.toml`` in the folder, or the manifest of a known program.
 
     Raises:
         FormatError: a file is not a description; names the line.
@@ -392,6 +397,11 @@ def read(root: Location, layout: Any = None) -> Description:
     """
     if isinstance(layout, Mapping):
         return DescriptionReader(root, None, "").description(layout)
+    known = find(root) if layout is None and not (root / NAME).exists() else None
+    if known is not None:
+        reader = DescriptionReader(root, known.manifest.place, "")
+        made = reader.description({"version": 1, **known.description()})
+        return replace(made, program=known.program, metadata=known.value)
     text: str
     if isinstance(layout, str) and ("\n" in layout or "=" in layout):
         source, text = None, layout

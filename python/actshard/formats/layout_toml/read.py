@@ -48,13 +48,15 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
     counts = index.tokens.astype(np.int64)
     same = int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else None
     provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
+    if described.program:
+        provenance["program"] = described.program
     copied = sum(file.decoded is not None or file.gzipped for file in index.row_files)
     if copied:
         provenance["decoded_arrays"] = copied
     return Contents(
         format="layout_toml",
         path=path.place,
-        metadata={"layout": described.text} if described.text else {},
+        metadata=dict(described.metadata) or ({"layout": described.text} if described.text else {}),
         layers=layers.stored(index.layers, path),
         d_model=index.d_model,
         dtype=stored(index.dtype),
@@ -67,4 +69,5 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         files=lambda: [at.place for at in index.paths],
         provenance=provenance,
         tokens_each=same,
+        layout=options.layout,
     )
