@@ -51,6 +51,37 @@ def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
         yield batch.activations
 
 
+def select_rows(
+    store: Readable,
+    layers: Sequence[Layer],
+    tokens: Tokens,
+    ignore_labels: Sequence[int],
+    keep: Mask,
+    max_norm: Any,
+    min_token: Any,
+    each: int = 1,
+) -> tuple[Any, dict[str, int]]:
+    """A stream's selection, and the rows that ``min_token`` and ``max_norm`` leave out, ``each`` for a token."""
+    first, limit = position_floor(min_token), parsed(max_norm)
+    left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
+    if not first and limit is None:
+        return select(store, layers, tokens, ignore_labels, keep), left_out
+    keep, stored = asked(store, keep), stored_tokens(store, layers)
+    steps = {"min_token": positions(stored) >= first}
+    selection = select(store, layers, tokens, ignore_labels, keep)
+    before = _native.count_selected(store.num_examples, selection)
+    if limit is not None:
+        finite, small = within(store, layers, stored, limit, functools.partial(_rows_of, store))
+        steps["not_finite"] = steps["min_token"] & finite
+        steps["max_norm"] = steps["min_token"] & small
+    for name, flags in steps.items():
+        selection = select(store, layers, tokens, ignore_labels, keep, flags)
+        after = _native.count_selected(store.num_examples, selection)
+        left_out[name], before = (before - after) * each, after
+    LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
+    return selection, left_out
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
     """One batch of a stream.
@@ -155,7 +186,16 @@ class Stream(Epochs[Batch]):
             "given": dtype is not None,
             **rescaling(store, self._layers, center, scale, divide, normalize),
         }
-        self._select(ignore_labels, keep, max_norm, min_token)
+        self._selection, self.left_out = select_rows(
+            store,
+            self._layers,
+            tokens,
+            ignore_labels,
+            keep,
+            max_norm,
+            min_token,
+            each=len(groups) if interleave else 1,
+        )
         self._native = store.native_stream(self._selection, self._options)
         item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:
@@ -172,28 +212,6 @@ class Stream(Epochs[Batch]):
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
             self._warn_of_price()
-
-    def _select(self, ignore_labels: Sequence[int], keep: Mask, max_norm: Any, min_token: Any) -> None:
-        store, layers, tokens = self.store, self._layers, self._tokens
-        first, limit = position_floor(min_token), parsed(max_norm)
-        self.left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
-        if not first and limit is None:
-            self._selection = select(store, layers, tokens, ignore_labels, keep)
-            return
-        keep, stored = asked(store, keep), stored_tokens(store, layers)
-        each = len(layers) if self._options["interleaved"] else 1
-        steps = {"min_token": positions(stored) >= first}
-        before = _native.count_selected(store.num_examples, select(store, layers, tokens, ignore_labels, keep))
-        if limit is not None:
-            finite, small = within(store, layers, stored, limit, functools.partial(_rows_of, store))
-            steps["not_finite"] = steps["min_token"] & finite
-            steps["max_norm"] = steps["min_token"] & small
-        for name, flags in steps.items():
-            self._selection = select(store, layers, tokens, ignore_labels, keep, flags)
-            after = _native.count_selected(store.num_examples, self._selection)
-            # One row per layer, if layers are interleaved.
-            self.left_out[name], before = (before - after) * each, after
-        LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), self.left_out, before * each)
 
     def _warn_of_price(self) -> None:
         if self.num_rows < _MANY:

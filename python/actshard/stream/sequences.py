@@ -23,11 +23,12 @@ from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ActshardWarning, ArgumentError, OverflowWarning
 from actshard.layers import Layer, array_of, is_one, listing, short
-from actshard.stream import Shuffle
+from actshard.stream import Shuffle, select_rows
+from actshard.stream.norms import Limit
 from actshard.stream.percolumn import BatchColumns
 from actshard.stream.readable import Readable
 from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling, settings_of
-from actshard.stream.selection import Mask, select
+from actshard.stream.selection import Mask
 
 TooLong = Literal["error", "truncate", "split", "drop"]
 
@@ -100,7 +101,9 @@ class SequenceStream(Epochs[SequenceBatch]):
     Attributes:
         epoch: the current epoch, or the next one if no loop is active.
         batch_tokens, pack, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.sequences_stream`.
-        left_out: number of ``"examples"`` that ``too_long="drop"`` leaves out, and of ``"tokens"`` in them or cut from examples.
+        left_out: number of ``"examples"`` that ``too_long="drop"`` leaves out, and of ``"tokens"`` in them or cut from examples;
+            tokens that ``"min_token"`` and ``"max_norm"`` leave out, and those that ``max_norm`` leaves out because they are
+            ``"not_finite"``.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class SequenceStream(Epochs[SequenceBatch]):
         epoch: int = 0,
         tokens: Literal["content", "all"] = "content",
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -154,11 +159,12 @@ class SequenceStream(Epochs[SequenceBatch]):
             "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
             **rescaling(store, self._layers, center, scale, divide, normalize),
         }  # fmt: skip
-        self._selection = select(store, self._layers, tokens, (), keep)
+        self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
         self._columns = BatchColumns(store, columns)
         self._native = store.native_stream(self._selection, self._options)
         before = self._native.before()
         self._cut(np.diff(before), too_long)
+        self.left_out |= rows
         self._packing = self._packed()
         self._before = before
         super().__init__(_arguments.whole(epoch, "epoch"))

@@ -138,6 +138,8 @@ class StreamVerbs:
         epoch: int = 0,
         tokens: Literal["content", "all"] = "content",
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -173,6 +175,8 @@ class StreamVerbs:
             epoch: number of the first epoch.
             tokens: ``"content"`` (all except special tokens) or ``"all"``.
             keep: as in :meth:`Store.stream`. Tokens that are left out leave no gap.
+            max_norm: as in :meth:`Store.stream`; tokens that are left out leave no gap.
+            min_token: as in :meth:`Store.stream`.
             drop_last: leave out the batches that not every rank gets (fewer than ``world_size``). Otherwise some batches are
                 halved, so that all ranks have equally many.
             rank: index of this process's share, 0 to ``world_size - 1``.
@@ -205,6 +209,8 @@ class StreamVerbs:
             epoch=epoch,
             tokens=tokens,
             keep=keep,
+            max_norm=max_norm,
+            min_token=min_token,
             drop_last=drop_last,
             rank=rank,
             world_size=world_size,
