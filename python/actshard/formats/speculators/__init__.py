@@ -9,12 +9,20 @@ from actshard.formats.format import Format, Room
 
 
 class SpeculatorsFormat(Format):
-    """speculators' training data, and the request files of vLLM's connector. Read, verified and converted from."""
+    """speculators' training data, and the request files of vLLM's connector. Request files are not written."""
 
     name: ClassVar[str] = "speculators"
     description: ClassVar[str] = "vLLM speculators training data"
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
-    rooms: ClassVar[Mapping[Room, str]] = {"detect": ".read:detect", "open": ".read:open", "check": ".check:check"}
+    order: ClassVar[int] = 60
+    writes: ClassVar[bool] = True
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".read:detect",
+        "open": ".read:open",
+        "target": ".write:SpeculatorsTarget",
+        "check": ".check:check",
+        "carrying": ".columns:SpeculatorsCarrying",
+    }
 
 
 FORMAT = SpeculatorsFormat()

@@ -8,7 +8,8 @@ import numpy as np
 
 from actshard.formats.format import Tell
 from actshard.formats.report import Report
-from actshard.formats.speculators.read import FOLDER, lists_of, table_of_rows
+from actshard.formats.speculators.files import FOLDER
+from actshard.formats.speculators.read import lists_of, table_of_rows
 from actshard.location import Location
 
 _STATES = re.compile(r"hs_(\d+)\.safetensors")

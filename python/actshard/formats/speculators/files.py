@@ -26,7 +26,10 @@ from actshard.location import Location
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 SCALED = ("F8_E4M3", "F8_E5M2", "I8")
 """Dtypes of states that are stored with scales; speculators writes the first."""
-_FLOATS = ("BF16", "F16", "F32")
+FLOATS = ("BF16", "F16", "F32")
+FOLDER, INFO, STATE = "hidden_states", "dataset_info.json", "state.json"
+LAYERS = "actshard_layers"
+"""Field of dataset_info.json with the names of the layers before the last; ``datasets`` ignores it."""
 _SHOWN = 20
 """Rows of one kind of fault that are named."""
 
@@ -94,7 +97,7 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
     if dtype in SCALED:
         scaled = _scaled(path, dtype, found)
         dtype, start = "BF16", 0
-    if dtype not in _FLOATS or not layers or not width:
+    if dtype not in FLOATS or not layers or not width:
         raise FormatError(f"tensor '{STATES}': expected floats, found {dtype} {[tokens, layers, width]}", path=path)
     kind, (count,), ids_start = found[IDS]
     if kind not in ("I64", "I32"):

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import read_json
+from actshard._json import read_json, show
 from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
-from actshard.formats.speculators.files import IDS, STATES, AllStates, all_states, data_files
+from actshard.formats.speculators.files import FOLDER, IDS, INFO, LAYERS, STATES, AllStates, all_states, data_files
+from actshard.layers import Layer, is_one, stored
 from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
-FOLDER = "hidden_states"
 _PER_TOKEN = ("input_ids", "loss_mask")
 
 
@@ -37,7 +37,7 @@ def detect(path: Location) -> Evidence:
     if (path / "state.json").kind() == "file":
         if (path / FOLDER).kind() != "folder":
             return Evidence(False, _LOOKED_FOR, f"no folder {FOLDER}")
-        info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
+        info = read_json(path / INFO) if (path / INFO).kind() == "file" else None
         features = info.get("features") if isinstance(info, dict) else None
         if not isinstance(features, dict) or "input_ids" not in features:
             return Evidence(False, _LOOKED_FOR, "no input_ids in dataset_info.json")
@@ -94,17 +94,32 @@ def _stored_as(states: AllStates) -> dict[str, Any]:
     return {} if stored == [states.dtype] else {"stored_dtype": " and ".join(stored)}
 
 
+def _names(path: Location, states: AllStates, info: dict[str, Any]) -> tuple[Layer, ...] | None:
+    """Names of the layers before the last, if actshard wrote them."""
+    found = info.get(LAYERS)
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != states.layers - 1 or not all(map(is_one, found)):
+        raise FormatError(
+            f"field {LAYERS!r}: expected {states.layers - 1} names of layers, found {show(found)}",
+            path=path / INFO,
+            code="metadata",
+        )
+    return stored((*found, LAST), path.place)
+
+
 def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.uint32], **more: Any) -> Contents:
+    names = _names(path, states, more["metadata"])
     return Contents(
         format="speculators",
         path=path.place,
-        layers=(*range(states.layers - 1), LAST),
+        layers=names or (*range(states.layers - 1), LAST),
         d_model=states.width,
         dtype=NUMPY_BY_NAME[states.dtype],
         num_examples=len(tokens),
         token_counts=lambda: tokens.astype(np.int64),
         rows=rows,
-        provenance={"layers": "by position: their numbers are not stored"} | _stored_as(states),
+        provenance=({} if names else {"layers": "by position: their numbers are not stored"}) | _stored_as(states),
         warnings=tuple(states.warnings),
         **more,
     )
@@ -134,7 +149,7 @@ def open(path: Location, options: Options) -> Contents:
     def batches(wanted: Sequence[str]) -> Iterator[pa.Table]:
         yield columns(wanted)
 
-    info = read_json(path / "dataset_info.json")
+    info = read_json(path / INFO)
     return _contents(
         path,
         states,

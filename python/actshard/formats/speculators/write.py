@@ -1,0 +1,237 @@
+"""Writes speculators' training data, as hs-connectors and speculators write them: a file of hidden states per row, and the rows.
+
+hidden_states/hs_{i}.safetensors come first, then the Arrow rows and dataset_info.json; state.json comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import name_of
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.per_token import LAST, check_counts, check_lists, values_of
+from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, STATE, STATES
+from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
+from actshard.work import sync_folders, whole_file, write_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = ("input_ids", "loss_mask")
+_ROWS = "data-00000-of-00001.arrow"
+_ROWS_AT_ONCE = 1000
+"""Rows of a record batch, as ``datasets`` writes them."""
+_FEATURES = {
+    "input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"},
+    "loss_mask": {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "List"},
+    "seq_len": {"dtype": "int64", "_type": "Value"},
+}
+_FILE = re.compile(r"hs_(\d+)\.safetensors")
+_RESERVED = ("features", "splits", LAYERS)
+
+
+class SpeculatorsTarget(Target):
+    """Writes training data of speculators. Layers have any names; one is the last hidden state."""
+
+    format: ClassVar[str] = "speculators"
+    makes: ClassVar[tuple[str, ...]] = (FOLDER, _ROWS, INFO, STATE)
+    own: ClassVar[Mapping[str, str]] = {
+        "last": f'the layer that is stored as the last hidden state (default: "{LAST}")'
+    }
+    holds_named_layers = True
+    takes_shard_bytes = False
+    only_columns: ClassVar[tuple[str, ...] | None] = COLUMNS
+    needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.part is not None:
+            raise ArgumentError("part: not supported by speculators; write one dataset")
+        if taken := sorted(set(_RESERVED) & spec.metadata.keys()):
+            raise ArgumentError(f"metadata: {taken[0]!r} is written by actshard; leave it out")
+        last = spec.options.get("last", LAST)
+        if last not in spec.layers:
+            raise ArgumentError(
+                f"layers: speculators stores the last hidden state: name a layer {LAST!r}, or pass last=NAME; found "
+                f"{list(spec.layers)}"
+            )
+        self.last = spec.layers.index(last)
+        self.order = [*(k for k in range(len(spec.layers)) if k != self.last), self.last]
+        self._dirty: list[Path] = []
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, FLOATS, "speculators", "")
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        check_lists(schema, COLUMNS, "speculators")
+
+    def check_count(self, n: int, columns: Sequence[str]) -> None:
+        if "input_ids" not in columns:
+            raise ArgumentError(
+                "columns: speculators stores token ids: pass columns={'input_ids': [...]}, a list per example"
+            )
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        self._values(table, first)
+
+    @staticmethod
+    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
+        kinds = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
+        return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "last": self.last}
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _path(self, row: int) -> Path:
+        return self.root / FOLDER / f"hs_{row}.safetensors"
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = len(lengths)
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        folder = self.root / FOLDER
+        for path in folder.iterdir() if folder.is_dir() else ():
+            named = _FILE.fullmatch(path.name)
+            if named is not None and int(named[1]) >= len(lengths):
+                path.unlink()
+
+    def _header(self, tokens: int) -> bytes:
+        """The header of a file, as the safetensors library writes it."""
+        assert self.dtype is not None
+        ids, states = 8 * tokens, tokens * len(self.order) * self.row_bytes
+        tensors = {
+            IDS: {"dtype": "I64", "shape": [tokens], "data_offsets": [0, ids]},
+            STATES: {
+                "dtype": name_of(self.dtype),
+                "shape": [tokens, len(self.order), self.spec.d_model],
+                "data_offsets": [ids, ids + states],
+            },
+        }
+        text = json.dumps(tensors, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, block: Block) -> None:
+        tokens = uniform(block.lengths, "speculators", self.spec.layers)
+        if (tokens <= 0).any():
+            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
+            raise ArgumentError(f"example {bad} has no tokens, and speculators requires at least one; leave it out")
+        if block.columns is None:
+            raise ArgumentError("columns: speculators stores token ids: pass columns={'input_ids': [...]}")
+        held = self._values(block.columns, self.n)
+        for name, (_, counts) in held.items():
+            check_counts(counts, tokens, name, self.n)
+        headers = [self._header(n) for n in tokens.tolist()]
+        sizes = [
+            len(header) + n * (8 + len(self.order) * self.row_bytes)
+            for header, n in zip(headers, tokens.tolist(), strict=True)
+        ]
+        firsts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        buffer = np.empty(firsts[-1], np.uint8)
+        ids, at = held["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        memory = block.memory.reshape(-1, self.spec.d_model)
+        rows, starts = memory.view(np.uint8).reshape(len(memory), self.row_bytes), block.starts
+        for i, (n, header) in enumerate(zip(tokens.tolist(), headers, strict=True)):
+            into = buffer[firsts[i] : firsts[i + 1]]
+            into[: len(header)] = np.frombuffer(header, np.uint8)
+            body = into[len(header) :]
+            body[: 8 * n] = ids[at[i] : at[i + 1]].astype("<i8").view(np.uint8)
+            states = body[8 * n :].reshape(n, len(self.order), self.row_bytes)
+            for k, layer in enumerate(self.order):
+                states[:, k] = rows[starts[i, layer] : starts[i, layer] + n]
+        (self.root / FOLDER).mkdir(exist_ok=True)
+        files = [(self._path(self.n + i), 0) for i in range(len(block))]
+        self.put([buffer], files, [(0, firsts[i], sizes[i], i, 0) for i in range(len(block))])
+        self._dirty += [path for path, _ in files]
+        self.n += len(block)
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return self._dirty, {}
+
+    def committed(self) -> None:
+        self._dirty = []
+
+    def finish(self, examples: AllExamples) -> None:
+        self.forget(examples.lengths)
+        found = sum(_FILE.fullmatch(path.name) is not None for path in (self.root / FOLDER).iterdir())
+        if found != len(examples):
+            raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root / FOLDER)
+        assert examples.columns is not None
+        table = self._rows(examples.columns)
+        import pyarrow as pa
+
+        with whole_file(self.root / _ROWS) as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table, max_chunksize=_ROWS_AT_ONCE)
+        info = {"citation": "", "description": "", "features": _FEATURES, "homepage": "", "license": ""}
+        names = [self.spec.layers[k] for k in self.order[:-1]]
+        _write_json(self.root / INFO, {**self.spec.metadata, **info, LAYERS: names})
+        sync_folders([self.root / FOLDER, self.root])
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": _ROWS}],
+            "_fingerprint": _fingerprint(table),
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": "torch",  # speculators' own reader compares tensors
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        _write_json(self.root / STATE, state)
+
+    def _rows(self, columns: pa.Table) -> pa.Table:
+        """The rows, with the types and the schema that ``datasets`` writes. A missing mask is ones."""
+        import pyarrow as pa
+
+        held = self._values(columns, 0)
+        ids, counts = held["input_ids"]
+        mask = held["loss_mask"][0] if "loss_mask" in held else np.ones(len(ids), np.int64)
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        made = {
+            "input_ids": _lists(ends, ids.astype(np.int32)),
+            "loss_mask": _lists(ends, mask.astype(np.int64)),
+            "seq_len": pa.chunked_array([pa.array(counts)]),
+        }
+        info = json.dumps({"info": {"features": _FEATURES}})
+        return pa.table(made).replace_schema_metadata({"huggingface": info})
+
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
+        each = 8 + len(self.spec.layers) * row
+        return len(tokens), len(tokens) + 3, int(tokens.sum()) * (each + 12) + 200 * len(tokens)
+
+
+def _lists(ends: NDArray[np.int64], values: NDArray[Any]) -> pa.ChunkedArray:
+    """Lists, in chunks of so few values that offsets have 32 bits, as ``datasets`` expects."""
+    import pyarrow as pa
+
+    chunks, first = [], 0
+    while first < len(ends) - 1:
+        last = int(np.searchsorted(ends, ends[first] + (1 << 30), side="right")) - 1
+        last = max(last, first + 1)
+        offsets = (ends[first : last + 1] - ends[first]).astype(np.int32)
+        chunks.append(pa.ListArray.from_arrays(offsets, pa.array(values[ends[first] : ends[last]])))
+        first = last
+    return pa.chunked_array(chunks, pa.list_(pa.from_numpy_dtype(values.dtype)))
+
+
+def _fingerprint(table: pa.Table) -> str:
+    """16 hexadecimal digits that depend on the rows; ``datasets`` names its caches by them."""
+    digest = hashlib.sha256()
+    for name in table.column_names:
+        for chunk in table[name].chunks:
+            values = chunk.flatten() if name in COLUMNS else chunk
+            digest.update(values.to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_bytes(path, json.dumps(value, indent=2, sort_keys=True).encode())
