@@ -231,6 +231,7 @@ def test_a_folder_of_datasets_lists_them() -> None:
         "hallulens",
         "hf_arrow",
         "jkminder",
+        "llamascopium",
         "parquet_vectors",
         "layout_toml",
         "modelopt",

@@ -1,0 +1,50 @@
+"""Checks of folders of chunks; see docs/formats/llamascopium.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError
+from actshard.formats.contents import Options
+from actshard.formats.format import Tell
+from actshard.formats.llamascopium.files import TOKENS, Chunk
+from actshard.formats.llamascopium.read import ChunkFolder, rows_of
+from actshard.formats.report import Report
+from actshard.location import Location
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Parses all chunks, and compares tokens and masks of all hook points, and objects with sequences."""
+    try:
+        found = ChunkFolder(root)
+    except ActshardError as error:
+        report.error(error, root)
+        return
+    options = Options.of(root)
+    report.count("files", sum(len(chunks) for chunks in found.hooks))
+    for number, chunk in enumerate(found.first):
+        tell("chunks", number, len(found.first))
+        with report.noting(chunk.path):
+            chunk.objects()
+        for name in found.per_token:
+            with report.noting(chunk.path):
+                own = _values(chunk, name, options)
+                if name != TOKENS and own.size and not np.isin(own, (0, 1)).all():
+                    report.add("mask-value", chunk.path, sorted(set(own.tolist()))[-1], "0 or 1", f"tensor '{name}'")
+                for hook, chunks in zip(found.names[1:], found.hooks[1:], strict=True):
+                    other = chunks[number]
+                    if name in other.arrays and not np.array_equal(own, _values(other, name, options)):
+                        report.add(
+                            "claim", other.path, f"others in {hook}", f"those of {found.names[0]}", f"tensor '{name}'"
+                        )
+    report.count("examples", len(found.tokens))
+
+
+def _values(chunk: Chunk, name: str, options: Options) -> NDArray[Any]:
+    tokens = np.full(chunk.examples, chunk.tokens, np.uint32)
+    rows = rows_of(name, [[chunk]], 1, tokens, options)
+    values: NDArray[Any] = rows.gather_whole(0, np.arange(chunk.examples), None, None)
+    return values.reshape(-1)

@@ -1,0 +1,186 @@
+"""Chunks: their names, order and tensors.
+
+.. code-block:: text
+
+    <cache_dir>/<hook point>/chunk-00000000.safetensors | .pt             one process
+    <cache_dir>/<hook point>/shard-0-chunk-00000000.safetensors | .pt     several
+      activation                    (B, T, d), (k, B, T, d) or (n, d)
+      tokens                        the same without d, int64
+      mask, attention_mask          as tokens, int32: 0 at padding and at BOS
+    <cache_dir>/<hook point>/chunk-00000000.meta.json                     beside safetensors: a list of objects; in .pt the key meta
+
+Source: llamascopium 2.0.0b34, activation/writer.py and activation/processors/cached_activation.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import actshard._native as _native
+from actshard._json import read_json
+from actshard._native import StoredArray
+from actshard.containers import read_torch
+from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.location import Location
+
+ACTIVATION, TOKENS = "activation", "tokens"
+PER_TOKEN = (TOKENS, "mask", "attention_mask")
+_NAME = re.compile(r"(?:shard-([0-9]{1,9})-)?chunk-([0-9]{8,12})\.(safetensors|pt)")
+_LOOKED_AT = 256
+"""Names of a folder that are looked at to recognize it."""
+
+
+def is_hook(folder: Location) -> bool:
+    """Whether a folder has chunks."""
+    return any(_NAME.fullmatch(entry.name) for entry in folder.first(_LOOKED_AT))
+
+
+def hooks_of(path: Location) -> list[Location]:
+    """The folders of hook points, numbers in their names in order; or the folder itself, if it has chunks."""
+    if is_hook(path):
+        return [path]
+    names = [entry.name for entry in path.entries() if entry.kind == "folder"]
+    found = [path / name for name in sorted(names, key=_natural)]
+    return [folder for folder in found if is_hook(folder)]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,9})", name)]
+
+
+def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
+    """Chunks by shard and number, in order.
+
+    Raises:
+        FormatError: two files are the same chunk.
+    """
+    found: dict[tuple[int, int], Location] = {}
+    for entry in hook.entries():
+        match = _NAME.fullmatch(entry.name)
+        if match is None:
+            continue
+        key = (int(match[1]) if match[1] else -1, int(match[2]))
+        if key in found:
+            raise FormatError(f"{found[key].name} and {entry.name} are the same chunk: remove one", path=hook)
+        found[key] = hook / entry.name
+    return {key: found[key] for key in sorted(found)}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A parsed chunk: its arrays, and its sequences."""
+
+    path: Location
+    arrays: Mapping[str, StoredArray]
+    meta: Any
+    """Of a .pt file; of safetensors, see :meth:`objects`."""
+
+    @property
+    def leading(self) -> list[int]:
+        """The shape of its tokens."""
+        return list(self.arrays[TOKENS].shape)
+
+    @property
+    def examples(self) -> int:
+        """Number of sequences; of rows, if sequences are gone."""
+        return math.prod(self.leading[:-1]) if len(self.leading) > 1 else self.leading[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each sequence."""
+        return self.leading[-1] if len(self.leading) > 1 else 1
+
+    def check(self) -> None:
+        """Raises FormatError unless the tensors fit each other."""
+        for name in (ACTIVATION, TOKENS):
+            if name not in self.arrays:
+                there = ", ".join(self.arrays) or "nothing"
+                raise FormatError(f"expected a tensor {name!r}, found {there}", path=self.path)
+        shape = self.arrays[ACTIVATION].shape
+        if not 1 <= len(self.leading) <= 3 or list(shape[:-1]) != self.leading or not shape[-1]:
+            raise FormatError(
+                f"activation: expected the shape of tokens {self.leading} and d_model, found {list(shape)}",
+                path=self.path,
+            )
+        for name in PER_TOKEN:
+            array = self.arrays.get(name)
+            if array is not None and list(array.shape) != self.leading:
+                raise FormatError(
+                    f"{name}: expected {self.leading} as tokens, found {list(array.shape)}", path=self.path
+                )
+        for name in (ACTIVATION, *PER_TOKEN):
+            array = self.arrays.get(name)
+            if array is not None and not _is_dense(array):
+                raise UnsupportedError(
+                    f"{name}: expected elements in order, found the strides {array.strides}", path=self.path
+                )
+
+    def objects(self) -> list[dict[str, Any]] | None:
+        """One object per sequence; None without any.
+
+        Raises:
+            FormatError: there are more or fewer objects than sequences.
+        """
+        found, path = self.meta, self.path
+        if self.path.name.endswith(".safetensors"):
+            path = self.path.parent / (self.path.name.removesuffix(".safetensors") + ".meta.json")
+            found = read_json(path) if path.exists() else None
+        if found is None:
+            return None
+        while isinstance(found, list) and found and all(isinstance(each, list) for each in found):
+            found = [inner for each in found for inner in each]
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            raise FormatError("meta: expected a list of objects", path=path)
+        if len(found) != self.examples:
+            raise FormatError(
+                f"meta: expected {self.examples} objects, one per sequence, found {len(found)}", path=path
+            )
+        return found
+
+
+def _is_dense(array: StoredArray) -> bool:
+    step = 1
+    for n, stride in zip(array.shape[::-1], array.strides[::-1], strict=True):
+        if n > 1 and stride != step:
+            return False
+        step *= max(n, 1)
+    return True
+
+
+def parsed(paths: Sequence[Location], limit: int) -> list[Chunk]:
+    """Parses chunks in parallel. Reads no elements.
+
+    Raises:
+        FormatError, HeaderError, TruncatedFileError, UnsupportedError, UnsafePickleError: a chunk is damaged or unsupported.
+    """
+    torch = [path for path in paths if path.name.endswith(".pt")]
+    plain = [path for path in paths if not path.name.endswith(".pt")]
+    made: dict[Location, Chunk] = {}
+    for path, (arrays, _) in zip(plain, _native.read_arrays(plain, "safetensors") if plain else [], strict=True):
+        made[path] = Chunk(path, {name: array for name, array, _ in arrays}, None)
+    for file in read_torch(torch, limit) if torch else []:
+        value = file.value
+        if not isinstance(value, dict) or file.is_gzipped:
+            raise FormatError(f"expected a dict of tensors, found {type(value).__name__}", path=file.path)
+        tensors = {name: array for name, array in value.items() if isinstance(array, StoredArray)}
+        made[file.path] = Chunk(file.path, tensors, value.get("meta"))
+    for path in paths:
+        made[path].check()
+    return [made[path] for path in paths]
+
+
+def check_same_chunks(hooks: Sequence[tuple[Location, Mapping[tuple[int, int], Location]]]) -> None:
+    """Raises MissingFileError unless all hook points have the same chunks: the run was interrupted."""
+    every = sorted({key for _, chunks in hooks for key in chunks})
+    for folder, chunks in hooks:
+        for shard, number in every:
+            if (shard, number) not in chunks:
+                where = f"chunk {number}" if shard < 0 else f"chunk {number} of shard {shard}"
+                raise MissingFileError(
+                    f"expected {where}, which other hook points have, found no file: the run is not finished, or was interrupted",
+                    path=folder,
+                )
