@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
-    ("contents", "tables", "target", "report", "kept"),
+    ("contents", "tables", "target", "report", "kept", "options"),
     ("carrying", "merging", "per_token", "draft_examples"),
     ("draft_columns",),
     ("draft_torch",),
@@ -299,7 +299,7 @@ PICKLED = {
     "stream.sequences": "SequenceBatch SequenceStream",
     "tokens.cache": "TokenCache",
     "tokens.config": "BlockShuffleConfig DatasetComponent HfDatasetSourceConfig LmDataConfig UrlDatasetSourceConfig",
-    "tokens.examples": "Batch CausalLmDataset ChatDataset PackedTokenDataset PrebuiltLmDataset TokenSeqDataset",
+    "tokens.examples": "Batch TokenBatch CausalLmDataset ChatDataset PackedTokenDataset PrebuiltLmDataset TokenSeqDataset",
     "tokens.formats": "ChatFormat PrebuiltFormat SupervisedFormat TextFormat",
     "tokens.mixing": "Mixture Permuted Sliced",
     "tokens.orders": "Permutation",

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from actshard.cli import _progress
-from actshard.tokens import Progress
+from actshard.tokens import BuildProgress
 
-BUILT = Progress(files=3, files_done=1, rows=20, tokens=500, bytes=40, bytes_total=100, skipped=2)
+BUILT = BuildProgress(files=3, files_done=1, rows=20, tokens=500, bytes=40, bytes_total=100, skipped=2)
 
 
 def report(watch: _progress.TaskWatch) -> None:

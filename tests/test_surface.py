@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import formats
+from actshard.formats import options
 
 
 @pytest.fixture
@@ -126,3 +128,14 @@ def test_texts_are_read_by_either_name(tmp_path: Path, format: str, own: str) ->
     assert len(store.split(1, by="text")[1]) == len(store.split(1, by="prompt")[1]) == 1
     with pytest.raises(actshard.NotStoredError, match="has no column"):
         store.read_columns(["text", "text_preview"])
+
+
+def test_the_types_of_options_are_those_that_formats_take() -> None:
+    """Both directions: an editor offers no option that is refused, and misses none."""
+    typed = {
+        name.removesuffix("Options").lower(): set(kind.__annotations__)
+        for name, kind in vars(options).items()
+        if name.endswith("Options") and name != "FormatOptions"
+    }
+    assert typed == {name: set(formats.get(name).target().own) for name in formats.written()}
+    assert set(typing.get_type_hints(options.FormatOptions)) == set().union(*typed.values())

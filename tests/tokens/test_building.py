@@ -598,7 +598,7 @@ def _build(sources: list[Path], out: Path, tokenizer: str) -> str:
 
 def test_progress_is_told(tmp_path) -> None:
     sources = [write_lines(tmp_path / f"{i}.jsonl", RECORDS) for i in range(3)]
-    told: list[tokens.Progress] = []
+    told: list[tokens.BuildProgress] = []
     tokens.build_cache(sources, tmp_path / "c", str(GOLDEN / GPT2), progress=told.append)
     assert told[-1].stage == "consolidating"
     assert told[-1].rows == 90
@@ -665,7 +665,7 @@ def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: 
     started: list[Any] = []
     original = workers.subprocess.Popen
     monkeypatch.setattr(workers.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
-    seen: list[tokens.Progress] = []
+    seen: list[tokens.BuildProgress] = []
     many = tokens.build_cache(files, tmp_path / "many", GOLDEN / GPT2, jobs=2, progress=seen.append)
     assert len(started) == 2
     assert seen[-1].files_done == 7
@@ -703,7 +703,7 @@ def test_what_workers_print_is_not_taken_for_what_they_say(
         processing.TextProcessor.prepare = prints
     """
     _worker_with(tmp_path / "site", textwrap.dedent(code), monkeypatch)
-    seen: list[tokens.Progress] = []
+    seen: list[tokens.BuildProgress] = []
     cache = tokens.build_cache(files, tmp_path / "c", GOLDEN / GPT2, jobs=2, progress=seen.append)
     assert len(cache) == 3
     assert seen[-1].files_done == 3

@@ -20,7 +20,7 @@ VARIANTS = sorted(p.parent.parent.name for p in GOLDEN.glob("*/cache/*") if p.is
 VARIANTS = sorted({v for v in VARIANTS if v != "serial_rank2"})
 
 
-def compare(batch: tokens.Batch, found: dict[str, np.ndarray], name: str) -> int:
+def compare(batch: tokens.TokenBatch, found: dict[str, np.ndarray], name: str) -> int:
     """Compares a batch with the golden arrays of that name. Returns the number of arrays compared."""
     wanted = {
         "tokens": lambda: batch.tokens,
@@ -42,7 +42,7 @@ def compare(batch: tokens.Batch, found: dict[str, np.ndarray], name: str) -> int
     return done
 
 
-def every(dataset) -> tokens.Batch:
+def every(dataset) -> tokens.TokenBatch:
     return dataset.get_batch(range(len(dataset)))
 
 

@@ -456,7 +456,7 @@ def test_progress_of_parquet_counts_its_bytes(tmp_path: Path) -> None:
     for name, rows in (("a", 3000), ("b", 0)):
         table = pa.table({"input_ids": pa.array([[i, i] for i in range(rows)], pa.list_(pa.int32()))})
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    told: list[tokens.Progress] = []
+    told: list[tokens.BuildProgress] = []
     tokens.build_cache(f"{tmp_path}/*.parquet", tmp_path / "c", format=IDS, progress=told.append)
     assert told[-1].bytes == told[-1].bytes_total > 0
     assert [p.bytes for p in told] == sorted(p.bytes for p in told)
@@ -467,7 +467,7 @@ def test_progress_asks_no_file_for_what_is_finished(
 ) -> None:
     from actshard.tokens.building import Build, BuildOptions
 
-    told: list[tokens.Progress] = []
+    told: list[tokens.BuildProgress] = []
     sources = [records(f"{i}.jsonl", [i]) for i in range(5)]
     build = Build(sources, tmp_path / "c", None, IDS, BuildOptions(), told.append)
     build._files_done = 3

@@ -19,7 +19,7 @@ from rich.progress import Progress as Bar
 from actshard.cli._format import size
 
 if TYPE_CHECKING:
-    from actshard.tokens.building import Progress
+    from actshard.tokens.building import BuildProgress
 
 _EVERY = 10.0
 """Seconds between two lines if stderr is not a terminal."""
@@ -61,7 +61,7 @@ class TaskWatch:
         """For ``verify``: the stage, its units done, and its total units."""
         self._show(Step(done, total, label=what))
 
-    def build(self, now: Progress) -> None:
+    def build(self, now: BuildProgress) -> None:
         """For ``build_cache``: documents, tokens and bytes of sources."""
         skipped = f", {now.skipped:,} skipped" if now.skipped else ""
         seconds = self._seconds()

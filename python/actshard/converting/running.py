@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -30,6 +30,7 @@ from actshard.converting.planning import (
 )
 from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
+from actshard.formats.options import FormatOptions
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
@@ -105,7 +106,7 @@ def convert(
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     target_options: Mapping[str, Any] | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[FormatOptions],
 ) -> Conversion:
     """Converts a dataset to another format, or copies a selection of it in the same format.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actshard.tokens.building import Progress, build_cache
+from actshard.tokens.building import BuildProgress, Progress, build_cache
 from actshard.tokens.cache import JaggedView, TokenCache, open_cache
 from actshard.tokens.components import (
     DatasetComponent,
@@ -17,6 +17,7 @@ from actshard.tokens.examples import (
     ChatDataset,
     PackedTokenDataset,
     PrebuiltLmDataset,
+    TokenBatch,
     TokenSeqDataset,
 )
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, SupervisedFormat, TextFormat
@@ -31,6 +32,7 @@ from actshard.tokens.writing import CacheWriter
 __all__ = [
     "Batch",
     "BlockShuffleConfig",
+    "BuildProgress",
     "CacheWriter",
     "CausalLmDataset",
     "ChatDataset",
@@ -50,6 +52,7 @@ __all__ = [
     "RowSource",
     "SupervisedFormat",
     "TextFormat",
+    "TokenBatch",
     "TokenCache",
     "TokenSeqDataset",
     "TokenStream",

@@ -46,7 +46,7 @@ _WORTH_PROCESSES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Progress:
+class BuildProgress:
     """Progress of a build.
 
     Attributes:
@@ -67,7 +67,9 @@ class Progress:
     stage: str = "tokenizing"
 
 
-Watch = Callable[[Progress], object]
+Progress = BuildProgress
+"""Its first name, which programs use."""
+Watch = Callable[[BuildProgress], object]
 
 
 def build_cache(
@@ -109,7 +111,7 @@ def build_cache(
         keep_shards: keep the shards of a consolidated cache next to it, as Levanter does.
         overwrite: replace a cache that was built differently. It stays readable until the new one is complete. Only files listed
             in its ledger are removed; other files and caches in the folder are kept.
-        progress: called occasionally with :class:`Progress`.
+        progress: called occasionally with :class:`BuildProgress`.
 
     Returns:
         The opened cache.
@@ -441,7 +443,7 @@ class Build:
             return
         counts = self._counts.values()
         self._tell(
-            Progress(
+            BuildProgress(
                 files=len(self.sources),
                 files_done=len(self.sources) if stage != "tokenizing" else self._files_done,
                 rows=sum(c.rows for c in counts),

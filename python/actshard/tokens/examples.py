@@ -26,7 +26,7 @@ _AT_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """A batch of b examples of P tokens.
 
     Attributes:
@@ -63,10 +63,10 @@ class Batch:
         return self._runs()[1]
 
     @staticmethod
-    def merged(parts: Sequence[tuple[NDArray[np.int64], Batch]], n: int) -> Batch:
+    def merged(parts: Sequence[tuple[NDArray[np.int64], TokenBatch]], n: int) -> TokenBatch:
         """Merges batches of ``n`` examples in total. Each part is given with the positions of its examples."""
         if not parts:
-            return Batch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+            return TokenBatch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         if len(parts) == 1:
             ((order, only),) = parts
             at = np.argsort(order)
@@ -86,7 +86,11 @@ class Batch:
             tokens[places], weights[places] = batch.tokens, batch.loss_weight
             if segments is not None and batch.segment_ids is not None:
                 segments[places] = batch.segment_ids
-        return Batch(tokens, weights, segments, limits.pop() if len(limits) == 1 else None)
+        return TokenBatch(tokens, weights, segments, limits.pop() if len(limits) == 1 else None)
+
+
+Batch = TokenBatch
+"""Its first name, which programs and pickles use; ``actshard.Batch`` is the batch of a stream."""
 
 
 class Windows(Protocol):
@@ -211,13 +215,13 @@ class CausalLmDataset(Streamed):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Returns examples; see :class:`Batch`."""
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+        """Returns examples; see :class:`TokenBatch`."""
         apart = self.block_cross_document_attention and self.eos_id is not None
         made = self.windows._read(indices, weights=True, segments=apart, eos=self.eos_id)
-        return Batch(*made)
+        return TokenBatch(*made)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])
 
 
@@ -293,8 +297,8 @@ class _Packed(Streamed):
     def __len__(self) -> int:
         return len(self.pack_ranges)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Returns examples; see :class:`Batch`.
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+        """Returns examples; see :class:`TokenBatch`.
 
         Raises:
             OutOfRangeError: an index is out of range.
@@ -303,7 +307,7 @@ class _Packed(Streamed):
         tokens = _field_or_empty(self.cache, self._input_ids_key)
         if tokens is None:
             empty = np.empty((0, self.max_length), np.int32)
-            return Batch(empty, empty.astype(np.float32), empty, self.max_segments)
+            return TokenBatch(empty, empty.astype(np.float32), empty, self.max_segments)
         weights = None if self._loss_key is None else self.cache.field(self._loss_key)
         made = tokens.packed(
             packs,
@@ -314,9 +318,9 @@ class _Packed(Streamed):
             right=self.slice_strategy == "right",
             mask_padding=self.loss_mask_padding,
         )
-        return Batch(*made, max_segments=self.max_segments)
+        return TokenBatch(*made, max_segments=self.max_segments)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])
 
 
@@ -458,8 +462,8 @@ class PrebuiltLmDataset(Streamed):
     def __len__(self) -> int:
         return len(self.cache)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Returns examples; see :class:`Batch`.
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+        """Returns examples; see :class:`TokenBatch`.
 
         Raises:
             FormatError: rows of different lengths, or of a length other than ``seq_len``; weights of another length than tokens.
@@ -469,7 +473,7 @@ class PrebuiltLmDataset(Streamed):
         field = _field_or_empty(self.cache, self.input_ids_key)
         if field is None or not len(rows):
             width = self.seq_len or 0
-            return Batch(np.empty((0, width), np.int32), np.empty((0, width), np.float32))
+            return TokenBatch(np.empty((0, width), np.int32), np.empty((0, width), np.float32))
         starts, length = self._extents(field, rows, self.seq_len, self.input_ids_key)
         apart = self.block_cross_document_attention and self.eos_id is not None
         tokens, weights, segments = field.windows(
@@ -490,7 +494,7 @@ class PrebuiltLmDataset(Streamed):
             made = stored if self.loss_weight_transform is None else self._transformed(stored)
             # Selected, not multiplied: where the mask is 0, a negative weight becomes 0.0, as with XLA, not -0.0.
             weights = np.where(weights != 0, made.astype(np.float32, copy=False), np.float32(0))
-        return Batch(tokens, weights, segments)
+        return TokenBatch(tokens, weights, segments)
 
     def _transformed(self, weights: NDArray[Any]) -> NDArray[np.float32]:
         assert self.loss_weight_transform is not None
@@ -518,5 +522,5 @@ class PrebuiltLmDataset(Streamed):
             )
         return starts, wanted
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError
-from actshard.tokens.examples import Batch
+from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
 from actshard.tokens.stream import Examples, Streamed
 
@@ -212,14 +212,14 @@ class Mixture(Streamed):
             places %= np.array(self.lengths, np.int64)[datasets]
         return datasets, places
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
         """Returns the examples at these indices, in the order given.
 
         Raises:
             ArgumentError: the mixture was created from lengths only.
         """
         datasets, places = self.locate(indices)
-        parts: list[tuple[NDArray[np.int64], Batch]] = []
+        parts: list[tuple[NDArray[np.int64], TokenBatch]] = []
         for number, dataset in enumerate(self._datasets.values()):
             mine = np.flatnonzero(datasets == number)
             if not len(mine):
@@ -227,7 +227,7 @@ class Mixture(Streamed):
             if isinstance(dataset, int):
                 raise ArgumentError("this mixture was created from lengths; create it from datasets to read examples")
             parts.append((mine, dataset.get_batch(places[mine])))
-        return Batch.merged(parts, len(places))
+        return TokenBatch.merged(parts, len(places))
 
 
 def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:

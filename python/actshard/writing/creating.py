@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from actshard import _arguments, formats
 from actshard._json import parse_json
 from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
+from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
 from actshard.layers import Layer, checked, is_one, several, short
 from actshard.work import PARTS
@@ -126,7 +127,7 @@ def create(
     exist_ok: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    **options: Any,
+    **options: Unpack[FormatOptions],
 ) -> Writer:
     """Returns a writer for a new dataset, which the format's own system can read.
 

@@ -135,7 +135,9 @@ def test_the_compat_datasets_are_levanters_own_kind() -> None:
     assert done.stdout.startswith("same")
 
 
-def examples(cache: tokens.TokenCache, form: dict[str, str], pack: int | bool | None, eos: int | None) -> tokens.Batch:
+def examples(
+    cache: tokens.TokenCache, form: dict[str, str], pack: int | bool | None, eos: int | None
+) -> tokens.TokenBatch:
     weights = "loss_weights" if form["type"] == "supervised" else None
     if form["type"] == "chat":
         dataset = tokens.ChatDataset(cache, LENGTH, pack=pack, loss_mask_padding=False)

@@ -1,0 +1,59 @@
+"""Types of the options that :func:`actshard.create` and :func:`actshard.convert` pass to a format.
+
+For type checkers and editors. What an option means, its default and its limits: each format's ``Target.own``, which also rejects
+the options of other formats when a call runs. A test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from actshard.layers import Layer
+
+
+class SaevOptions(TypedDict, total=False):
+    """Options of saev."""
+
+    protocol: Literal["2.1", "2.0"]
+    cls_token: bool
+    max_tokens_per_shard: int
+
+
+class LmprobeOptions(TypedDict, total=False):
+    """Options of lmprobe."""
+
+    storage: Literal["pooled", "full_sequence"]
+    pooling: str
+    model: str
+    revision: str
+
+
+class ZarrOptions(TypedDict, total=False):
+    """Options of Zarr stores."""
+
+    chunk_tokens: int
+    t_max: int
+
+
+class PickleOptions(TypedDict, total=False):
+    """Options of pickle shards."""
+
+    compress: bool
+    level: int
+    machine_id: int
+    total_machines: int
+    samples_per_machine: int
+
+
+class DeepspecOptions(TypedDict, total=False):
+    """Options of DeepSpec target caches."""
+
+    version: Literal[2, 4]
+    index_record_size: Literal[56, 60, 64]
+    last: Layer | None
+    layer_ids: Sequence[int]
+
+
+class FormatOptions(SaevOptions, LmprobeOptions, ZarrOptions, PickleOptions, DeepspecOptions, total=False):
+    """The options of all formats that are written."""
