@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import actshard
+from actshard.stream import Shuffle
 from benches import data
 from benches.measure import Engine, Row, compared, interleave
 from benches.sizes import size
@@ -211,8 +212,8 @@ def sequences(repeats: int) -> Iterator[Row]:
     def padded(workers: int, shuffle: bool = True) -> Iterator[tuple[Any, Any]]:
         return iter(DataLoader(Examples(), per_batch, shuffle, collate_fn=collate, num_workers=workers))
 
-    def ours(pack: bool, shuffle: str | None = "exact") -> Iterator[actshard.SequenceBatch]:
-        return iter(store.sequences_stream(1, budget, pack=pack, shuffle=shuffle))  # type: ignore[arg-type]
+    def ours(pack: bool, shuffle: Shuffle = "exact") -> Iterator[actshard.SequenceBatch]:
+        return iter(store.sequences_stream(1, budget, pack=pack, shuffle=shuffle))
 
     theirs = [x[:n] for batch, lengths in padded(0, shuffle=False) for x, n in zip(batch, lengths, strict=True)]
     seen = {}

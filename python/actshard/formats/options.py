@@ -55,5 +55,13 @@ class DeepspecOptions(TypedDict, total=False):
     layer_ids: Sequence[int]
 
 
-class FormatOptions(SaevOptions, LmprobeOptions, ZarrOptions, PickleOptions, DeepspecOptions, total=False):
+class SpeculatorsOptions(TypedDict, total=False):
+    """Options of speculators' training data."""
+
+    last: Layer | None
+
+
+class FormatOptions(
+    SaevOptions, LmprobeOptions, ZarrOptions, PickleOptions, DeepspecOptions, SpeculatorsOptions, total=False
+):
     """The options of all formats that are written."""

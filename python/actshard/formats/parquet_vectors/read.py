@@ -203,11 +203,11 @@ class ParquetDataset:
             decode = _Decode(self, number, tokens)
             fill = bytes(column.dtype.itemsize)
             arrays.append((file.path.parent, file.path, "", ".", shape, [n, 1, *shape[2:]], fill, False, decode))
-        ragged = not isinstance(self.lengths, int)
+        lengths = self.lengths
         return Rows.chunked(
             arrays,
             [(n, [number]) for number, n in enumerate(self.sizes)],
-            [np.concatenate(self.lengths).astype(np.uint32) if ragged else self.lengths],  # type: ignore[arg-type, list-item]
+            [lengths if isinstance(lengths, int) else np.concatenate(lengths).astype(np.uint32)],
             num_groups=len(self.columns_found),
             width=self.d_model,
             dtype=FLOATS[column.type][0],
@@ -257,8 +257,9 @@ class ParquetDataset:
         """The dataset's contents, for a store."""
         n = self.num_examples
         rows = self.native(options)
-        same = self.lengths if isinstance(self.lengths, int) else None
-        each = None if same is not None else np.concatenate([np.zeros(0, np.int64), *self.lengths])  # type: ignore[misc]
+        lengths = self.lengths
+        same = lengths if isinstance(lengths, int) else None
+        each = None if isinstance(lengths, int) else np.concatenate([np.zeros(0, np.int64), *lengths])
         extraction = self.described.get("extraction")
         model = extraction.get("base_model") if isinstance(extraction, dict) else self.described.get("model_name")
         shown = ("kind", "stage", "dataset_id", "schema_version")
