@@ -250,6 +250,42 @@ def test_a_store_that_is_sent_to_another_process_keeps_its_names_of_layers() -> 
     assert np.array_equal(back.sequence(5, 17).view(np.uint16), store.sequence(5, 17).view(np.uint16))
 
 
+def outcome(path: Path, format: str) -> str:
+    """Reads everything: "read" or "refused", or what is wrong with the error."""
+    try:
+        store = read(path, format=format)
+        for layer in store.layers:
+            store.sequences(range(len(store)), layer)
+        return "read" if len(store.table) == len(store) else "another table"
+    except actshard.ActshardError as error:
+        known = not isinstance(error, actshard.InternalError | actshard.FileAccessError)
+        return "refused" if known and "\n" not in str(error) else repr(error)
+
+
+@pytest.mark.parametrize(
+    "golden", ["specforge_eagle3", "modelopt_vllm", "angelslim_dflash", "eagle_v1_vicuna", "speculators_fp8"]
+)
+def test_changed_bytes_are_read_or_refused_in_one_line(tmp_path: Path, golden: str) -> None:
+    """A fixed seed; every change is undone before the next."""
+    path = copied(DRAFT / golden, tmp_path / "cache")
+    suffixes = (".ckpt", ".pt", ".safetensors", ".arrow", ".json")
+    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
+    random = np.random.default_rng(17)
+    outcomes = set()
+    for _ in range(80):
+        file = files[random.integers(len(files))]
+        sound = file.read_bytes()
+        data = bytearray(sound)
+        for _ in range(random.choice([1, 2, 8])):
+            data[random.integers(len(data))] = random.choice([0, 255, random.integers(256)])
+        if random.random() < 0.2:
+            data = data[: random.integers(len(data))]
+        file.write_bytes(data)
+        outcomes.add(outcome(path, golden.partition("_")[0]))
+        file.write_bytes(sound)
+    assert outcomes == {"read", "refused"}
+
+
 def test_every_golden_case_of_these_formats_is_tested() -> None:
     ours = {path.name for prefix in FORMATS for path in broken(prefix)}
     odd = {"specforge_twice", "specforge_deflated", "specforge_big_endian", "eagle_legacy_torch"}

@@ -174,7 +174,9 @@ def table_of_rows(path: Location) -> pa.Table:
         with boundary(file, "read"):
             try:
                 parts.append(pa.ipc.open_stream(file.arrow()).read_all())
-            except pa.ArrowException as error:
+            except (pa.ArrowException, OSError) as error:
+                if getattr(error, "errno", None) is not None or isinstance(error, ActshardError):
+                    raise  # of the file system; pyarrow's own errors about the content are OSError too, without a number
                 raise FormatError(f"expected an Arrow stream: {str(error).splitlines()[0]:.200}", path=file) from error
     if not parts:
         raise FormatError("field '_data_files': expected at least one file, found none", path=path / "state.json")
