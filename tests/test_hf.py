@@ -95,3 +95,47 @@ def test_what_datasets_cannot_hold_is_refused_with_the_remedy() -> None:
     ):
         with pytest.raises(error, match=said):
             to_dataset(store, layer, dtype="float32", **more)
+
+
+def test_a_dataset_is_converted_with_its_selection_order_and_columns(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(n, 4)).astype(np.float32) for n in (3, 2, 5, 4)]
+    features = datasets.Features(
+        {"acts": datasets.Array2D(shape=(None, 4), dtype="float32"), "label": datasets.Value("int64")}
+    )
+    whole = datasets.Dataset.from_dict({"acts": rows, "label": [0, 1, 2, 3]}, features=features)
+    whole.save_to_disk(str(tmp_path / "folder"))
+    given = {
+        "whole": whole,
+        "loaded": datasets.load_from_disk(str(tmp_path / "folder")),
+        "folder": tmp_path / "folder",
+        "selected": whole.select([2, 0, 2]),
+        "shuffled": datasets.load_from_disk(str(tmp_path / "folder")).shuffle(seed=3),
+        "renamed": whole.rename_column("acts", "h").remove_columns("label"),
+    }
+    orders = {"selected": [2, 0, 2], "shuffled": list(given["shuffled"]["label"])}
+    for name, source in given.items():
+        actshard.convert(source, tmp_path / name / "made", "zarr", verify=True)
+        store = actshard.open(tmp_path / name / "made")
+        order = orders.get(name, [0, 1, 2, 3])
+        (layer,) = store.layers
+        assert layer == ("h" if name == "renamed" else "acts")
+        assert [store.sequence(i, layer).tobytes() for i in range(len(store))] == [rows[i].tobytes() for i in order]
+        assert name == "renamed" or store.table["label"].to_pylist() == order
+        assert [p.name for p in (tmp_path / name).iterdir() if p.name.startswith(".")] == []
+    assert orders["shuffled"] != [0, 1, 2, 3]
+    kept = actshard.convert(whole, tmp_path / "whole" / "made", "zarr", exist_ok=True)
+    assert kept.resumed_at == 4
+    with pytest.raises(actshard.ExistsError):
+        actshard.convert(whole.select([1, 0, 2, 3]), tmp_path / "whole" / "made", "zarr", exist_ok=True)
+    for source, options, said in (
+        (datasets.DatasetDict({"train": whole}), {}, "pass one of its splits: 'train'"),
+        (whole.to_iterable_dataset(), {}, "found IterableDataset"),
+        (whole, {"resume": True}, "resume: expected a path as src"),
+        (whole, {"src_format": "zarr"}, "src_format: expected a path as src"),
+        (whole.remove_columns("acts"), {}, "no hidden states"),
+        (3, {}, "path"),
+    ):
+        with pytest.raises(actshard.ActshardError, match=said):
+            actshard.convert(source, tmp_path / "refused" / "made", "zarr", **options)
+    assert [p.name for p in tmp_path.glob("refused/.*")] == []

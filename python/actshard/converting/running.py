@@ -28,6 +28,7 @@ from actshard.converting.planning import (
     settle,
     source,
 )
+from actshard.converting.saving import SavesToDisk, saves
 from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.options import FormatOptions
@@ -81,8 +82,9 @@ class Conversion:
 
 
 @uploads
+@saves
 def convert(
-    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Store,
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Store | SavesToDisk,
     dst: str | os.PathLike[str],
     format: str,
     *,
@@ -115,7 +117,9 @@ def convert(
     must be decoded. After an interruption, the same call with ``resume=True`` continues after the last committed examples.
 
     Args:
-        src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store.
+        src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store. Or a ``datasets.Dataset``: what it holds,
+            with its selection and order of rows, is saved to a hidden folder beside ``dst``, converted, and removed. If it lies
+            in a folder of ``save_to_disk`` already, pass that.
         dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``. Or a URL: the result is
             written to ``scratch``, uploaded as by :func:`actshard.push`, and removed from ``scratch``.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.

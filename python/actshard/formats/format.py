@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, int, int], object]
 """Progress callback, called occasionally with (what, done, total)."""
-Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess"]
+Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess", "save"]
 """Methods of :class:`Format` that ``rooms`` can implement."""
 
 
@@ -86,6 +86,17 @@ class Format:
             raise UnsupportedError(f"{self.name} datasets contain no activations", path=path)
         made: Contents = open(Location.at(path), options)
         return made
+
+    def is_given(self, given: object) -> bool:
+        """Whether an object of another library is a dataset of this format. Imports nothing."""
+        return False
+
+    def save(self, given: object, folder: Path | Location) -> None:
+        """Writes an object for which :meth:`is_given` is true to a new folder, which :meth:`open` can open."""
+        save = self._in_room("save")
+        if save is None:
+            raise UnsupportedError(f"{self.name} takes no objects of other libraries", path=folder)
+        save(given, Location.at(folder))
 
     takes_layout: ClassVar[bool] = False
     """Whether :meth:`open` uses a description of files, ``Options.layout``."""

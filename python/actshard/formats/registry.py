@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import pkgutil
 import re
 import warnings
@@ -128,6 +129,16 @@ def get(name: str) -> Format:
 
 def _is_own(format: Format) -> bool:
     return type(format).__module__.startswith("actshard.")
+
+
+def of_object(given: object) -> Format | None:
+    """The format whose dataset an object of another library is; None for a path and for anything else."""
+    if isinstance(given, str | os.PathLike | list | tuple):
+        return None
+    for format in installed().values():
+        if asked(format, functools.partial(format.is_given, given), False):
+            return format
+    return None
 
 
 def detect(name: str, path: Path) -> Evidence:

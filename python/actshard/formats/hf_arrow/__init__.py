@@ -21,7 +21,13 @@ class HfArrowFormat(Format):
         "detect": ".read:detect",
         "open": ".read:open",
         "check": ".check:check",
+        "save": ".objects:save",
     }
+
+    def is_given(self, given: object) -> bool:
+        """Whether an object is one of the ``datasets`` library."""
+        kind = type(given)
+        return kind.__module__.partition(".")[0] == "datasets" and "Dataset" in kind.__name__
 
     def remains(self, names: frozenset[str]) -> bool:
         return "dataset_info.json" in names and any(name.endswith(".arrow") for name in names)

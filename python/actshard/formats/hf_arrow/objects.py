@@ -1,0 +1,34 @@
+"""``datasets.Dataset`` objects, as folders that they are saved to.
+
+The files that an object names are not what it holds: an indices mapping (of ``select``, ``shuffle``, ``filter``) chooses and
+orders rows, and columns may be renamed or removed. ``save_to_disk`` writes what it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actshard.errors import ArgumentTypeError
+from actshard.location import Location
+
+
+def save(given: Any, folder: Location) -> None:
+    """Writes a ``datasets.Dataset`` to a new folder.
+
+    Raises:
+        ArgumentTypeError: it is a ``DatasetDict``, or a stream.
+    """
+    import datasets
+
+    if not isinstance(given, datasets.Dataset):
+        kind, remedy = type(given).__name__, "collect its rows in one first"
+        if isinstance(given, dict):
+            remedy = f"pass one of its splits: {', '.join(map(repr, given))}"
+        raise ArgumentTypeError(f"src: expected a datasets.Dataset, found {kind}; {remedy}")
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        given.save_to_disk(str(folder))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
