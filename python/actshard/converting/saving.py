@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -26,6 +25,8 @@ def saves(convert: F) -> F:
 
     @functools.wraps(convert)
     def wrapped(src: Any, dst: Any, format: str, **given: Any) -> Any:
+        import tempfile  # only if it is used: it imports much
+
         kind = formats.of_object(src)
         if kind is None:
             return convert(src, dst, format, **given)
@@ -34,8 +35,8 @@ def saves(convert: F) -> F:
                 raise ArgumentError(f"{name}: expected a path as src to use it for, found {type(src).__name__}")
         if given.get("resume"):
             raise ArgumentError(
-                f"resume: expected a path as src, which can be compared with that of the interrupted call, found {type(src).__name__}; "
-                "save it first"
+                "resume: expected a path as src, which can be compared with that of the interrupted call, found "
+                f"{type(src).__name__}; save it first"
             )
         above = _arguments.local_path(dst, "dst").absolute().parent
         with boundary(above, "write"):
