@@ -25,8 +25,6 @@ def saves(convert: F) -> F:
 
     @functools.wraps(convert)
     def wrapped(src: Any, dst: Any, format: str, **given: Any) -> Any:
-        import tempfile  # only if it is used: it imports much
-
         kind = formats.of_object(src)
         if kind is None:
             return convert(src, dst, format, **given)
@@ -38,6 +36,8 @@ def saves(convert: F) -> F:
                 "resume: expected a path as src, which can be compared with that of the interrupted call, found "
                 f"{type(src).__name__}; save it first"
             )
+        import tempfile  # imported when it is used: it imports much
+
         above = _arguments.local_path(dst, "dst").absolute().parent
         with boundary(above, "write"):
             above.mkdir(parents=True, exist_ok=True)
