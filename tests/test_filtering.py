@@ -460,3 +460,16 @@ def test_masks_of_a_part_have_its_length(store: actshard.Store) -> None:
     assert set(examples.tolist()) == {1, 2}
     with pytest.raises(actshard.ArgumentError, match="3"):
         part.last_tokens(layer, np.ones(len(store), bool))
+
+
+def test_tokens_of_examples_do_not_depend_on_what_was_read_before() -> None:
+    """Examples that lack the first layer are counted in the first layer that they have."""
+    path = GOLDEN / "pickle" / "ragged_layers_machine3"
+    for some in (None, [4, 2, 2, 0]):
+        before, after = (quietly(path) if some is None else quietly(path).filter(some) for _ in range(2))
+        counts = after.token_counts.tolist()
+        assert min(counts) > min(after.tokens_in(15).tolist()) == 0
+        order = [*range(len(counts)), 0]
+        assert before.tokens_of(order).tolist() == after.tokens_of(order).tolist() == [counts[i] for i in order]
+        with pytest.raises(actshard.OutOfRangeError):
+            before.tokens_of(-1)

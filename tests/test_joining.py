@@ -458,3 +458,21 @@ def test_texts_and_labels_of_filtered_parts_are_converted(format: str, tmp_path:
     order = [*train.chosen.tolist(), *test.chosen.tolist()]
     assert made[text].to_pylist() == [columns["text"][i] for i in order]
     assert made["label"].to_pylist() == [columns["label"][i] for i in order]
+
+
+def test_a_conversion_reads_the_columns_of_a_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts with many shards that are decoded whole: not all columns again for each shard."""
+    path = GOLDEN / "pickle" / "mixed_compression"
+    a, b = quietly(path), quietly(path)
+    joined = actshard.concat({"a": a, "b": b}, layers=[27])
+    assert joined.contents.units == (0, 2, 4, 5, 7, 9, 10)
+    texts = a.table["text_preview"].to_pylist()
+    reads = []
+    for store in (a, b):
+        read = store.read_columns
+        monkeypatch.setattr(store, "read_columns", lambda names, read=read: reads.append(1) or read(names))
+    actshard.convert(joined, tmp_path / "made", "zarr", columns=["text_preview", "source"])
+    assert len(reads) <= 2 * 3  # for the types, the check of columns, and the conversion
+    made = quietly(tmp_path / "made").table
+    assert made["prompt"].to_pylist() == texts * 2
+    assert made["source"].to_pylist() == ["a"] * 5 + ["b"] * 5

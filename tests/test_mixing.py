@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -230,6 +231,71 @@ def test_bad_mixtures_are_refused_by_name(pair: Any, tmp_path: Path) -> None:
         other.load_state_dict(actshard.mix({b: 1, a: 1}).stream(5, 16).state_dict())
     with pytest.raises(actshard.LayerError):
         actshard.mix({a: 1}).stream(6, 16)
+
+
+def test_rows_that_are_left_out_are_told_by_store(pair: Any, tmp_path: Path) -> None:
+    a, b = pair
+    stream = actshard.mix({a: 1, b: 1}).stream(5, 10, min_token=1)
+    assert [told["min_token"] for told in stream.left_out] == [50, 30]
+    assert stream.left_out == tuple(s.stream(5, 5, min_token=1).left_out for s in (a, b))
+    for batch in stream:
+        assert batch.tokens.min() >= 1
+        check(batch, stream)
+    limited = actshard.mix({a: 1, b: 1}).stream(5, 10, max_norm=3000.0)
+    assert [told["max_norm"] for told in limited.left_out] == [
+        s.stream(5, 5, max_norm=3000.0).left_out["max_norm"] for s in (a, b)
+    ]
+    asked = []
+
+    def keep(table: Any) -> Any:
+        asked.append(len(table))
+        return np.ones(len(table), bool)
+
+    actshard.mix({a: 1, b: 1}).stream(5, 10, keep=keep)
+    assert asked == [50, 30]  # once for each store
+
+
+def _consume(stream: MixedStream, to: Any, at: int) -> None:
+    """Sends batches, each with the state after it, and dies without a word."""
+    for i, batch in enumerate(stream):
+        to.send((first_values(batch), stream.state_dict()))
+        if i == at:
+            os._exit(9)
+
+
+@pytest.mark.parametrize(("method", "exhausted"), [("fork", "stop"), ("fork", "repeat"), ("spawn", "repeat")])
+def test_a_killed_consumer_continues_at_its_last_state(pair: Any, method: str, exhausted: Any) -> None:
+    """Each process reads some batches and dies; the next one continues where the last state was, over epochs."""
+    a, b = pair
+    mixture = actshard.mix({a: 0.6, b: 0.4}, seed=5, exhausted=exhausted)
+    whole = mixture.stream(5, 20)
+    expected = [first_values(x) for _ in range(2) for x in whole]
+    context = multiprocessing.get_context(method)
+    stream, got, state = mixture.stream(5, 20), [], None
+    next(iter(stream))  # the parent has used its threads
+    stream.close()
+    for at in (0, len(whole) // 2, len(whole) - 2)[: 3 if method == "fork" else 1]:
+        fresh = mixture.stream(5, 20)
+        if state is not None:
+            fresh.load_state_dict(state)
+        here, there = context.Pipe(duplex=False)
+        child = context.Process(target=_consume, args=(fresh, there, at))
+        child.start()
+        there.close()
+        while True:
+            try:
+                values, state = here.recv()
+            except EOFError:
+                break
+            got.append(values)
+        child.join()
+        here.close()
+    assert got
+    assert got == expected[: len(got)]
+    last = mixture.stream(5, 20)
+    last.load_state_dict(state)
+    rest = [first_values(x) for x in last]
+    assert got + rest == expected[: len(got) + len(rest)]
 
 
 def test_a_repr_fits_a_screen(pair: Any) -> None:

@@ -98,6 +98,28 @@ def test_parts_of_a_pair(base: actshard.Store, chat: actshard.Store) -> None:
     assert "base, chat" in repr(pair)
 
 
+def test_a_gather_of_a_pair_is_one_read_into_the_callers_memory(base: actshard.Store, chat: actshard.Store) -> None:
+    pair = actshard.pair(base, chat)
+    layers = list(base.layers[:2])
+    rng = np.random.default_rng(3)
+    for shape in ((), (1,), (7,), (2, 3)):
+        examples = rng.integers(0, len(base), shape)
+        for tokens in (-1, np.zeros(shape, np.int64)):
+            for dtype in (None, "float64", "float16"):
+                each = [s.gather(k, examples, tokens, dtype=dtype) for s in (base, chat) for k in layers]
+                expected = np.stack(each, axis=-2)
+                same(pair.gather(layers, examples, tokens, dtype=dtype), expected)
+                out = np.empty_like(expected)
+                assert pair.gather(layers, examples, tokens, out=out, dtype=dtype) is out
+                same(out, expected)
+    mask = np.arange(len(base)) % 3 == 0
+    same(pair.gather(layers[0], mask, 0)[:, 1], chat.gather(layers[0], mask, 0))
+    with pytest.raises(actshard.ArgumentError):
+        pair.gather(layers, [0, 1], 0, out=np.empty(3, np.float32))
+    with pytest.raises(actshard.OutOfRangeError):
+        pair.gather(layers, [0, len(base)], 0)
+
+
 def test_pairs_of_different_dtypes_are_converted_if_asked(base: actshard.Store, tmp_path: Path) -> None:
     actshard.convert(base, tmp_path / "half", "lmprobe", dtype="float16")
     half, layer = quietly(tmp_path / "half"), base.layers[0]

@@ -289,6 +289,8 @@ class _JoinedColumns:
 
     def __init__(self, parts: Sequence[Readable], names: Sequence[str], columns: Sequence[str], source: str) -> None:
         self._parts, self._names, self._columns, self._source = parts, names, columns, source
+        self._kinds: pa.Schema | None = None
+        self._held: tuple[int, pa.Table] | None = None
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """Columns by name; null where a part lacks one."""
@@ -304,23 +306,48 @@ class _JoinedColumns:
                 raise NotStoredError(f"the dataset has no column {name!r}; the columns are {', '.join(self._columns)}")
             kind = self._type_of(name, tables)
             chunks = [
-                table[name].cast(kind).chunks if name in table.column_names else [pa.nulls(part.num_examples, kind)]
+                _as(table[name], kind).chunks if name in table.column_names else [pa.nulls(part.num_examples, kind)]
                 for table, part in zip(tables, self._parts, strict=True)
             ]
             made[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
         return pa.table(made) if made else pa.table({self._source: self._sources()}).select([])
 
     def of_unit(self, unit: int, units: Sequence[int], layers_differ: bool) -> pa.Table:
-        """Columns of one unit; with ``layers_differ``, each example's layers."""
-        table = self.read([*self._columns, self._source]).slice(units[unit], units[unit + 1] - units[unit])
-        if not layers_differ:
-            return table
+        """Columns of one unit; with ``layers_differ``, each example's layers. A part's columns are read once for all its units."""
         import pyarrow as pa
 
-        held = self._layers_of(range(units[unit], units[unit + 1]))
+        examples = range(units[unit], units[unit + 1])
+        number, start = 0, 0
+        while examples.start >= start + self._parts[number].num_examples:
+            start += self._parts[number].num_examples
+            number += 1
+        table = self._of_one(number).slice(examples.start - start, len(examples))
+        if not layers_differ:
+            return table
         if "layers" in table.column_names:
             table = table.drop_columns(["layers"])
-        return table.append_column("layers", pa.array(held))
+        return table.append_column("layers", pa.array(self._layers_of(examples)))
+
+    def _of_one(self, number: int) -> pa.Table:
+        """All columns of one part, as the joined store's types."""
+        import pyarrow as pa
+
+        held = self._held
+        if held is not None and held[0] == number:
+            return held[1]
+        if self._kinds is None:
+            self._kinds = self.read(self._columns).schema
+        found, n = self._of_part(number, self._columns), self._parts[number].num_examples
+        made = {
+            field.name: found[field.name].cast(field.type)
+            if field.name in found.column_names
+            else pa.nulls(n, field.type)
+            for field in self._kinds
+        }
+        made[self._source] = pa.array([self._names[number]]).dictionary_encode().take(pa.array(np.zeros(n, np.int32)))
+        table = pa.table(made)
+        self._held = (number, table)
+        return table
 
     def _layers_of(self, examples: range) -> list[list[Layer]]:
         """The layers of each of these examples, which one part has."""
@@ -375,6 +402,11 @@ class _JoinedColumns:
                 )
             kind, known = both, known or source
         return kind
+
+
+def _as(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """A column as a type. Not cast to its own: pyarrow 26 makes invalid arrays of lists of nulls so."""
+    return column if column.type.equals(kind) else column.cast(kind)
 
 
 def layers_held(part: Readable, examples: range) -> list[list[Layer]]:

@@ -36,6 +36,14 @@ from actshard.stream import Batch, Shuffle, Stream
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
 
+_OF_VALUES = frozenset(
+    {
+        *("tokens", "ignore_labels", "keep", "min_token", "max_norm"),
+        *("center", "scale", "divide", "normalize"),
+    }
+)
+"""Arguments of a stream that change which rows are in a batch or their values, but not its shape."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MixedBatch(Batch):
@@ -131,8 +139,9 @@ class MixedStores:
             for i, (store, count) in enumerate(zip(self.stores, counts, strict=True))
         ]
         _check_alike(sources)
-        # Never read: it makes arrays of whole batches, from memory that is used again.
-        whole = self.stores[0].stream(layer, size, reuse=True, **named)
+        # Never read: it makes arrays of whole batches, from memory that is used again. All rows are selected, which reads none.
+        shape = {name: value for name, value in named.items() if name not in _OF_VALUES}
+        whole = self.stores[0].stream(layer, size, reuse=True, **shape)
         return MixedStream(self, sources, whole, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
 
 
@@ -147,6 +156,7 @@ class MixedStream(Epochs[MixedBatch]):
         dtype: numpy dtype of activations.
         batch_shape: shape of a batch's activations.
         epoch: the current epoch, or the next one if no loop is active.
+        left_out: for each store, the rows that ``min_token`` and ``max_norm`` leave out, as in :class:`~actshard.Stream`.
     """
 
     def __init__(self, mixture: MixedStores, sources: list[Stream], whole: Stream, *, epoch: int, reuse: bool) -> None:
@@ -154,6 +164,7 @@ class MixedStream(Epochs[MixedBatch]):
         self.counts = tuple(source.batch_size for source in sources)
         self.batch_size = whole.batch_size
         self.layers, self.dtype, self.batch_shape = whole.layers, whole.dtype, whole.batch_shape
+        self.left_out = tuple(source.left_out for source in sources)
         self.rank, self.world_size = whole.rank, whole.world_size
         self._sources, self._whole = sources, whole
         self._reuse = _arguments.switch(reuse, "reuse")
@@ -379,4 +390,4 @@ def _places(stream: MixedStream, epoch: int, number: int) -> NDArray[np.int64]:
     if stream._whole.shuffle is None:
         return sources
     order = scrambled(stream.batch_size, f"{stream.mixture.seed}/{epoch}/{number}/{stream.rank}")
-    return sources[np.argsort(order, kind="stable")]
+    return sources[np.argsort(order)]  # the numbers are all different, so that every sort gives one order

@@ -132,14 +132,21 @@ class PairedStores:
         return PairedStores(some, self.names, self.layers, self._asked, self.compared, self.warnings)
 
     def gather(
-        self, layer: Layer | Sequence[Layer], examples: ArrayLike, tokens: ArrayLike, *, dtype: DTypeLike | None = None
+        self,
+        layer: Layer | Sequence[Layer],
+        examples: ArrayLike,
+        tokens: ArrayLike,
+        *,
+        out: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
-        """Reads arbitrary tokens from all stores.
+        """Reads arbitrary tokens from all stores, in one pass, straight into the result.
 
         Args:
             layer: a name from :attr:`layers`, or several.
             examples: as in :meth:`Store.gather`.
             tokens: as in :meth:`Store.gather`.
+            out: as in :meth:`Store.gather`.
             dtype: as in :meth:`Store.gather`.
 
         Returns:
@@ -148,9 +155,8 @@ class PairedStores:
         Raises:
             As :meth:`Store.gather`.
         """
-        groups = self._groups(layer)
-        each = [self._together.gather(group, examples, tokens, dtype=dtype) for group in groups]
-        return np.stack(each, axis=-2)
+        groups = np.array(self._groups(layer), np.int64)
+        return self._together._gather_of(groups, examples, tokens, out, dtype, layer)
 
     def stream(self, layer: Layer | Sequence[Layer] | Literal["all"], batch_size: int, **options: Any) -> PairedStream:
         """Returns a stream of aligned batches: each row has one token's activations from all stores.

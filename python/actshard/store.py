@@ -139,10 +139,17 @@ class Store(StreamVerbs):
             OutOfRangeError: an example is out of range.
         """
         wanted, shape = _arguments.index(self._numbers(examples), "examples")
-        if self._token_counts is None and self.layers:
+        differ = self._contents.layers_differ
+        if self._token_counts is None and self.layers and not differ:
             return self._rows.tokens_of(0, wanted).reshape(shape)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
             raise self._out_of_range(wanted)
+        if self._token_counts is None and self.layers and differ:
+            chosen = self._contents.chosen
+            numbers = wanted if chosen is None else chosen.array()[wanted]
+            return (
+                self._open_rows().choose(numbers.tobytes()).token_counts().reshape(shape)
+            )  # in the first layer each has
         return self.token_counts[wanted].reshape(shape)
 
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]:
@@ -286,6 +293,19 @@ class Store(StreamVerbs):
         if lost:
             self._overflowed(lost, layer, dtype)
         return rows
+
+    def _gather_of(
+        self, groups: NDArray[np.int64], examples: Any, tokens: Any, out: Any, dtype: DTypeLike | None, layer: Any
+    ) -> NDArray[Any]:
+        """:meth:`gather` from several groups: ``(..., groups, d_model)``. ``layer``: their names, for messages."""
+        e, t, shape = _arguments.broadcast(self._numbers(examples), tokens)
+        n, lost = len(groups), list[int]()
+        every = np.tile(groups, len(e))
+        rows = self._rows.gather(every, np.repeat(e, n), np.repeat(t, n), out, dtype, lost)
+        if lost:
+            self._overflowed(lost, layer, dtype)
+        shaped: NDArray[Any] = rows if out is not None else rows.reshape(*shape, n, self.d_model)
+        return shaped
 
     def filter(self, examples: Any) -> Store:
         """Returns a store of some of the examples, numbered from 0: it reads, streams, converts and pickles like any store.

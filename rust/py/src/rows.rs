@@ -589,15 +589,15 @@ impl Rows {
         })
     }
 
-    /// One row per (example, token); `tokens=None` selects each example's last token.
+    /// One row per (example, token), from one group or from one per row; `tokens=None` selects each example's last token.
     ///
     /// If `overflows` is a list, the number of finite values that became infinite is appended to it, unless it is 0.
-    #[pyo3(signature = (group, examples, tokens, out, dtype, overflows=None))]
+    #[pyo3(signature = (groups, examples, tokens, out, dtype, overflows=None))]
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn gather<'py>(
         &self,
         py: Python<'py>,
-        group: usize,
+        groups: &Bound<'py, PyAny>,
         examples: &Bound<'py, PyAny>,
         tokens: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
@@ -645,11 +645,12 @@ impl Rows {
             };
             let items = dims.iter().product();
             dims.push(self.row().width);
+            let groups = groups_of(py, groups, items)?;
             let pick = match &t {
                 None => Pick::Last { examples: e.ints()? },
                 Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
             };
-            self.fill(py, Ints::One(group as i64), pick, items, &dims, Destination { out, dtype, overflows })
+            self.fill(py, groups.ints()?, pick, items, &dims, Destination { out, dtype, overflows })
         })
     }
 
