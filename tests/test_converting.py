@@ -495,6 +495,22 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         assert ("prompt" in back.table.column_names or "text" in back.table.column_names) == (texts is not None)
 
 
+def test_examples_that_lmprobe_cannot_find_are_a_loss(tmp_path: Path) -> None:
+    """Some have a text and others have none: nothing is made up, and the number is told."""
+    for name, own in (("named", "prompt"), ("previews", "text_preview")):
+        format = "zarr" if own == "prompt" else "pickle"
+        with actshard.create(tmp_path / name, format, layers=[0], d_model=2) as writer:
+            writer.append(np.ones((3, 1, 3, 2), np.float32), columns={own: ["a", "b", "c"]})
+    parts = [actshard.open(tmp_path / name) for name in ("named", "previews")]
+    for order in (parts, parts[::-1]):
+        both = actshard.concat(order)
+        done = actshard.convert(both, tmp_path / f"made-{order[0].format}", "lmprobe")
+        assert [x.detail.partition(":")[0] for x in done.losses if x.what == "texts"] == [
+            "3 examples have no text, while others have one"
+        ]
+        assert actshard.open(done.path).table["text"].null_count == 3
+
+
 def test_sample_keys_stay(tmp_path: Path) -> None:
     keys = np.array([bytes([97 + i]) * 64 for i in range(3)], "S64")
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:

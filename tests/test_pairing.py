@@ -279,3 +279,39 @@ def test_children_read_a_pair(base: actshard.Store, chat: actshard.Store, how: s
     expected = _first(pair, layer)
     with multiprocessing.get_context(how).Pool(1) as pool:
         assert pool.apply(_first, (pair, layer)) == expected
+
+
+def test_a_pair_is_one_store_with_layers_of_both(base: actshard.Store, chat: actshard.Store, tmp_path: Path) -> None:
+    """For the verbs that take a store: conversion, verification, sequences, arrays, statistics."""
+    pair = actshard.pair({"base": base, "chat": chat})
+    both = pair.as_store()
+    first, last = base.layers[0], base.layers[-1]
+    assert both.layers == tuple(f"{name}:{layer}" for name in ("base", "chat") for layer in base.layers)
+    for store in (both, pickle.loads(pickle.dumps(both))):
+        same(store.sequence(example=1, layer=f"chat:{last}"), chat.sequence(example=1, layer=last))
+        same(store.gather(f"base:{first}", [0, 2], -1), base.gather(first, [0, 2], -1))
+    made = actshard.open(actshard.convert(both, tmp_path / "both", "zarr", verify=True).path)
+    assert made.layers == both.layers
+    assert made.read_columns(["text"])["text"].to_pylist() == base.table["text"].to_pylist()
+    for i in range(len(base)):
+        same(made.sequence(example=i, layer=f"chat:{first}"), chat.sequence(example=i, layer=first))
+    assert actshard.verify(both, deep=True).ok
+    batch = next(iter(both.sequences_stream([f"base:{first}", f"chat:{first}"], int(base.token_counts.max()))))
+    assert batch.activations.shape[1:] == (2, base.d_model)
+    same(both.stats(f"chat:{last}").mean, chat.stats(last).mean)
+    chosen = pair.filter([2, 0]).as_store()
+    same(chosen.sequence(example=0, layer=f"chat:{last}"), chat.sequence(example=2, layer=last))
+    assert actshard.pair(base, base, compare=[]).as_store().layers[0] == f"0:{first}"
+
+
+def test_a_pair_is_normalized_by_the_statistics_of_its_layers(base: actshard.Store, chat: actshard.Store) -> None:
+    pair, layer, other = actshard.pair(base, chat), base.layers[0], base.layers[1]
+    each = [base.stats(layer), chat.stats(layer)]
+    batch = next(iter(pair.stream(layer, 5, normalize=each, dtype="float64", shuffle=None)))
+    for k, (store, stats) in enumerate(zip((base, chat), each, strict=True)):
+        rows = store.gather(layer, batch.examples, batch.tokens, dtype="float64")
+        np.testing.assert_allclose(batch.activations[:, k], (rows - stats.mean) * stats.inverse_std)
+    with pytest.raises(
+        actshard.ArgumentError, match=rf"statistics of layer {layer} of .*, found those of layer {other}"
+    ):
+        pair.stream(layer, 5, normalize=[base.stats(layer), chat.stats(other)])

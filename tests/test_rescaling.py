@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,16 @@ def test_layers_without_an_order_are_refused() -> None:
         for made in (store.stream, store.sequences_stream):
             with pytest.raises(actshard.ArgumentError, match="expected a layer's name, a list"):
                 made(layers, 1000)  # type: ignore[operator]
+
+
+def test_statistics_of_another_layer_are_refused() -> None:
+    """In a list they follow the layers of the stream; what somebody computed has no layer and is taken."""
+    store = actshard.open(GOLDEN / "lmprobe" / "fullseq_f32")
+    first, second = store.layers[:2]
+    stats = store.stats(first)
+    with pytest.raises(actshard.ArgumentError, match=f"statistics of layer {second}, found those of layer {first}"):
+        store.stream(second, 4, normalize=stats)
+    with pytest.raises(actshard.ArgumentError, match=f"statistics of layer {first}, found those of layer {second}"):
+        store.stream([first, second], 4, normalize=[store.stats(second), stats])
+    store.stream([first, second], 4, normalize=[stats, store.stats(second)])
+    store.stream(second, 4, normalize=dataclasses.replace(stats, layer=None))

@@ -27,6 +27,7 @@ from actshard.joining import common_layers, common_path, dtype_of, io_of, names_
 from actshard.late import Late
 from actshard.layers import Layer
 from actshard.opening import open
+from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, RowLoop, Stream
 
@@ -176,6 +177,14 @@ class PairedStores:
         self._check_tokens(groups)
         return PairedStream(self, groups, batch_size, options)
 
+    def as_store(self) -> Store:
+        """One store of all activations, whose layers are ``"NAME:LAYER"``: ``"base:5"``, ``"chat:5"``.
+
+        For what is said of a store: ``actshard.convert(pair.as_store(), ...)``, ``verify``, ``stats``, ``sequences_stream``,
+        ``layer``. Its table is that of the first store. Stores of one name are called 0, 1, ... instead.
+        """
+        return _named(self.stores, self.names, self.layers, self._asked)
+
     def _check_tokens(self, groups: Sequence[int]) -> None:
         """Refuses stores and layers that have different tokens of an example; the stream could not name them."""
         if not self._together.contents.layers_differ:
@@ -202,6 +211,20 @@ class PairedStores:
         return [store * len(self.layers) + k for store in range(len(self.stores)) for k in at]
 
 
+def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
+    """Statistics of the pair's layers, checked here: the joined rows have other names of layers."""
+    if not isinstance(normalize, list | tuple) or len(normalize) != len(groups):
+        return normalize  # refused by the stream
+    for group, stats in zip(groups, normalize, strict=True):
+        store, at = divmod(group, len(pair.layers))
+        if isinstance(stats, Stats) and stats.layer not in (None, pair.layers[at]):
+            raise ArgumentError(
+                f"normalize: expected statistics of layer {pair.layers[at]!r} of {pair.names[store]}, found those of layer "
+                f"{stats.layer!r}"
+            )
+    return [replace(stats, layer=None) if isinstance(stats, Stats) else stats for stats in normalize]
+
+
 class PairedStream(Stream):
     """Aligned batches of a pair. :meth:`PairedStores.stream` creates it; it resumes, pickles and feeds loaders as a Stream.
 
@@ -211,6 +234,8 @@ class PairedStream(Stream):
 
     def __init__(self, pair: PairedStores, groups: list[int], batch_size: int, options: dict[str, Any]) -> None:
         self.pair = pair
+        if options.get("normalize") is not None:
+            options = {**options, "normalize": _unnamed(pair, groups, options["normalize"])}
         super().__init__(pair._together, groups, batch_size, **options)
 
     def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
@@ -322,3 +347,19 @@ def _together(
         parts=stores,
     )
     return Store(contents, io=io_of(stores), reopen=(_together, (stores, names, layers, dtype)))
+
+
+def _named(
+    stores: tuple[Store, ...], names: Sequence[str], layers: tuple[Layer, ...], dtype: DTypeLike | None
+) -> Store:
+    """The same store with names of layers that tell the store."""
+    # Stores of one folder name go by their paths, which would make long names of layers.
+    shown = [str(number) for number in range(len(names))] if any("/" in name for name in names) else list(names)
+    together = _together(stores, names, layers, dtype)
+    named = tuple(f"{name}:{layer}" for name in shown for layer in layers)
+    parts = [
+        {"source": name, "format": store.format, "path": str(store.path), "metadata": store.contents.metadata}
+        for name, store in zip(shown, stores, strict=True)
+    ]
+    contents: Contents = replace(together.contents, layers=named, metadata={"parts": parts})
+    return Store(contents, io=io_of(stores), reopen=(_named, (stores, names, layers, dtype)))

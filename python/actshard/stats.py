@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.layers import Layer
+
 _DEVIATIONS: weakref.WeakValueDictionary[int, NDArray[np.float64]] = weakref.WeakValueDictionary()
 """Arrays that :attr:`Stats.std` returned, by id. ``scale=`` refuses them: it multiplies, and users mean to divide."""
 
@@ -31,6 +33,7 @@ class Stats:
         nan, inf: int64 counts.
         std, inverse_std: float64, computed from the variance.
         mean_norm: mean L2 norm of the rows whose values are all finite; NaN without such rows.
+        layer: the layer's name, by which ``stream(normalize=)`` refuses statistics of another layer. None: not known.
     """
 
     rows: int
@@ -41,6 +44,7 @@ class Stats:
     nan: NDArray[np.int64]
     inf: NDArray[np.int64]
     mean_norm: float
+    layer: Layer | None = None
 
     @property
     def std(self) -> NDArray[np.float64]:
@@ -70,8 +74,8 @@ class Stats:
         )
 
     @classmethod
-    def of(cls, sums: dict[str, Any]) -> Stats:
-        """Builds the statistics from the sums that the Rust core returns."""
+    def of(cls, sums: dict[str, Any], layer: Layer | None = None) -> Stats:
+        """Builds the statistics of a layer from the sums that the Rust core returns."""
         finite = sums["finite"]
         some = finite > 0
         n = np.where(some, finite, 1)
@@ -85,4 +89,5 @@ class Stats:
             nan=sums["nan"],
             inf=sums["infinite"],
             mean_norm=total / count if count else float("nan"),
+            layer=layer,
         )

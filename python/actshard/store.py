@@ -564,7 +564,7 @@ class Store(StreamVerbs):
         selection = select(self, [layer], tokens, ignore_labels, keep)
         total = _native.count_selected(self.num_examples, selection)
         tell = None if progress is None else lambda done: progress(done, total)
-        return Stats.of(self._open_rows().stats(group, selection, tell))
+        return Stats.of(self._open_rows().stats(group, selection, tell), self.layers[group])
 
     def _open_rows(self) -> Rows:
         if isinstance(self._rows, Without):

@@ -66,6 +66,8 @@ class Columns:
             self.names = [n for n in self.names if n in chosen]
         self.shared_texts = 0
         """Number of examples whose text equals an earlier one's, among the examples that were checked."""
+        self.without_text = 0
+        """Number of examples without a text, among the examples that were checked, if others have one."""
         self.made_up_texts = False
         """Whether the target generates texts because the source has none."""
         self.turned: dict[str, str] = {}

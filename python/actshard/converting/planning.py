@@ -329,7 +329,8 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
             columns.made_up_texts |= text is None
             if target.finds_by_text and text is not None and found.table is not None:
-                texts = found.table[text].to_pylist()
+                texts = found.table[text].drop_null().to_pylist()
+                columns.without_text += found.table[text].null_count
                 hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
             if unit is not None:
                 break
@@ -437,6 +438,13 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 "texts",
                 f"{columns.shared_texts:,} examples have the text of another one: {format} looks rows up by text and returns one "
                 "example's rows for all",
+            )
+        )
+    if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
+        made.append(
+            Loss(
+                "texts",
+                f"{count:,} examples have no text, while others have one: {format} looks rows up by text and does not find them",
             )
         )
     if target.finds_by_text and columns.made_up_texts:

@@ -138,6 +138,8 @@ class Target(ABC):
     """Whether lengths of examples before padding are stored."""
     finds_by_text = False
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
+    without_text = 0
+    """Number of examples that were written without a text although others have one, in formats that find them by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None

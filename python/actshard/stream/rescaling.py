@@ -60,7 +60,7 @@ def rescaling(
                 raise ArgumentError(
                     f"{name}: not supported with normalize=, which subtracts the mean and divides by std"
                 )
-        each = _stats_of(normalize, n)
+        each = _stats_of(normalize, layers)
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
         scale = np.stack([stats.inverse_std for stats in each])
     elif divide is not None:
@@ -99,15 +99,23 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _stats_of(normalize: Any, layers: int) -> list[Stats]:
+def _stats_of(normalize: Any, layers: Sequence[Layer]) -> list[Stats]:
     """The statistics of each layer."""
     each = [normalize] if isinstance(normalize, Stats) else normalize
     if not isinstance(each, Sequence) or isinstance(each, str) or not all(isinstance(stats, Stats) for stats in each):
         raise ArgumentTypeError(
             f"normalize: expected store.stats(layer), or a list of one per layer, found {type(normalize).__name__}"
         )
-    if len(each) != layers:
-        raise ArgumentError(f"normalize: expected statistics of {layers} layers, in their order, found {len(each)}")
+    if len(each) != len(layers):
+        raise ArgumentError(
+            f"normalize: expected statistics of {len(layers)} layers, in their order, found {len(each)}"
+        )
+    for stats, layer in zip(each, layers, strict=True):
+        if stats.layer is not None and stats.layer != layer:
+            raise ArgumentError(
+                f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. If that is meant, pass "
+                "center=stats.mean, divide=stats.std"
+            )
     return list(each)
 
 

@@ -479,6 +479,7 @@ class LmprobeTarget(Target):
             **{k: v for k, v in meta.items() if k not in ("name", "revision", MADE_UP)},
         }
         no_text = "text" not in columns
+        self.without_text = 0 if no_text else columns["text"].null_count
         if no_text:
             info[MADE_UP] = ["text"]
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in info.items()}
