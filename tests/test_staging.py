@@ -261,7 +261,7 @@ def test_arguments_that_are_wrong_are_told(server: Served, tmp_path: Path, monke
         actshard.stage(url, tmp_path / "copy", [99], **options)
     with pytest.raises(actshard.ArgumentError, match=r"found none named \$NO_SUCH_NAME"):
         actshard.stage(url, "$NO_SUCH_NAME/copy", **options)
-    with pytest.raises(actshard.ArgumentError, match="remote paths are not supported"):
+    with pytest.raises(actshard.ArgumentError, match="expected a local path here"):
         actshard.stage(url, "s3://bucket/copy", **options)
     with pytest.raises(actshard.UnsupportedError, match="cannot list files"):
         actshard.stage(server.web("bucket/run"), tmp_path / "copy")

@@ -178,7 +178,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
             f"{what}: found {_shortened(name)} as a path with one slash: pathlib.Path removes the other one. Pass a URL as a str."
         )
     if url:
-        raise ArgumentError(f"{what}: remote paths are not supported: {_shortened(name)}. {remedy}")
+        raise ArgumentError(f"{what}: expected a local path here, found the URL {_shortened(name)}. {remedy}")
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:

@@ -36,6 +36,20 @@ class Reader(Protocol):
         """Stops the threads. May be called again."""
 
 
+def _differences(theirs: dict[Any, Any], mine: dict[Any, Any], within: str = "") -> Iterator[str]:
+    """What differs between a state's settings and a stream's; of a mixture, in each of its streams."""
+    for name in sorted(theirs.keys() | mine.keys(), key=str):
+        one, other = theirs.get(name), mine.get(name)
+        if one == other:
+            continue
+        if isinstance(one, list) and isinstance(other, list) and all(isinstance(x, dict) for x in (*one, *other)):
+            one, other = dict(enumerate(one)), dict(enumerate(other))
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differences(one, other, f"{within}{name} ")
+        else:
+            yield f"{within}{name}: {one!r:.200} in the state, {other!r:.200} here"
+
+
 class Epochs(ABC, Generic[B]):
     """Batches, epoch after epoch.
 
@@ -145,7 +159,7 @@ class Epochs(ABC, Generic[B]):
         names: set[str] = (mine.keys() | theirs.keys()) - added
         differ = [k for k in names if mine.get(k) != theirs.get(k)]
         if differ:
-            what = ", ".join(f"{k}: {theirs.get(k)!r} in the state, {mine.get(k)!r} here" for k in sorted(differ))
+            what = ", ".join(_differences({k: theirs.get(k) for k in differ}, {k: mine.get(k) for k in differ}))
             which = "another dataset" if differ == ["dataset"] else "another stream"
             raise ArgumentError(f"load_state_dict: the state belongs to {which}, whose batches differ ({what})")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")

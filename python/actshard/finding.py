@@ -215,7 +215,8 @@ def _explained(evidence: dict[str, Evidence]) -> str:
             absent.setdefault(e.found, []).append(name)
         else:
             said.append(f"{name}: looked for {e.looked_for}, found {e.found}")
-    return "; ".join([*said, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
+    found = "; ".join([*said, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
+    return f"{found}. Files of another layout open by a layout.toml: actshard info FOLDER --guess proposes one"
 
 
 def _evidence(name: str, root: Location) -> Evidence:

@@ -426,7 +426,7 @@ class TestDisk:
             lambda: tokens.CacheWriter(url, {"a": np.int32}),
             lambda: tokens.LmDataConfig.from_yaml(f"{url}.yaml"),
         ):
-            with pytest.raises(actshard.ArgumentError, match="remote paths are not supported"):
+            with pytest.raises(actshard.ArgumentError, match="expected a local path here"):
                 call()
         assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl"}
 

@@ -363,9 +363,14 @@ def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> N
     name = name_of(dtype)
     if name not in names:
         held = " or ".join(str(NUMPY_BY_NAME[n]) for n in names)
-        raise DtypeError(
-            f"{format} supports {held}, not {dtype}{why}; pass dtype='{NUMPY_BY_NAME[names[-1]]}' to convert"
-        )
+        if name.startswith("F8"):
+            raise DtypeError(
+                f"{format} supports {held}, not {dtype}{why}. dtype= does not convert 8-bit floats: read the rows, convert "
+                "them with ml_dtypes and write them with create()"
+            )
+        # bfloat16 has the exponents of float32: float16 would lose values.
+        wide = "F32" if name == "BF16" and "F32" in names else names[-1]
+        raise DtypeError(f"{format} supports {held}, not {dtype}{why}; pass dtype='{NUMPY_BY_NAME[wide]}' to convert")
 
 
 def values_of(name: str, column: Any, first: int) -> list[Any]:

@@ -163,7 +163,7 @@ class Stream(Epochs[Batch]):
         if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
-        self.batch_size = _arguments.whole(batch_size, "batch_size", 1)
+        self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
         self.rank, self.world_size = _arguments.whole(rank, "rank", 0), _arguments.whole(world_size, "world_size", 1)
         self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, drop_last

@@ -60,11 +60,16 @@ def plain_index(part: Any) -> Any:
             raise ArgumentError("slice: expected a step other than 0")
         return part
     if part is None:
-        raise ArgumentTypeError(f"index: {_EXPECTED}, found None. Read first, then add an axis: acts[i][None]")
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found None")
     part = column(part)
     if isinstance(part, bool | np.bool_):
         raise ArgumentTypeError(f"index: {_EXPECTED}, found {part}{COMPARED}")
-    if isinstance(part, str | bytes | dict | set):
+    if isinstance(part, str):
+        raise ArgumentTypeError(
+            f"index: {_EXPECTED}, found the text {part!r:.80}. filter() takes expressions: pc.field('label') == 1, with "
+            "import pyarrow.compute as pc"
+        )
+    if isinstance(part, bytes | dict | set):
         raise ArgumentTypeError(f"index: {_EXPECTED}, found {type(part).__name__}")
     array = _arguments.as_array(part, f"index: {_EXPECTED}")
     if array.dtype == bool and array.ndim:

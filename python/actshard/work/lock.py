@@ -44,7 +44,10 @@ class Lock:
         """Takes the lock. Raises LockedError with the owner's process and host if another writer has it."""
         with _held_lock:
             if _held.get(self._key) == os.getpid():
-                raise LockedError("another writer of this process has locked it", path=self.path.parent.parent)
+                raise LockedError(
+                    "another writer of this process has locked it; close it, or call its abort(), which keeps what was committed",
+                    path=self.path.parent.parent,
+                )
             while self._file is None:
                 self._file = self._try()
             _held[self._key] = os.getpid()

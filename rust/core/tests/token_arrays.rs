@@ -472,7 +472,8 @@ fn threads_that_need_one_block_decode_it_once() {
             });
         }
     });
-    assert_eq!(cache.decoded(), 1);
+    // Once more for each lock that was not free in time, on a busy machine.
+    assert!((1..=1 + cache.given_up()).contains(&cache.decoded()), "{}", cache.decoded());
 }
 
 /// Creates a folder with this `zarr.json` and these files.

@@ -54,6 +54,7 @@ pub struct Cache<T = Buffer, K = u64> {
     clock: AtomicU64,
     decoded: AtomicU64,
     waits: AtomicU64,
+    given_up: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -129,6 +130,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
             clock: AtomicU64::new(0),
             decoded: AtomicU64::new(0),
             waits: AtomicU64::new(0),
+            given_up: AtomicU64::new(0),
         }
     }
 
@@ -152,6 +154,16 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         self.waits.load(Ordering::Relaxed)
     }
 
+    /// How often a lock was not free in time, as on a busy machine or in a child. Each time at most one unit is not found, or not
+    /// kept, and decoded once more.
+    pub fn given_up(&self) -> u64 {
+        self.given_up.load(Ordering::Relaxed)
+    }
+
+    fn give_up(&self) {
+        self.given_up.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The unit, if it is cached.
     pub fn get(&self, key: K) -> Option<Arc<T>> {
         self.find(usize::from(self.state.is_lost()), &key)
@@ -159,6 +171,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
 
     fn find(&self, shelves: usize, key: &K) -> Option<Arc<T>> {
         let Some(units) = self.shelves[shelves].read(key, || _ = self.waits.fetch_add(1, Ordering::Relaxed)) else {
+            self.give_up();
             self.state.lose_in_child();
             return None;
         };
@@ -196,7 +209,10 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
                 Begun::Again => None,
             },
             // Without the lock: decode without informing other threads.
-            None => None,
+            None => {
+                self.give_up();
+                None
+            }
         };
         Lookup::Mine(Turn { cache: self, key, flight })
     }
@@ -268,9 +284,9 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     /// until the next is cached: its reader is likely to read from it again.
     pub fn put(&self, key: K, unit: &Arc<T>) {
         let bytes = unit.size() as u64;
-        let Some(mut guard) = self.state.lock_briefly() else { return };
+        let Some(mut guard) = self.state.lock_briefly() else { return self.give_up() };
         let state = &mut *guard;
-        let Some(units) = self.shelves[state.shelves].read(&key, || ()) else { return };
+        let Some(units) = self.shelves[state.shelves].read(&key, || ()) else { return self.give_up() };
         let replaces = units.get(&key).map(|slot| unit.replaces(&slot.unit));
         drop(units);
         match replaces {
@@ -316,6 +332,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     fn write(&self, state: &CacheState<T, K>, key: &K) -> Option<RwLockWriteGuard<'_, Shelf<T, K>>> {
         let units = self.shelves[state.shelves].write(key);
         if units.is_none() {
+            self.give_up();
             self.state.lose_in_child();
         }
         units
@@ -492,7 +509,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!((found.into_inner(), cache.decoded(), cache.waits()), (320_000, UNITS, 0));
+        assert_eq!((found.into_inner(), cache.decoded(), cache.waits(), cache.given_up()), (320_000, UNITS, 0, 0));
     }
 
     /// Each unit is made once, however the threads' first and second looks at it fall between its caching.
@@ -512,7 +529,9 @@ mod tests {
                 });
             }
         });
-        assert_eq!((cache.decoded(), cache.used()), (2_000, 16_000));
+        // A thread that cannot have a lock in time, on a busy machine, makes a unit again.
+        assert!((2_000..=2_000 + cache.given_up()).contains(&cache.decoded()), "{cache:?}");
+        assert!(cache.used() == 16_000 || cache.given_up() > 0, "{}", cache.used());
     }
 
     #[test]
@@ -543,7 +562,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(loads.into_inner(), 1);
+        assert!((1..=1 + cache.given_up()).contains(&(loads.into_inner() as u64)), "{cache:?}");
     }
 
     #[test]
