@@ -131,11 +131,7 @@ pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 #[cfg(not(actshard_loom))]
 const SPINS: usize = 20;
 
-/// Attempts in all: about 30 ms, because on a busy machine the holder may wait for a processor.
-#[cfg(not(actshard_loom))]
-const ATTEMPTS: usize = 500;
-
-/// The guard, or `None` if the lock is not free within some 30 milliseconds. This crate holds no such lock for longer, but a
+/// The guard, or `None` if the lock is not free within a few milliseconds. This crate holds no such lock for longer, but a
 /// fork may have removed the holder.
 #[cfg(not(actshard_loom))]
 pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
@@ -144,7 +140,7 @@ pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 
 #[cfg(not(actshard_loom))]
 fn briefly<G>(attempt: impl Fn() -> TryLockResult<G>) -> Option<G> {
-    for tried in 0..ATTEMPTS {
+    for tried in 0..100 {
         match attempt() {
             Ok(guard) => return Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
