@@ -175,7 +175,7 @@ impl DiskCache {
         if self.on {
             bytes = self.with_books(&mut |books| Ok(books.bytes()), "look at")?;
             let names = self.folder.names().map_err(|e| Error::from_io(&e, self.folder(), "list"))?;
-            objects = names.len() as u64;
+            objects = names.iter().filter(|name| key::geometry_of(name).is_some()).count() as u64;
         }
         let (hits, misses) = (&self.folder.hits, &self.folder.misses);
         let count = |number: &std::sync::atomic::AtomicU64| number.load(Ordering::Relaxed);
@@ -276,7 +276,8 @@ fn is_cache(folder: &Path) -> io::Result<bool> {
 /// Tries what the cache needs of the file system, and makes the limit hold.
 fn start(folder: &Folder) -> io::Result<()> {
     let mut books = Books::open(folder, &Stop::default())?;
-    let probe = folder.objects().join(format!("probe-{}", std::process::id()));
+    // One name for all processes, which hold the lock here: what a killed one leaves, the next one removes.
+    let probe = folder.objects().join("probe");
     let file = system::open_rw(&probe, true)?;
     let tried = file.write_all_at(&[1; 8192], 0).and_then(|()| system::punch(&file, 0, 4096));
     std::fs::remove_file(&probe)?;

@@ -356,6 +356,19 @@ fn a_damaged_layout_version_is_replaced() {
     }
 }
 
+/// A process that is killed while it tries the file system leaves its file: it is no object, and the next start removes it.
+#[test]
+fn what_a_killed_start_leaves_is_no_object() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = DiskCache::open(folder.path(), 64 * MIB).unwrap();
+    let probe = folder.path().join("objects/probe");
+    std::fs::write(&probe, [1; 8192]).unwrap();
+    assert_eq!(cache.info().unwrap().objects, 0);
+    cache.clear().unwrap();
+    DiskCache::open(folder.path(), 64 * MIB).unwrap();
+    assert!(!probe.exists());
+}
+
 #[test]
 fn files_of_others_stay_as_they_are() {
     let files = [
