@@ -139,3 +139,18 @@ def test_the_types_of_options_are_those_that_formats_take() -> None:
     }
     assert typed == {name: set(formats.get(name).target().own) for name in formats.written()}
     assert set(typing.get_type_hints(options.FormatOptions)) == set().union(*typed.values())
+
+
+def test_a_store_is_indexed_by_layer_and_names_are_suggested(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=[2, "blocks.5.hook"], d_model=4) as writer:
+        writer.append(np.zeros((3, 2, 2, 4), np.float32))
+    store = actshard.open(tmp_path / "d")
+    for use in (lambda: store[0], lambda: list(store), lambda: np.asarray(store)):
+        with pytest.raises(actshard.ArgumentTypeError, match=r"store\.layer\(2\)\[0\].*store\.table"):
+            use()
+    with pytest.raises(actshard.LayerError, match=r"Do you mean 2\?"):
+        store.layer("2")
+    with pytest.raises(actshard.LayerError, match=r"Do you mean 'blocks\.5\.hook'\?"):
+        store.stats("blocks.5.hok")
+    with pytest.raises(actshard.LayerError, match="expected one of .*, found a list of them"):
+        store.stats([2, "blocks.5.hook"])  # type: ignore[arg-type]  # what is refused

@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -215,10 +216,30 @@ class Store(StreamVerbs):
         with contextlib.suppress(ArgumentTypeError):
             if (found := self._groups.get(one(layer))) is not None:
                 return found
-        what = f"layer {layer!r:.100} is not stored; the layers are {short(self.layers, 200)}"
         if isinstance(layer, list | tuple | np.ndarray):
-            what += ". For several layers use stream(), or sequences() with one layer per example."
+            what = (
+                f"layer: expected one of {short(self.layers, 200)}, found a list of them. Call this for each layer; stream() and "
+                "sequences_stream() take several, sequences() one per example"
+            )
+        else:
+            what = f"layer {layer!r:.100} is not stored; the layers are {short(self.layers, 200)}"
+            near = [name for name in self.layers if str(name) == str(layer)] or get_close_matches(
+                str(layer), [name for name in self.layers if isinstance(name, str)], 1
+            )
+            what += f". Do you mean {near[0]!r}?" if near else ""
         raise LayerError(what, path=self.path)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refused: an example has rows of several layers, and columns.
+
+        Raises:
+            ArgumentTypeError: always; names :meth:`layer`, :meth:`sequence` and :attr:`table`.
+        """
+        one = next(iter(self.layers), 0)
+        raise ArgumentTypeError(
+            f"a store is indexed by layer: store.layer({one!r})[0], store.sequence(example=0, layer={one!r}); columns are in "
+            "store.table"
+        )
 
     def _numbers(self, examples: Any) -> Any:
         """Converts masks and columns to integers; returns other values unchanged."""
