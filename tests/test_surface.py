@@ -152,5 +152,5 @@ def test_a_store_is_indexed_by_layer_and_names_are_suggested(tmp_path: Path) -> 
         store.layer("2")
     with pytest.raises(actshard.LayerError, match=r"Do you mean 'blocks\.5\.hook'\?"):
         store.stats("blocks.5.hok")
-    with pytest.raises(actshard.LayerError, match="expected one of .*, found a list of them"):
+    with pytest.raises(actshard.LayerError, match=r"expected one of .*, found a list of them"):
         store.stats([2, "blocks.5.hook"])  # type: ignore[arg-type]  # what is refused
