@@ -132,7 +132,7 @@ def test_expressions_functions_and_columns_choose_examples(store: actshard.Store
         (np.ones(3, bool), ValueError, "flags"),
         ([[0]], ValueError, "one dimension"),
         ([0.5], ValueError, "integers"),
-        ("label", TypeError, "found str"),
+        ("label", TypeError, "found the text"),
         (lambda table: None, ValueError, "function"),
         (slice("a"), TypeError, "slice: expected an integer"),
         (slice(True), TypeError, "slice: expected an integer"),

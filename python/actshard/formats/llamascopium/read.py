@@ -42,7 +42,9 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
     if is_hook(path):
         return Evidence(True, _LOOKED_FOR, "chunks")
-    found = next((e for e in path.first(64) if e.kind == "folder" and is_hook(path / e.name)), None)
+    # Each look into a remote folder is a request: only into those that have names of hook points.
+    folders = (e for e in path.first(64) if e.kind == "folder" and ("." in e.name or not path.is_remote))
+    found = next((e for e in folders if is_hook(path / e.name)), None)
     return Evidence(found is not None, _LOOKED_FOR, "no chunks" if found is None else f"chunks in {found.name}")
 
 
