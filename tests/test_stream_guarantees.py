@@ -349,7 +349,7 @@ def test_a_bool_or_a_float_is_no_layer(tmp_path: Path, layer: Any) -> None:
             read()
     for fine in (1, np.int64(1), np.array(1)):
         assert np.array_equal(store.gather(fine, 0, 0), store.gather(1, 0, 0))  # type: ignore[arg-type]
-    with pytest.raises(actshard.LayerError, match="For several layers use stream"):
+    with pytest.raises(actshard.LayerError, match="take several, sequences"):
         store.gather([0, 1], 0, 0)  # type: ignore[arg-type]
 
 
