@@ -247,7 +247,7 @@ class _PairLoop(RowLoop):
 
     def _made(self, found: Any) -> Batch:
         made = super()._made(found)
-        pair = self._source.pair  # type: ignore[attr-defined]  # a PairedStream
+        pair = self._source.pair  # type: ignore[attr-defined]  # only a PairedStream makes this loop
         stores, layers = np.divmod(made.layers, len(pair.layers))
         names = naming.array_of(pair.layers)[layers]
         return PairedBatch(made.activations, made.examples, made.tokens, names, made.labels, stores)

@@ -64,6 +64,7 @@ def _check_file(path: Location, kind: str, report: Report) -> None:
         try:
             with zipfile.ZipFile(path.local) as archive:
                 damaged = archive.testzip()
+        # zipfile raises NotImplementedError for methods of compression that it lacks.
         except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
             report.add("record-checksum", path, str(error) or type(error).__name__)
             return

@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def kind_of(name: str, part: Part) -> str:
     return "raw"
 
 
-class OpenedFile:
+class OpenedFile(ABC):
     """A parsed file. :meth:`find` returns a :class:`StoredArray` or a plain value."""
 
     gzipped = False
@@ -57,13 +58,13 @@ class OpenedFile:
     def __init__(self, path: Location) -> None:
         self.path = path
 
+    @abstractmethod
     def find(self, steps: Sequence[Name]) -> Any:
         """The value at keys and positions. Raises FormatError if there is none."""
-        raise NotImplementedError  # every kind of file has its own
 
+    @abstractmethod
     def names(self, steps: Sequence[Name]) -> list[str]:
         """The keys or positions at a place, as texts."""
-        raise NotImplementedError  # every kind of file has its own
 
     def array(self, found: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""

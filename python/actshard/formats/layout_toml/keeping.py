@@ -115,8 +115,8 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
     n = len(tokens)
     index = RowIndex(
         layers=tuple(layers),
-        d_model=d_model,  # type: ignore[arg-type]  # checked above
-        dtype=dtype,  # type: ignore[arg-type]  # checked above
+        d_model=d_model,  # type: ignore[arg-type]  # `sound` has its type
+        dtype=dtype,  # type: ignore[arg-type]  # `sound` has its type
         units=units,
         paths=places,
         row_files=[
