@@ -473,3 +473,31 @@ def test_tokens_of_examples_do_not_depend_on_what_was_read_before() -> None:
         assert before.tokens_of(order).tolist() == after.tokens_of(order).tolist() == [counts[i] for i in order]
         with pytest.raises(actshard.OutOfRangeError):
             before.tokens_of(-1)
+
+
+WITH_COLUMNS = [
+    p.parent for name in ("draft", "lmprobe", "pickle") for p in sorted(GOLDEN.glob(f"{name}/*/expected.npz"))
+]
+
+
+@pytest.mark.parametrize("path", WITH_COLUMNS, ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_columns_of_some_examples_are_those_of_the_table(path: Path) -> None:
+    """In any order, repeated, by mask; of a part, too."""
+    store = quietly(path)
+    names = list(store.info()["columns"])
+    whole, n = store.read_columns(names).to_pylist(), len(store)
+    numbers = [n - 1, 0, n // 2, 0]
+    flags = np.arange(n) % 2 == 0
+    part = store.filter(numbers)
+    for some, wanted in (
+        (store.read_columns(names, numbers), [whole[i] for i in numbers]),
+        (store.read_columns(names, flags), whole[::2]),
+        (store.read_columns(names, []), []),
+        (part.read_columns(names, [3, 1]), [whole[numbers[3]], whole[numbers[1]]]),
+        (store.filter(slice(None, None, -1)).read_columns(names, [0]), whole[-1:]),
+    ):
+        assert some.column_names == names
+        assert repr(some.to_pylist()) == repr(wanted)
+    for bad in ([n], [-1]):
+        with pytest.raises(actshard.OutOfRangeError):
+            store.read_columns(names, bad)

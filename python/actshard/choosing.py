@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,8 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.stream.selection import index_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from actshard._native import Rows
     from actshard.stream.readable import Readable
 
@@ -72,6 +74,11 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         found = of_whole(whole.router)
         return None if found is None else Router(found.layers, some(found.rows))
 
+    def columns_of_some(names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+        read = whole.example_columns
+        assert read is not None, "set only if the dataset has it"
+        return of_whole(lambda: read(names, chosen.numbers_at(numbers)))
+
     rows = None if contents.rows is None else some(contents.rows)
     few = rows is not None and whole.units is not None  # counts the chosen examples only
     return replace(
@@ -93,6 +100,7 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         unit_columns=None,
         head_columns=None,
         column_batches=None,
+        example_columns=None if whole.example_columns is None else columns_of_some,
     )
 
 

@@ -49,6 +49,11 @@ class Chosen:
         """The number at a position."""
         return self.numbers[position] if isinstance(self.numbers, range) else int(self.array()[position])
 
+    def numbers_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers at several positions, int64."""
+        numbers = self.numbers
+        return numbers.start + positions * numbers.step if isinstance(numbers, range) else self.array()[positions]
+
     def array(self) -> NDArray[np.int64]:
         """The numbers, int64; read-only unless they are a range."""
         numbers = self.numbers

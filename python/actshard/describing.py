@@ -8,8 +8,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actshard.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
+from actshard.formats.tables import picked
 from actshard.formats.target import OTHER_TEXT
 from actshard.location import Location
 
@@ -100,13 +102,20 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     }
 
 
-def columns_of(contents: Contents, asked: list[Any]) -> pa.Table:
+def columns_of(contents: Contents, asked: list[Any], examples: NDArray[np.int64] | None = None) -> pa.Table:
     """Columns by the format's names; ``"text"`` and ``"prompt"`` name the texts whichever of them the format has."""
+
+    def read(names: list[Any]) -> pa.Table:
+        if examples is None:
+            return contents.columns(names)
+        some = contents.example_columns
+        return picked(contents.columns(names), examples) if some is None else some(names, examples)
+
     try:
-        return contents.columns(asked)
+        return read(asked)
     except NotStoredError:
         stored = contents.column_names
         own = [OTHER_TEXT[x] if x in OTHER_TEXT and x not in stored else x for x in map(str, asked)]
         if own == asked or not set(own) <= set(stored):
             raise
-        return contents.columns(list(dict.fromkeys(own))).select(own).rename_columns(asked)
+        return read(list(dict.fromkeys(own))).select(own).rename_columns(asked)

@@ -157,7 +157,7 @@ class PairedStores:
             As :meth:`Store.gather`.
         """
         groups = np.array(self._groups(layer), np.int64)
-        return self._together._gather_of(groups, examples, tokens, out, dtype, layer)
+        return self._together.gather_of(groups, examples, tokens, out, dtype, layer)
 
     def stream(self, layer: Layer | Sequence[Layer] | Literal["all"], batch_size: int, **options: Any) -> PairedStream:
         """Returns a stream of aligned batches: each row has one token's activations from all stores.

@@ -47,7 +47,7 @@ else:
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
-_DOORS = frozenset({"contents", "rows", "group_of", "check_open", "native_stream"})
+_DOORS = frozenset({"contents", "rows", "group_of", "gather_of", "check_open", "native_stream"})
 """Names for the other modules of this package, which ``dir()`` leaves out."""
 
 
@@ -315,10 +315,10 @@ class Store(StreamVerbs):
             self._overflowed(lost, layer, dtype)
         return rows
 
-    def _gather_of(
+    def gather_of(
         self, groups: NDArray[np.int64], examples: Any, tokens: Any, out: Any, dtype: DTypeLike | None, layer: Any
     ) -> NDArray[Any]:
-        """:meth:`gather` from several groups: ``(..., groups, d_model)``. ``layer``: their names, for messages."""
+        """:meth:`gather` from several groups: ``(..., groups, d_model)``. ``layer``: their names, for messages. Internal."""
         e, t, shape = _arguments.broadcast(self._numbers(examples), tokens)
         n, lost = len(groups), list[int]()
         every = np.tile(groups, len(e))
@@ -618,18 +618,27 @@ class Store(StreamVerbs):
             self._table = self.read_columns(self._contents.column_names)
         return self._table
 
-    def read_columns(self, names: Sequence[str]) -> pa.Table:
+    def read_columns(self, names: Sequence[str], examples: ArrayLike | None = None) -> pa.Table:
         """Reads some columns by their names in the format. Not cached.
 
         ``"text"`` and ``"prompt"`` name the examples' texts in every format that has them whole; the result has the name asked for.
 
+        Args:
+            names: the columns.
+            examples: the examples to read, in this order: integers, or a mask, as in :meth:`gather`; None: all. Stores of
+                draft-model caches read only their values; other formats read the whole columns.
+
         Raises:
             NotStoredError: the dataset has no such column.
+            OutOfRangeError: there is no such example.
         """
         self._check_not_closed()
         from actshard.describing import columns_of
 
-        return columns_of(self._contents, _arguments.listed(names, "names: expected a list of columns"))
+        numbers = None if examples is None else _arguments.index(self._numbers(examples), "examples")[0]
+        if numbers is not None and numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
+            raise self._out_of_range(numbers)
+        return columns_of(self._contents, _arguments.listed(names, "names: expected a list of columns"), numbers)
 
     def _check_not_closed(self) -> None:
         if isinstance(self._rows, Closed):

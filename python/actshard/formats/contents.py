@@ -113,6 +113,8 @@ class Contents:
     Types are those of the part read: a column may have type null there and contain strings later."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
     """Reads columns of all examples in order, in batches; None if the format can only read whole columns."""
+    example_columns: Callable[[Sequence[str], NDArray[np.int64]], pa.Table] | None = None
+    """Reads columns of these examples, in this order, and nothing of the others; None if the format can only read whole columns."""
     token_columns: tuple[str, ...] = ()
     """Columns of lists with one value per stored token, such as token ids and masks."""
     layers_differ: bool = False

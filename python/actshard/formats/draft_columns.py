@@ -118,7 +118,11 @@ class DraftColumns:
         return self.head(wanted, len(self._paths))
 
     def head(self, wanted: Sequence[str], n: int) -> pa.Table:
-        """Reads columns of the first n examples.
+        """Reads columns of the first n examples."""
+        return self.some(wanted, np.arange(min(n, len(self._paths))))
+
+    def some(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+        """Reads columns of these examples.
 
         Raises:
             NotStoredError: there is no such column.
@@ -128,15 +132,15 @@ class DraftColumns:
                 raise NotStoredError(
                     f"has no column {name!r}; columns are {', '.join(self.names)}", path=self._root.place
                 )
-        n = min(n, len(self._paths))
         parts: dict[str, Any] = {}
         if held := [name for name in wanted if name in self.per_token]:
-            read = self._tokens.head(held, n)
+            read = self._tokens.some(held, numbers)
             parts = {name: read[name].combine_chunks() for name in held}
-        parts |= {name: self._plain(name, n) for name in wanted if name not in parts}
-        return table_of(list(wanted), [(parts, n)])
+        parts |= {name: self._plain(name, numbers.tolist()) for name in wanted if name not in parts}
+        return table_of(list(wanted), [(parts, len(numbers))])
 
-    def _plain(self, name: str, n: int) -> list[Any]:
+    def _plain(self, name: str, numbers: Sequence[int]) -> list[Any]:
         if name == _FILE:
-            return [path.relative_to(self._root) for path in self._paths[:n]]
-        return [None if example is None else example.values.get(name) for example in self._examples[:n]]
+            return [self._paths[i].relative_to(self._root) for i in numbers]
+        examples = [self._examples[i] for i in numbers]
+        return [None if example is None else example.values.get(name) for example in examples]

@@ -308,6 +308,7 @@ class DraftDataset:
             column_names=columns.names,
             columns=columns.columns,
             head_columns=columns.head,
+            example_columns=columns.some,
             token_columns=columns.per_token,
             files=lambda: [path.place for path in self.paths],
             provenance={"kind": self.keys.kind, "files": len(self.paths)}

@@ -70,7 +70,12 @@ class TokenColumns:
 
         self._check(wanted)
         parts = list(self._batches(wanted, min(n, self._n)))
-        return pa.concat_tables(parts) if parts else self._read(wanted, 0, 0)
+        return pa.concat_tables(parts) if parts else self._read(wanted, np.arange(0))
+
+    def some(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+        """Reads columns of these examples."""
+        self._check(wanted)
+        return self._read(wanted, numbers)
 
     def batches(self, wanted: Sequence[str]) -> Iterator[pa.Table]:
         """Reads columns of all examples in order, in batches of bounded size."""
@@ -87,7 +92,7 @@ class TokenColumns:
         for start in range(0, n, _EXAMPLES):
             stop = min(start + _EXAMPLES, n)
             if one is None or not wanted:
-                yield self._read(wanted, start, stop)
+                yield self._read(wanted, np.arange(start, stop))
                 continue
             ends = np.cumsum(one.tokens_of(0, np.arange(start, stop)))
             first = start
@@ -95,13 +100,12 @@ class TokenColumns:
                 before = int(ends[first - start - 1]) if first > start else 0
                 last = start + int(np.searchsorted(ends, before + _VALUES, side="right"))
                 last = min(max(last, first + 1), stop)
-                yield self._read(wanted, first, last)
+                yield self._read(wanted, np.arange(first, last))
                 first = last
 
-    def _read(self, wanted: Sequence[str], first: int, last: int) -> pa.Table:
+    def _read(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
         import pyarrow as pa
 
-        numbers = np.arange(first, last)
         made = {}
         for name in wanted:
             rows = self._rows[name]
@@ -112,7 +116,7 @@ class TokenColumns:
             offsets = np.concatenate([[0], ends]).astype(np.int64 if large else np.int32)
             made[name] = kind.from_arrays(offsets, pa.array(values))
         if not made:  # a table of no columns still has a length, which only a column gives it
-            return pa.table({"": pa.nulls(last - first)}).select([])
+            return pa.table({"": pa.nulls(len(numbers))}).select([])
         return pa.table(made)
 
 

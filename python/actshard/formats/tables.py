@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +42,13 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
             kind = pa.string()
         made[name] = pa.chunked_array([_cast(c, kind) for c in chunks], kind)
     return pa.table(made)
+
+
+def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
+    """Rows of a table, in this order. Unlike ``take``, lists of more than 2 GiB together are no error."""
+    import pyarrow as pa
+
+    return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
 
 
 def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

@@ -22,6 +22,7 @@ from actshard.errors import FormatError
 from actshard.formats.automodel.files import COLUMNS, MANIFEST, DraftManifest, header_of, kind_of, shards_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import TokenColumns
+from actshard.formats.tables import picked
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -179,6 +180,9 @@ class StackedCache:
             columns=self.read,
             head_columns=columns.head,
             column_batches=columns.batches,
+            example_columns=lambda wanted, numbers: (
+                picked(self.read(wanted), numbers) if PROBS in wanted else columns.some(wanted, numbers)
+            ),
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
             provenance={"kind": said.kind} | {name: value[name] for name in known if value.get(name) is not None},

@@ -137,6 +137,7 @@ class TargetCache:
             columns=held.columns,
             head_columns=held.head,
             column_batches=held.batches,
+            example_columns=held.some,
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
             provenance={name: said.value[name] for name in known if name in said.value},

@@ -204,6 +204,7 @@ class ActivationCache:
             columns=columns.columns,
             head_columns=head,
             column_batches=columns.batches,
+            example_columns=columns.some,
             token_columns=columns.names,
             files=lambda: files,
             provenance=provenance,

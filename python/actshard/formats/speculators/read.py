@@ -20,6 +20,7 @@ from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
 from actshard.formats.speculators.files import FOLDER, IDS, INFO, LAYERS, STATES, AllStates, all_states, data_files
+from actshard.formats.tables import picked
 from actshard.layers import Layer, is_one, stored
 from actshard.location import Location
 
@@ -160,6 +161,7 @@ def open(path: Location, options: Options) -> Contents:
         columns=columns,
         head_columns=lambda wanted, n: columns(wanted).slice(0, n),
         column_batches=batches,
+        example_columns=lambda wanted, numbers: picked(columns(wanted), numbers),
         token_columns=_PER_TOKEN,
         files=lambda: [file.place for file in paths],
     )
@@ -234,6 +236,7 @@ def _open_requests(path: Location, options: Options) -> Contents:
         columns=held.columns,
         head_columns=held.head,
         column_batches=held.batches,
+        example_columns=held.some,
         token_columns=held.names,
         files=lambda: [file.place for file in paths],
     )

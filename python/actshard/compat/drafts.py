@@ -1,0 +1,197 @@
+"""Examples of a store as trainers of draft models take them: token ids, loss mask, states of layers side by side, last states.
+
+Shared by :mod:`actshard.compat.deepspec`, :mod:`~actshard.compat.specforge` and :mod:`~actshard.compat.speculators`, whose
+datasets differ in names, axes and dtypes only. The states of all examples of a batch are one parallel read, and so are their last
+states. Token ids and masks are read for these examples alone where the format can, else the columns are held in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+import actshard
+from actshard import Layer, Store, _arguments
+from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Layers = Sequence[Layer] | Mapping[Any, int]
+"""Names of layers, in the order in which they lie side by side; or a mapping from these names to the layers' numbers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftSample:
+    """One example.
+
+    Attributes:
+        ids: ``(T,)`` token ids.
+        mask: ``(T,)`` loss mask.
+        states: ``(T, L * d_model)``, the L layers of a token side by side.
+        last: ``(T, d_model)``, the last hidden states; None without such a layer.
+    """
+
+    ids: NDArray[Any]
+    mask: NDArray[Any]
+    states: NDArray[Any]
+    last: NDArray[Any] | None
+
+
+class DraftExamples:
+    """Reads the content tokens of examples of a store. Pickled as the store's path; usable in workers, forked or spawned.
+
+    Args:
+        source: a store, or the path or URL of one.
+        ids, mask: dtypes of token ids and masks, which must hold the values exactly.
+        layers: see :data:`Layers`; None: all but the last.
+        last: the layer of last hidden states; None: none.
+        input_ids: the column of token ids.
+        loss_mask: the column of masks; None: every token counts.
+        dtype: dtype of the states; None: as stored.
+
+    Raises:
+        LayerError, NotStoredError: the store has no such layer or column.
+    """
+
+    def __init__(
+        self,
+        source: Store | str | PathLike[str],
+        ids: DTypeLike,
+        mask: DTypeLike,
+        *,
+        layers: Layers | None = None,
+        last: Layer | None = "last",
+        input_ids: str = "input_ids",
+        loss_mask: str | None = "loss_mask",
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        self.store = source if isinstance(source, Store) else actshard.open(source)
+        self._kinds = {input_ids: np.dtype(ids)} | ({} if loss_mask is None else {loss_mask: np.dtype(mask)})
+        self._input_ids, self._loss_mask, self._mask = input_ids, loss_mask, np.dtype(mask)
+        self.dtype = None if dtype is None else _arguments.dtype(dtype)[0]
+        self.last = last
+        self.layers = tuple(layer for layer in self.store.layers if layer != last) if layers is None else tuple(layers)
+        if not self.layers:
+            raise ArgumentError(
+                "layers: expected at least one layer of hidden states, found none", path=self.store.path
+            )
+        self.numbers = self._numbers(layers)
+        self._groups = np.array([self.store.group_of(layer) for layer in self.layers], np.int64)
+        self._last = None if last is None else np.array([self.store.group_of(last)], np.int64)
+        self._content = self.store.content_lengths
+        self._table: pa.Table | None = None
+        self._columns(np.zeros(0, np.int64))
+
+    def _numbers(self, layers: Layers | None) -> tuple[int, ...] | None:
+        """The layers' numbers in the model, if they are known."""
+        if isinstance(layers, Mapping):
+            numbers: tuple[Any, ...] = tuple(layers.values())
+            if not all(type(number) is int for number in numbers):
+                raise ArgumentError(f"layers: expected integers as the layers' numbers, found {numbers!r:.200}")
+            return numbers
+        # Formats that number layers by position say so.
+        if "layers" in self.store.contents.provenance or not all(isinstance(layer, int) for layer in self.layers):
+            return None
+        return tuple(int(layer) for layer in self.layers)
+
+    def __len__(self) -> int:
+        return self.store.num_examples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None}
+
+    @property
+    def width(self) -> int:
+        """Elements of a state: ``d_model``."""
+        return self.store.d_model
+
+    @property
+    def state_dtype(self) -> np.dtype[Any]:
+        """Dtype of the states."""
+        return self.store.dtype if self.dtype is None else self.dtype
+
+    def require(self, dtype: DTypeLike, why: str) -> None:
+        """Raises DtypeError unless states have this dtype."""
+        wanted = _arguments.dtype(dtype)[0]
+        if self.state_dtype != wanted:
+            raise DtypeError(
+                f'{why}, found {self.state_dtype}. dtype="{wanted}" converts while reading', path=self.store.path
+            )
+
+    def lengths(self) -> NDArray[np.int64]:
+        """``(n,)`` int64: content tokens of all examples."""
+        if self._content is not None:
+            return self._content
+        return self.store.token_counts - self.store.special_tokens
+
+    def read(self, examples: Sequence[int], most: int | None = None) -> list[DraftSample]:
+        """Reads examples, at most the first ``most`` tokens of each.
+
+        Raises:
+            As :meth:`Store.gather`; FormatError: ids or masks that are not one integer per token, or do not fit their dtype.
+        """
+        numbers, first = np.asarray(examples, np.int64), self.store.special_tokens
+        stored = self.store.tokens_of(numbers)
+        content = stored - first if self._content is None else self._content[numbers]
+        lengths = content if most is None else np.minimum(content, most)
+        ends = np.cumsum(lengths)
+        at = np.repeat(numbers, lengths)
+        tokens = np.arange(len(at)) - np.repeat(ends - lengths, lengths) + first
+        states = self._rows(self._groups, at, tokens)
+        last = None if self._last is None else self._rows(self._last, at, tokens)
+        values = self._columns(numbers)
+        made = []
+        for i, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
+            part, example = slice(end - length, end), int(numbers[i])
+            counts = int(stored[i]), int(content[i])
+            own = {name: self._values(values[name][i], name, example, *counts)[:length] for name in self._kinds}
+            mask = np.ones(length, self._mask) if self._loss_mask is None else own[self._loss_mask]
+            made.append(DraftSample(own[self._input_ids], mask, states[part], None if last is None else last[part]))
+        return made
+
+    def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+        named = self.layers if groups is self._groups else (self.last,)
+        found = self.store.gather_of(groups, examples, tokens, None, self.dtype, named)
+        return found.reshape(len(examples), len(groups) * self.width)
+
+    def _columns(self, numbers: NDArray[np.int64]) -> pa.Table:
+        """Token ids and masks of examples, as lists."""
+        wanted = list(self._kinds)
+        try:
+            if self.store.contents.example_columns is not None:
+                return self.store.read_columns(wanted, numbers)
+            if self._table is None:
+                self._table = self.store.read_columns(wanted)
+        except NotStoredError as error:
+            said = "input_ids= and loss_mask= name the columns of token ids and masks; loss_mask=None trains on every token"
+            raise NotStoredError(f"{error.detail}. {said}", path=self.store.path) from error
+        from actshard.formats.tables import picked
+
+        return picked(self._table, numbers)
+
+    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[Any]:
+        """The values of the content tokens in the column's dtype: a copy of a list with one per stored or content token."""
+        kind = self._kinds[name]
+        where = f"column {name!r}, example {example}"
+        listed = getattr(value, "values", None)
+        if listed is None or len(listed) not in (tokens, content) or listed.null_count:
+            found = "nothing" if listed is None else f"{len(listed)} values, {listed.null_count} of them null"
+            raise FormatError(
+                f"{where}: expected {content} integers, one per token, found {found}", path=self.store.path
+            )
+        if len(listed) == tokens:
+            listed = listed.slice(self.store.special_tokens, content)
+        array = listed.to_numpy(zero_copy_only=False)
+        if array.dtype.kind not in "iub" and array.size:
+            raise FormatError(f"{where}: expected integers, found {listed.type}", path=self.store.path)
+        limits = np.iinfo(kind)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            bad = array[(array < limits.min) | (array > limits.max)][0]
+            raise FormatError(f"{where}: expected values that {kind} holds, found {bad}", path=self.store.path)
+        return np.array(array, kind)
