@@ -143,8 +143,9 @@ def test_fields_that_are_wrong_are_refused(tmp_path: Path, field: str, value: ob
 
 def test_conversions_tell_what_they_leave_behind(tmp_path: Path) -> None:
     done = actshard.convert(DSPARK, tmp_path / "deepspec", "deepspec", verify=True)
-    assert [loss.what for loss in done.losses] == ["columns"]
-    assert "target_weights.safetensors" in done.losses[0].detail
+    assert [loss.what for loss in done.losses] == ["masks", "columns"]
+    assert done.losses[0].detail == "the source has no attention_mask: it is written as ones"
+    assert "target_weights.safetensors" in done.losses[1].detail
     store, want = opened(done.path), wanted(DSPARK)
     assert store.layers == (-1, 4, 39, "last")
     assert np.array_equal(

@@ -399,7 +399,7 @@ def test_an_interrupted_writer_goes_on(tmp_path: Path) -> None:
     [
         ({"layers": [3, 8]}, "version 2 stores the last hidden state"),
         ({"layers": [3, "aux", "last"]}, r"pass layer_ids=\[...\]"),
-        ({"layers": ["last"]}, "expected different integers"),
+        ({"layers": ["last"]}, "stores other layers besides the last hidden state"),
         ({"layers": [-2, "last"]}, "at least -1"),
         ({"version": 3}, "version: expected 2 or 4"),
         ({"index_record_size": 64}, "index_record_size"),

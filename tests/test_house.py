@@ -47,9 +47,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
-    ("contents", "tables", "target", "report", "kept", "options"),
+    ("contents", "tables", "target", "report", "kept", "options", "torch_zip"),
     ("carrying", "merging", "per_token", "draft_examples"),
-    ("draft_columns",),
+    ("draft_columns", "draft_writing"),
     ("draft_torch",),
     ("format",),
     ("registry",),
@@ -236,6 +236,7 @@ ON_PATHS = {
     "pushing": "uploads local files",
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",
+    "formats.draft_writing": "writes",
     "staging": "copies to this machine's disk",
     "caching": "a folder of this machine",
     "compat.saev.copying": "copies a dump to this machine's disk",

@@ -158,6 +158,16 @@ def _conversions() -> dict[str, Job]:
     for name in (*golden, "zarr/run_20260122_101112", "pickle/ragged_layers_machine3", "pickle/mixed_compression"):
         for b in FORMATS:
             made[f"convert {name} to {b}"] = lambda f, p=(name, b): _of_golden(f, *p)
+    for b in ("deepspec", "speculators", "specforge", "modelopt", "angelslim"):
+        made[f"convert draft/specforge_dspark to {b}"] = lambda f, b=b: actshard.convert(
+            opened(GOLDEN / "draft/specforge_dspark"), f, b
+        )
+    dflash = GOLDEN / "draft/specforge_dflash_gz"
+    for b, options in (("specforge", {"gz": True}), ("angelslim", {"file_group_size": 3})):
+        made[f"convert {dflash.name} to {b}"] = lambda f, b=b, o=options: actshard.convert(opened(dflash), f, b, **o)
+    made["convert draft/specforge_dspark to eagle"] = lambda f: actshard.convert(
+        opened(GOLDEN / "draft/specforge_dspark"), f, "eagle", layers=["last"]
+    )
     return made
 
 

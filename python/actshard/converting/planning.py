@@ -37,7 +37,7 @@ class Loss:
 
     what: str
     """A stable identifier: dtype, overflow, tokens, padding, columns, texts, layers, labels, logits, router, special_tokens,
-    empty_examples, layout."""
+    empty_examples, layout, metadata, masks."""
     detail: str
 
     def __str__(self) -> str:
@@ -419,6 +419,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 )
             )
     made += _renamed(asked)
+    made += _own_losses(asked, target, columns)
     if not target.holds_partial_layers and asked.pad and store.contents.lacks_layers:
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if target.empty_examples is not None and (counts == 0).any():
@@ -452,6 +453,18 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     keeps_as_columns = target.holds_columns and not target.holds_logits
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
+    return made
+
+
+def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
+    """Losses that the format tells, and metadata without a place."""
+    written = columns.names if asked.columns is None else list(asked.columns.values())
+    made = [Loss(what, detail) for what, detail in target.further_losses(written)]
+    if not target.holds_metadata and asked.store.format != asked.format:
+        own = columns.carrying
+        kept = [name for name in own.metadata_kept(asked.store.contents) if name not in own.of_files]
+        more = ", ..." if len(kept) > 12 else ""
+        made += [Loss("metadata", f"{asked.format} has no place for it: {', '.join(kept[:12])}{more}")] if kept else []
     return made
 
 

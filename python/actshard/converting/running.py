@@ -506,7 +506,7 @@ def compare(asked: Asked, target: Target, path: Path) -> int:
 
 def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64]) -> tuple[str | None, int]:
     """Returns the first difference between result and source in some examples (None if equal), and the number of overflows."""
-    result = open_quietly(path, target.format, "pread", "160MiB")
+    result = open_quietly(path, target.format, "pread", "160MiB", layout=target.reading_layout)
     if result.num_examples != asked.count:
         return f"expected {asked.count} examples, found {result.num_examples}", 0
     if result.dtype != target.dtype:
@@ -514,7 +514,8 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
     if len(some) < asked.count:
         ids = some if asked.examples is None else asked.examples[some]
         asked = replace(asked, examples=ids)
-    again = ask(result, target.format, layers=asked.names, examples=None, tokens="all", pad=False, truncate=False)
+    names = [target.reading[name] for name in asked.names]
+    again = ask(result, target.format, layers=names, examples=None, tokens="all", pad=False, truncate=False)
     at = 0
     lost: list[int] = []
     for ids, counts, _ in blocks(asked, target, 0, 16 << 20):

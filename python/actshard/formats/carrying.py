@@ -30,6 +30,9 @@ class Carrying:
     model_key: ClassVar[str | None] = None
     """The metadata field of the model's name."""
 
+    of_files: ClassVar[frozenset[str]] = frozenset()
+    """Metadata fields that describe the files, and are no loss where another format has no place for metadata."""
+
     # -- from this format ------------------------------------------------------------------------------------------
 
     def names(self, contents: Contents) -> list[str]:

@@ -11,6 +11,9 @@ from typing import Literal, TypedDict
 
 from actshard.layers import Layer
 
+DraftKindName = Literal["eagle3", "dspark", "dflash"]
+"""Kinds of files of draft-model examples."""
+
 
 class SaevOptions(TypedDict, total=False):
     """Options of saev."""
@@ -61,7 +64,46 @@ class SpeculatorsOptions(TypedDict, total=False):
     last: Layer | None
 
 
+class SpecForgeOptions(TypedDict, total=False):
+    """Options of SpecForge hidden states."""
+
+    kind: DraftKindName
+    last: Layer | None
+    file_group_size: int
+    gz: bool
+
+
+class ModeloptOptions(TypedDict, total=False):
+    """Options of Model-Optimizer hidden states."""
+
+    last: Layer | None
+
+
+class AngelSlimOptions(TypedDict, total=False):
+    """Options of AngelSlim hidden states."""
+
+    kind: DraftKindName
+    last: Layer | None
+    file_group_size: int
+
+
+class EagleOptions(TypedDict, total=False):
+    """Options of EAGLE hidden states."""
+
+    last: Layer | None
+
+
 class FormatOptions(
-    SaevOptions, LmprobeOptions, ZarrOptions, PickleOptions, DeepspecOptions, SpeculatorsOptions, total=False
+    SaevOptions,
+    LmprobeOptions,
+    ZarrOptions,
+    PickleOptions,
+    DeepspecOptions,
+    SpeculatorsOptions,
+    SpecForgeOptions,
+    ModeloptOptions,
+    AngelSlimOptions,
+    EagleOptions,
+    total=False,
 ):
     """The options of all formats that are written."""

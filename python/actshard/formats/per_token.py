@@ -174,6 +174,12 @@ def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDA
     return found.astype(dtype, copy=False), counts
 
 
+def made_up_masks(stored: Sequence[str], columns: Sequence[str]) -> list[tuple[str, str]]:
+    """Losses of a conversion whose source lacks masks that the format stores: ``stored`` are its columns."""
+    lacking = [name for name in stored if name.endswith("_mask") and name not in columns]
+    return [("masks", f"the source has no {name}: it is written as ones") for name in lacking]
+
+
 def check_counts(counts: NDArray[np.int64], tokens: NDArray[np.int64], name: str, first: int) -> None:
     """Raises ArgumentError unless every example has as many values as tokens."""
     if (wrong := np.flatnonzero(counts != tokens)).size:

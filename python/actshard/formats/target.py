@@ -112,7 +112,7 @@ class Target(ABC):
     ragged = True
     """Whether examples may have different numbers of tokens."""
     holds_columns = True
-    only_columns: ClassVar[tuple[str, ...] | None] = None
+    only_columns: tuple[str, ...] | None = None
     """The columns that the format has a place for: a conversion leaves others out and reports them. None: any column."""
     needs_columns: ClassVar[tuple[str, ...]] = ()
     """Columns without which the format cannot be written."""
@@ -132,6 +132,8 @@ class Target(ABC):
     """Whether layers may have texts as names; otherwise they are integers."""
     holds_labels = False
     """Whether patch labels have a separate place."""
+    holds_metadata = True
+    """Whether metadata have a place: the user's, and those of a conversion's source."""
     holds_logits = False
     """Whether top-k logits and router logits have separate places, rather than columns."""
     keeps_lengths = False
@@ -192,6 +194,16 @@ class Target(ABC):
     def special_tokens(self) -> int:
         """Number of special tokens at the start of every example."""
         return 0
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        """The name under which each layer is read, in the order in which the finished dataset has them."""
+        return {name: name for name in self.spec.layers}
+
+    @property
+    def reading_layout(self) -> dict[str, Any] | None:
+        """``layout=`` with which the dataset opens under :attr:`reading`, for formats whose files do not record names of layers."""
+        return None
 
     # -- checks, before anything is written -------------------------------------------------------------------
 
@@ -254,6 +266,13 @@ class Target(ABC):
 
     def settle(self, block: Block) -> None:  # noqa: B027 -- most formats have nothing left to decide
         """Determines all remaining settings from the first block, because the journal, written next, records them."""
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        """Losses of a conversion that only the format knows, as (what, detail), such as names of layers that it does not record.
+
+        ``columns`` are those that are written.
+        """
+        return []
 
     def config(self) -> dict[str, Any]:
         """Settings that must match when a writer resumes. None: not determined yet."""

@@ -85,7 +85,7 @@ def check_same(target: Target, path: Path) -> int:
 
     wanted = {
         "format": target.format,
-        "layers": list(target.spec.layers),
+        "layers": list(target.reading.values()),
         "d_model": target.spec.d_model,
         "dtype": None if target.dtype is None else str(target.dtype),
         "num_examples": target.spec.num_examples,
@@ -94,7 +94,7 @@ def check_same(target: Target, path: Path) -> int:
         fields = Fields(read_json(path / EMPTY), path / EMPTY)
         found = {**fields.value, "dtype": wanted["dtype"], "num_examples": 0}
     else:
-        store = open_quietly(path, target.format, "auto")
+        store = open_quietly(path, target.format, "auto", layout=target.reading_layout)
         found = {
             "format": store.format,
             "layers": list(store.layers),

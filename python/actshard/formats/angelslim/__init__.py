@@ -9,15 +9,19 @@ from actshard.formats.format import Format, Room
 
 
 class AngelSlimFormat(Format):
-    """AngelSlim hidden states. Read, verified and converted from."""
+    """AngelSlim hidden states."""
 
     name: ClassVar[str] = "angelslim"
     description: ClassVar[str] = "AngelSlim hidden states"
     names_layers: ClassVar[bool] = True
+    order: ClassVar[int] = 74
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".files:detect",
         "open": ".files:open",
+        "target": ".write:AngelSlimTarget",
         "check": ".files:check",
+        "carrying": ".write:DraftCarrying",
     }
 
 

@@ -24,6 +24,7 @@ class DeepspecCarrying(Carrying):
     """Keeps the manifest's other fields. A cache of the fork stays one of its version, in one context-parallel rank."""
 
     model_key: ClassVar[str | None] = "target_model_name_or_path"
+    of_files: ClassVar[frozenset[str]] = _OF_FILES
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None

@@ -28,8 +28,9 @@ from actshard.formats.deepspec.manifest import (
     RECORDS,
     TOKEN_BYTES,
 )
-from actshard.formats.per_token import LAST, check_counts, check_lists, values_of
+from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
 from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive, uniform
+from actshard.layers import Layer
 from actshard.work import sync_folders, write_bytes
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class DeepspecTarget(Target):
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
     holds_named_layers = True
-    only_columns: ClassVar[tuple[str, ...] | None] = COLUMNS
+    only_columns: tuple[str, ...] | None = COLUMNS
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     def __init__(self, spec: Spec) -> None:
@@ -103,13 +104,25 @@ class DeepspecTarget(Target):
             ids = [layers[i] for i in others]
         elif not isinstance(ids, list | tuple) or len(ids) != len(others):
             raise ArgumentError(f"layer_ids: expected {len(others)} integers, one for each other layer, found {ids!r}")
-        if not ids or any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
+        if not others:
+            raise ArgumentError(
+                f"layers: deepspec stores other layers besides the last hidden state; found {list(layers)}"
+            )
+        if any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
             raise ArgumentError(
                 f"layers: expected different integers of at least -1 as target_layer_ids, found {list(ids)}; pass layer_ids=[...]"
             )
         order = sorted(range(len(ids)), key=lambda k: ids[k])
         self.ids = [int(ids[k]) for k in order]
         self.others = [others[k] for k in order]
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        made: dict[Layer, Layer] = {self.spec.layers[k]: id for k, id in zip(self.others, self.ids, strict=True)}
+        return made if self.last is None else {**made, self.spec.layers[self.last]: LAST}
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        return made_up_masks(COLUMNS, columns)
 
     @classmethod
     def conversion_options(

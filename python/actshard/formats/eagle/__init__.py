@@ -9,15 +9,19 @@ from actshard.formats.format import Format, Room
 
 
 class EagleFormat(Format):
-    """EAGLE hidden states. Read, verified and converted from."""
+    """EAGLE hidden states."""
 
     name: ClassVar[str] = "eagle"
     description: ClassVar[str] = "EAGLE hidden states"
     names_layers: ClassVar[bool] = True
+    order: ClassVar[int] = 76
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".files:detect",
         "open": ".files:open",
+        "target": ".write:EagleTarget",
         "check": ".files:check",
+        "carrying": ".write:DraftCarrying",
     }
 
 

@@ -9,15 +9,19 @@ from actshard.formats.format import Format, Room
 
 
 class ModeloptFormat(Format):
-    """Model-Optimizer hidden states. Read, verified and converted from."""
+    """Model-Optimizer hidden states."""
 
     name: ClassVar[str] = "modelopt"
     description: ClassVar[str] = "Model-Optimizer hidden states"
     names_layers: ClassVar[bool] = True
+    order: ClassVar[int] = 72
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".files:detect",
         "open": ".files:open",
+        "target": ".write:ModeloptTarget",
         "check": ".files:check",
+        "carrying": ".write:DraftCarrying",
     }
 
 

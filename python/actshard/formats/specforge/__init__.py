@@ -9,15 +9,19 @@ from actshard.formats.format import Format, Room
 
 
 class SpecForgeFormat(Format):
-    """SpecForge hidden states. Read, verified and converted from."""
+    """SpecForge hidden states."""
 
     name: ClassVar[str] = "specforge"
     description: ClassVar[str] = "SpecForge hidden states"
     names_layers: ClassVar[bool] = True
+    order: ClassVar[int] = 70
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".files:detect",
         "open": ".files:open",
+        "target": ".write:SpecForgeTarget",
         "check": ".files:check",
+        "carrying": ".write:DraftCarrying",
     }
 
 

@@ -19,6 +19,7 @@ class SpeculatorsCarrying(Carrying):
     """Keeps token ids and masks. ``seq_len`` is the number of tokens, and is derived from the rows."""
 
     derived: ClassVar[frozenset[str]] = frozenset(("seq_len",))
+    of_files: ClassVar[frozenset[str]] = _OF_FILES
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from actshard._arguments import name_of
 from actshard.errors import ArgumentError, FormatError
-from actshard.formats.per_token import LAST, check_counts, check_lists, values_of
+from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
 from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, STATE, STATES
 from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
+from actshard.layers import Layer
 from actshard.work import sync_folders, whole_file, write_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SpeculatorsTarget(Target):
     }
     holds_named_layers = True
     takes_shard_bytes = False
-    only_columns: ClassVar[tuple[str, ...] | None] = COLUMNS
+    only_columns: tuple[str, ...] | None = COLUMNS
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     def __init__(self, spec: Spec) -> None:
@@ -66,6 +67,13 @@ class SpeculatorsTarget(Target):
         self.last = spec.layers.index(last)
         self.order = [*(k for k in range(len(spec.layers)) if k != self.last), self.last]
         self._dirty: list[Path] = []
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        return {self.spec.layers[k]: LAST if k == self.last else self.spec.layers[k] for k in self.order}
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        return made_up_masks(COLUMNS, columns)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, FLOATS, "speculators", "")

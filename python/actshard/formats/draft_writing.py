@@ -1,0 +1,340 @@
+"""Writes draft-model examples: a file of ``torch.save`` per example, as :mod:`draft_examples` reads them.
+
+A file has the temporary name ``.NAME.part`` until its example is committed. There is no manifest: while the journal is there, the
+dataset is unfinished. A format provides the names of its files, and of the tensors in them (:class:`DraftKind`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import name_of
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.carrying import Carrying
+from actshard.formats.draft_examples import FLOATS, IDS, MASKS
+from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
+from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
+from actshard.formats.torch_zip import NewTensor, TorchArchive
+from actshard.layers import Layer
+from actshard.work import FOLDER, rename, sync_folders
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
+AUX = "aux"
+"""Content of a tensor: the layers but the last, side by side."""
+_GZIP_LEVEL = 6
+_AROUND = 2200
+"""Bytes of a file besides its tensors, about."""
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """Files of one kind.
+
+    Attributes:
+        tensors: key, content, and whether there is a first axis of 1, in the order of the file. Contents are ``"input_ids"``,
+            ``"loss_mask"``, ``"attention_mask"``, :data:`AUX` and :data:`~actshard.formats.per_token.LAST`.
+        values: columns of integers, flags or texts, stored after the tensors where they are given.
+        may_lack_aux: whether layers other than the last may be absent: the tensor is then empty.
+    """
+
+    tensors: tuple[tuple[str, str, bool], ...]
+    values: tuple[str, ...] = ()
+    may_lack_aux: bool = False
+
+    def has(self, content: str) -> bool:
+        """Whether files have a tensor of this content."""
+        return any(each == content for _, each, _ in self.tensors)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that files store."""
+        return (*(c for _, c, _ in self.tensors if c in (IDS, *MASKS)), *self.values)
+
+
+class DraftCarrying(Carrying):
+    """The files have no place for metadata of other formats. A copy keeps the kind of its files."""
+
+    of_files: ClassVar[frozenset[str]] = frozenset(("kind",))
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {"kind": metadata["kind"]} if isinstance(metadata.get("kind"), str) else {}
+
+    def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+
+class DraftTarget(Target):
+    """Writes a file per example. Layers have any names, which the files do not record."""
+
+    kinds: ClassVar[Mapping[str, DraftKind]]
+    """Kinds of files by name; the first is the default if there is a last hidden state, else the first without one."""
+    file: ClassVar[re.Pattern[str]]
+    """Relative paths of files; group 1 is the example's number."""
+    holds_named_layers = True
+    holds_metadata = False
+    takes_shard_bytes = False
+    needs_columns: ClassVar[tuple[str, ...]] = (IDS,)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.part is not None:
+            raise ArgumentError(f"part: not supported by {self.format}; write one dataset")
+        if spec.metadata:
+            name = min(spec.metadata)
+            raise ArgumentError(f"metadata: {self.format} files have no place for {name!r}; leave metadata out")
+        last = spec.options.get("last", LAST)
+        if last is not None and last not in spec.layers and "last" in spec.options:
+            raise ArgumentError(f"last: expected one of the layers {list(spec.layers)}, found {last!r}")
+        self.last = spec.layers.index(last) if last in spec.layers else None
+        self.aux = [k for k in range(len(spec.layers)) if k != self.last]
+        self.kind_name = self._kind_name(spec.options.get("kind"))
+        self.kind = self.kinds[self.kind_name]
+        self.only_columns = self.kind.columns
+        self._check_layers()
+        self._new: list[Path] = []
+
+    def _kind_name(self, asked: Any) -> str:
+        if asked is None:
+            fitting = [name for name, kind in self.kinds.items() if kind.has(LAST) == (self.last is not None)]
+            return fitting[0] if fitting else next(iter(self.kinds))
+        if not isinstance(asked, str) or asked not in self.kinds:
+            raise ArgumentError(f"kind: expected one of {', '.join(self.kinds)}, found {asked!r}")
+        return asked
+
+    def _check_layers(self) -> None:
+        """Raises ArgumentError unless the layers are those that files of this kind store."""
+        kind, found = self.kind, f"found {list(self.spec.layers)}"
+        what = self.format if len(self.kinds) == 1 else f"{self.format}'s {self.kind_name}"
+        if kind.has(LAST) and self.last is None:
+            others = [name for name, each in self.kinds.items() if not each.has(LAST)]
+            more = f", or pass kind={others[0]!r}, which has none" if others else ""
+            raise ArgumentError(
+                f"layers: {what} stores the last hidden state: name a layer {LAST!r}, or pass last=NAME{more}; {found}"
+            )
+        if not kind.has(LAST) and self.last is not None:
+            raise ArgumentError(f"layers: {what} has no place for the last hidden state; leave it out: {found}")
+        if not kind.has(AUX) and self.aux:
+            raise ArgumentError(f"layers: {what} stores the last hidden state only; pass layers=[{LAST!r}]: {found}")
+        if kind.has(AUX) and not self.aux and not kind.may_lack_aux:
+            raise ArgumentError(f"layers: {what} stores other layers besides the last hidden state; {found}")
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        made: dict[Layer, Layer] = {self.spec.layers[k]: self.spec.layers[k] for k in self.aux}
+        return made if self.last is None else {**made, self.spec.layers[self.last]: LAST}
+
+    @property
+    def reading_layout(self) -> dict[str, Any] | None:
+        return {"layers": list(self.reading.values())} if self.aux else None
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def name(self, example: int) -> str:
+        """Path of an example's file, relative to the dataset."""
+
+    def archive_name(self, example: int) -> str:
+        """The folder within an example's file: the file's name up to the first dot, as torch names it."""
+        return self.name(example).rpartition("/")[2].partition(".")[0]
+
+    @property
+    def gzipped(self) -> bool:
+        """Whether files are gzipped."""
+        return False
+
+    def _found(self) -> Iterator[tuple[int, bool, Path]]:
+        """Files that this writer made: number of the example, whether the name is the final one, path."""
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [each for each in folders if each != FOLDER]
+            for name in names:
+                path = Path(folder, name)
+                final = path
+                if name.startswith(".") and name.endswith(".part"):
+                    final = path.with_name(name[1 : -len(".part")])
+                named = self.file.fullmatch(final.relative_to(self.root).as_posix())
+                if named is not None and self.root / self.name(int(named[1])) == final:
+                    yield int(named[1]), final == path, path
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, FLOATS, self.format, "")
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        import pyarrow as pa
+
+        check_lists(pa.schema([f for f in schema if f.name not in self.kind.values]), self.kind.columns, self.format)
+        for field in schema:
+            plain = (
+                pa.types.is_integer,
+                pa.types.is_boolean,
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_null,
+            )
+            if field.name in self.kind.values and not any(is_(field.type) for is_ in plain):
+                raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or texts, found {field.type}")
+
+    def check_count(self, n: int, columns: Sequence[str]) -> None:
+        if IDS not in columns:
+            raise ArgumentError(
+                f"columns: {self.format} stores token ids: pass columns={{{IDS!r}: [...]}}, a list per example"
+            )
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        self._per_token(table, first)
+
+    def _per_token(self, table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
+        return {
+            name: values_of(table[name], name, first, np.int64)
+            for name in table.column_names
+            if name not in self.kind.values
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "kind": self.kind_name, "last": self.last, "name": self.name(0)}
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        made = []
+        stored = [self.spec.layers[k] for k in self.aux]
+        if stored != list(range(len(stored))) or (len(stored) > 1 and not self.kind.has(LAST)):
+            names, numbers = ", ".join(map(str, stored)), ", ".join(map(str, range(len(stored))))
+            text = f"{self.format} does not record their names: {names} are read as {numbers}"
+            if not self.kind.has(LAST):
+                text = f"{self.format} does not record their number: {names} are read as one layer"
+            made.append(("layers", f"{text}; open with layout={{'layers': {stored!r}}} to name them"))
+        if self.last is not None and self.spec.layers[self.last] != LAST:
+            made.append(
+                (
+                    "layers",
+                    f"{self.format} does not record their names: {self.spec.layers[self.last]} is read as {LAST!r}",
+                )
+            )
+        return made + made_up_masks(self.kind.columns, columns)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = len(lengths)
+        for number, final, path in list(self._found()):
+            if number < self.n and not final:
+                rename(path, path.with_name(path.name[1 : -len(".part")]))
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        for number, final, path in list(self._found()):
+            if number >= len(lengths) or not final:
+                path.unlink()
+
+    def _value(self, tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The object that a file contains."""
+        assert self.dtype is not None
+        states, width = name_of(self.dtype), self.spec.d_model
+        made: dict[str, Any] = {}
+        for key, content, first in self.kind.tensors:
+            if content == AUX and not self.aux:
+                made[key] = NewTensor("F32", (0,))
+                continue
+            wide = {AUX: len(self.aux) * width, LAST: width}.get(content)
+            shape = (*((1,) if first else ()), tokens, *(() if wide is None else (wide,)))
+            made[key] = NewTensor("I64" if wide is None else states, shape)
+        return {**made, **more}
+
+    def write(self, block: Block) -> None:
+        tokens = uniform(block.lengths, self.format, self.spec.layers)
+        if (tokens <= 0).any():
+            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
+            raise ArgumentError(f"example {bad} has no tokens, and {self.format} requires at least one; leave it out")
+        if block.columns is None:
+            raise ArgumentError(f"columns: {self.format} stores token ids: pass columns={{{IDS!r}: [...]}}")
+        held = self._per_token(block.columns, self.n)
+        for name, (_, counts) in held.items():
+            check_counts(counts, tokens, name, self.n)
+        values = {
+            name: block.columns[name].to_pylist() for name in self.kind.values if name in block.columns.column_names
+        }
+        archives = []
+        for i, n in enumerate(tokens.tolist()):
+            more = {name: each[i] for name, each in values.items() if each[i] is not None}
+            archives.append(TorchArchive(self._value(n, more), self.archive_name(self.n + i)))
+        firsts = np.concatenate([[0], np.cumsum([archive.size for archive in archives])]).tolist()
+        buffer = np.empty(firsts[-1], np.uint8)
+        at = np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        memory = block.memory.reshape(-1, self.spec.d_model)
+        rows, starts = memory.view(np.uint8).reshape(len(memory), self.row_bytes), block.starts
+        for i, (n, archive) in enumerate(zip(tokens.tolist(), archives, strict=True)):
+            into = buffer[firsts[i] : firsts[i + 1]]
+            for (_, content, _), (start, size) in zip(self.kind.tensors, archive.places, strict=True):
+                body = into[start : start + size]
+                if content == AUX and self.aux:
+                    states = body.reshape(n, len(self.aux), self.row_bytes)
+                    for k, layer in enumerate(self.aux):
+                        states[:, k] = rows[starts[i, layer] : starts[i, layer] + n]
+                elif content == LAST:
+                    body.reshape(n, self.row_bytes)[:] = rows[starts[i, self.last] : starts[i, self.last] + n]
+                elif content in held:
+                    body[:] = held[content][0][at[i] : at[i + 1]].astype("<i8").view(np.uint8)
+                elif content != AUX:
+                    body[:] = np.ones(n, "<i8").view(np.uint8)
+            archive.seal(into)
+        self._put_files(buffer, firsts)
+        self.n += len(block)
+
+    def _put_files(self, buffer: NDArray[np.uint8], firsts: Sequence[int]) -> None:
+        """Writes files under temporary names."""
+        finals = [self.root / self.name(self.n + i) for i in range(len(firsts) - 1)]
+        for folder in dict.fromkeys(path.parent for path in finals):
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.gzipped:
+            for path, first, end in zip(finals, firsts, firsts[1:], strict=False):
+                _native.write_segments(_working(path), [buffer[first:end]], _GZIP_LEVEL)
+        else:
+            files = [(_working(path), 0) for path in finals]
+            pieces = [(0, first, end - first, i, 0) for i, (first, end) in enumerate(pairwise(firsts))]
+            self.put([buffer], files, pieces)
+        self._new += finals
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return [_working(path) for path in self._new], {}
+
+    def committed(self) -> None:
+        for path in self._new:
+            rename(_working(path), path)
+        self._sync({path.parent for path in self._new})
+        self._new = []
+
+    def _sync(self, folders: set[Path]) -> None:
+        """Syncs the entries of folders, and of those between them and the dataset's."""
+        between = {each for folder in folders for each in (folder, *folder.parents) if each.is_relative_to(self.root)}
+        sync_folders(sorted(between, reverse=True))
+
+    def finish(self, examples: AllExamples) -> None:
+        self.forget(examples.lengths)
+        found = sum(1 for _ in self._found())
+        if found != len(examples):
+            raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root)
+
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
+        each = 8 * len(self.kind.columns) + len(self.spec.layers) * row
+        return len(tokens), len(tokens), int(tokens.sum()) * each + _AROUND * len(tokens)
+
+
+def _working(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")

@@ -1,0 +1,480 @@
+"""Files of ``torch.save``, written without torch: byte for byte those of torch 2.15 on Linux.
+
+::
+
+    NAME/data.pkl             pickle of protocol 2: the object; tensors are calls of torch._utils._rebuild_tensor_v2 or _v3
+    NAME/.format_version      "1"
+    NAME/.storage_alignment   "64"
+    NAME/byteorder            "little"
+    NAME/data/0, 1, ...       a record per tensor: its elements, in C order
+    NAME/version              3, newline
+    NAME/.data/serialization_id   digests of the records' names and checksums, 20 decimal digits each
+                              directory of the zip file, its 64-bit end record and locator, its end record
+
+Records are stored, not deflated, and their data begin at multiples of 64: an extra field "FB" of each local header is the padding.
+Sizes and CRC-32 follow the data, and the directory repeats them.
+
+Sources: ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc`` and the miniz of torch 2.15; Python's ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import NUMPY_BY_NAME, name_of
+from actshard.errors import ArgumentError, UnsupportedError
+
+_ALIGN = 64
+_LARGE = 0xFFFFFFFF
+"""Sizes and offsets from here on are stored with 64 bits."""
+_DEEPEST = 60
+"""Levels of nesting; readers accept 64."""
+_AT_ONCE = 1000
+"""Items between two MARKs."""
+_STORAGES = {
+    **{"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16"},
+    **{"I64": "Long", "I32": "Int", "I16": "Short", "I8": "Char", "U8": "Byte", "BOOL": "Bool"},
+}
+"""Names of storages by dtype."""
+_UNTYPED = {
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{"U16": "uint16", "U32": "uint32", "U64": "uint64"},
+}
+"""Dtypes that have no storage of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class NewTensor:
+    """A tensor to be written. The same object twice is one tensor in the file.
+
+    Attributes:
+        dtype: safetensors name.
+        shape: may be empty, or contain 0.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * NUMPY_BY_NAME[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class _ZipRecord:
+    """A record: its name within the archive, its place, and its content (None: filled in by the caller)."""
+
+    name: str
+    header: int
+    start: int
+    size: int
+    content: bytes | None
+
+    @property
+    def is_64(self) -> bool:
+        return self.size >= _LARGE or self.header >= _LARGE
+
+    @property
+    def flags(self) -> int:
+        """Names are UTF-8, and checksum and sizes follow the data; nothing follows an empty record."""
+        return 0x0808 if self.size else 0x0800
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size + len(_descriptor(self, 0))
+
+
+class TorchArchive:
+    """An archive that will contain a value. The caller writes elements at :attr:`places`, then :meth:`seal` writes all else.
+
+    Args:
+        value: dicts, OrderedDicts, lists, tuples, texts, numbers, None and :class:`NewTensor`.
+        root: the archive's folder; ``torch.save(value, "data_0.ckpt")`` names it ``data_0``.
+
+    Attributes:
+        size: bytes of the file.
+        tensors: the value's tensors, in order.
+        places: offset and bytes of each tensor's elements.
+
+    Raises:
+        ArgumentError: a value of another type, or nested too deep.
+    """
+
+    def __init__(self, value: Any, root: str = "archive") -> None:
+        self._root = root
+        pickled = _Pickled(value)
+        self.tensors = pickled.tensors
+        self._records: list[_ZipRecord] = []
+        for name, content in [
+            ("data.pkl", pickled.bytes),
+            (".format_version", b"1"),
+            (".storage_alignment", b"64"),
+            ("byteorder", b"little"),
+        ]:
+            self._add(name, len(content), content)
+        for number, tensor in enumerate(pickled.tensors):
+            self._add(f"data/{number}", tensor.nbytes, None)
+        self._add("version", 2, b"3\n")
+        self._add(".data/serialization_id", 40, None)
+        self._end = self._records[-1].end
+        self.places = [(record.start, record.size) for record in self._records if record.name.startswith("data/")]
+        central = sum(len(_central(root, record, 0)) for record in self._records)
+        self.size = self._end + central + len(_tail(0, 0, 0))
+
+    def _add(self, name: str, size: int, content: bytes | None) -> None:
+        at = self._records[-1].end if self._records else 0
+        record = _ZipRecord(name, at, 0, size, content)
+        start = at + len(_local(self._root, record))
+        self._records.append(_ZipRecord(name, at, -(-start // _ALIGN) * _ALIGN, size, content))
+
+    def seal(self, into: NDArray[np.uint8]) -> None:
+        """Writes headers, checksums and the directory around the elements in ``into``, ``(size,)`` bytes."""
+        central: list[bytes] = []
+        crcs: list[int] = []
+        for record in self._records:
+            header = _local(self._root, record)
+            _put(into, record.header, header)
+            if record.content is not None:
+                _put(into, record.start, record.content)
+            if record is self._records[-1]:
+                _put(into, record.start, _serialization_id([r.name for r in self._records[:-1]], crcs))
+            crc = zlib.crc32(into[record.start : record.start + record.size].data)
+            _put(into, record.start + record.size, _descriptor(record, crc))
+            if record.size:
+                crcs.append(crc)
+            central.append(_central(self._root, record, crc))
+        listed = b"".join(central)
+        _put(into, self._end, listed + _tail(len(central), len(listed), self._end))
+
+
+def torch_bytes(value: Any, root: str = "archive") -> bytes:
+    """Returns the file of ``torch.save`` of a value in which numpy arrays stand for tensors.
+
+    Raises:
+        ArgumentError: a value of another type, or values nested too deep.
+        UnsupportedError: an array of a dtype that torch lacks.
+    """
+    arrays: dict[int, tuple[NewTensor, NDArray[Any]]] = {}
+    archive = TorchArchive(_with_tensors(value, arrays, 0), root)
+    made = np.zeros(archive.size, np.uint8)
+    array_of = {id(tensor): array for tensor, array in arrays.values()}
+    for tensor, (start, size) in zip(archive.tensors, archive.places, strict=True):
+        made[start : start + size] = np.ascontiguousarray(array_of[id(tensor)]).reshape(-1).view(np.uint8)
+    archive.seal(made)
+    return made.tobytes()
+
+
+def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]], depth: int) -> Any:
+    """The value with a :class:`NewTensor` for each array."""
+    if depth > _DEEPEST:
+        raise ArgumentError(f"expected values nested at most {_DEEPEST} deep")
+    if isinstance(value, np.ndarray):
+        if id(value) not in arrays:
+            if name_of(value.dtype) not in (*_STORAGES, *_UNTYPED):
+                raise UnsupportedError(f"expected an array of a dtype that torch has, found {value.dtype}")
+            arrays[id(value)] = (NewTensor(name_of(value.dtype), value.shape), value)
+        return arrays[id(value)][0]
+    if isinstance(value, dict):
+        return type(value)((key, _with_tensors(each, arrays, depth + 1)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(each, arrays, depth + 1) for each in value)
+    return value
+
+
+class _Pickled:
+    """Opcodes of a value, as Python's pickler emits them, and its tensors in order. Equal texts are stored once."""
+
+    def __init__(self, value: Any) -> None:
+        self._out = bytearray(b"\x80\x02")  # PROTO 2
+        self._memo: dict[Any, int] = {}
+        self.tensors: list[NewTensor] = []
+        self._save(value, 0)
+        self._out += b"."  # STOP
+        self.bytes = bytes(self._out)
+
+    def _remember(self, key: Any) -> None:
+        """BINPUT or LONG_BINPUT: the next number of the memo."""
+        number = len(self._memo)
+        self._memo[key] = number
+        self._out += b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number)
+
+    def _recall(self, key: Any) -> bool:
+        """BINGET or LONG_BINGET, if the value was stored before."""
+        number = self._memo.get(key)
+        if number is None:
+            return False
+        self._out += b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+        return True
+
+    def _save(self, value: Any, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise ArgumentError(f"expected values nested at most {_DEEPEST} deep")
+        kind = type(value)
+        save = _SAVERS.get(kind)
+        if save is None:
+            raise ArgumentError(f"expected plain values and tensors, found {kind.__name__}")
+        save(self, value, depth)
+
+    def _constant(self, value: Any, depth: int) -> None:
+        self._out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+
+    def _float(self, value: float, depth: int) -> None:
+        self._out += b"G" + struct.pack(">d", value)
+
+    def _int(self, value: int, depth: int) -> None:
+        if 0 <= value < 256:
+            self._out += b"K" + bytes([value])
+        elif 0 <= value < 65536:
+            self._out += b"M" + struct.pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self._out += b"J" + struct.pack("<i", value)
+        else:
+            raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            if value < 0 and raw[-1] == 0xFF and raw[-2] & 0x80:
+                raw = raw[:-1]
+            if len(raw) > 255:
+                raise ArgumentError(f"expected integers of at most 2040 bits, found one of {value.bit_length()}")
+            self._out += b"\x8a" + bytes([len(raw)]) + raw  # LONG1
+
+    def _text(self, value: str, depth: int) -> None:
+        if self._recall(value):
+            return
+        raw = value.encode("utf-8", "surrogatepass")
+        self._out += b"X" + struct.pack("<I", len(raw)) + raw
+        self._remember(value)
+
+    def _global(self, name: str) -> None:
+        if not self._recall(("global", name)):
+            self._out += b"c" + name.replace(" ", "\n").encode() + b"\n"
+            self._remember(("global", name))
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> None:
+        if self._recall(id(value)):
+            return
+        if type(value) is OrderedDict:
+            self._ordered()
+        else:
+            self._out += b"}"
+        self._remember(id(value))
+        pairs = list(value.items())
+        for first in range(0, len(pairs), _AT_ONCE):
+            some = pairs[first : first + _AT_ONCE]
+            self._out += b"(" if len(some) > 1 else b""
+            for key, each in some:
+                self._save(key, depth + 1)
+                self._save(each, depth + 1)
+            self._out += b"u" if len(some) > 1 else b"s"  # SETITEMS, SETITEM
+
+    def _ordered(self) -> None:
+        """An empty OrderedDict, not remembered."""
+        self._global("collections OrderedDict")
+        self._out += b")R"  # EMPTY_TUPLE, REDUCE
+
+    def _list(self, value: list[Any], depth: int) -> None:
+        if self._recall(id(value)):
+            return
+        self._out += b"]"
+        self._remember(id(value))
+        for first in range(0, len(value), _AT_ONCE):
+            some = value[first : first + _AT_ONCE]
+            self._out += b"(" if len(some) > 1 else b""
+            for each in some:
+                self._save(each, depth + 1)
+            self._out += b"e" if len(some) > 1 else b"a"  # APPENDS, APPEND
+
+    def _tuple(self, value: tuple[Any, ...], depth: int) -> None:
+        if value and self._recall(id(value)):
+            return
+        self._out += b"(" if len(value) > 3 else b""
+        for each in value:
+            self._save(each, depth + 1)
+        self._close(len(value), id(value))
+
+    def _close(self, n: int, key: Any) -> None:
+        """The opcode of a tuple of the last n values."""
+        self._out += (b")", b"\x85", b"\x86", b"\x87")[n] if n <= 3 else b"t"
+        if n:
+            self._remember(key)
+
+    def _numbers(self, values: tuple[int, ...]) -> None:
+        self._out += b"(" if len(values) > 3 else b""
+        for each in values:
+            self._int(each, 0)
+        self._close(len(values), object())
+
+    def _tensor(self, value: NewTensor, depth: int) -> None:
+        """``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)``; v3 has an untyped storage, and a dtype."""
+        if self._recall(id(value)):
+            return
+        untyped = _UNTYPED.get(value.dtype)
+        count = value.nbytes if untyped else value.nbytes // NUMPY_BY_NAME[value.dtype].itemsize
+        self._global(f"torch._utils _rebuild_tensor_v{3 if untyped else 2}")
+        self._out += b"(("
+        self._text("storage", 0)
+        self._global("torch.storage UntypedStorage" if untyped else f"torch {_STORAGES[value.dtype]}Storage")
+        key = str(len(self.tensors))
+        self.tensors.append(value)
+        self._out += b"X" + struct.pack("<I", len(key)) + key.encode()
+        self._remember(object())
+        self._text("cpu", 0)
+        self._int(count, 0)
+        self._out += b"t"
+        self._remember(object())
+        self._out += b"QK\x00"  # BINPERSID; offset 0
+        self._numbers(value.shape)
+        self._numbers(_strides(value.shape))
+        self._out += b"\x89"
+        self._ordered()
+        self._remember(object())
+        if untyped:
+            self._global(f"torch {untyped}")
+        self._out += b"t"
+        self._remember(object())
+        self._out += b"R"
+        self._remember(id(value))
+
+
+_SAVERS: dict[type, Callable[[_Pickled, Any, int], None]] = {
+    type(None): _Pickled._constant,
+    bool: _Pickled._constant,
+    int: _Pickled._int,
+    float: _Pickled._float,
+    str: _Pickled._text,
+    dict: _Pickled._dict,
+    OrderedDict: _Pickled._dict,
+    list: _Pickled._list,
+    tuple: _Pickled._tuple,
+    NewTensor: _Pickled._tensor,
+}
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch counts them: an axis of length 0 counts as one."""
+    made, step = [], 1
+    for n in reversed(shape):
+        made.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(made))
+
+
+# -- the zip file ------------------------------------------------------------------------------------------------------
+
+
+def _put(into: NDArray[np.uint8], at: int, data: bytes) -> None:
+    into[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+
+def _short(number: int) -> int:
+    """A number in a field of 32 bits: all ones if it is stored with 64 bits elsewhere."""
+    return 0xFFFFFFFF if number >= _LARGE else number
+
+
+def _more(record: _ZipRecord, size: int, packed: int) -> bytes:
+    """The extra field of 64-bit sizes and offsets; nothing if 32 bits are enough."""
+    fields = [size, packed] if record.size >= _LARGE else []
+    fields += [record.header] if record.header >= _LARGE else []
+    return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+
+
+def _local(root: str, record: _ZipRecord) -> bytes:
+    """The local header, with padding up to the record's start; the least padding if that is not known yet."""
+    name = f"{root}/{record.name}".encode()
+    more = _more(record, record.size, 0)
+    least = record.header + 30 + len(name) + len(more) + 4
+    padding = max(record.start - least, 0)
+    extra = more + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return struct.pack("<4s5H3I2H", b"PK\3\4", 0, record.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def _descriptor(record: _ZipRecord, crc: int) -> bytes:
+    """Checksum and sizes after the data."""
+    if not record.size:
+        return b""
+    return struct.pack("<4sI2Q" if record.is_64 else "<4s3I", b"PK\7\x08", crc, record.size, record.size)
+
+
+def _central(root: str, record: _ZipRecord, crc: int) -> bytes:
+    """The record's entry in the directory."""
+    name, more = f"{root}/{record.name}".encode(), _more(record, record.size, record.size)
+    size, at = _short(record.size), _short(record.header)
+    head = struct.pack(
+        "<4s6H3I5H2I", b"PK\1\2", 0, 0, record.flags, 0, 0, 0, crc, size, size, len(name), len(more), 0, 0, 0, 0, at
+    )
+    return head + name + more
+
+
+def _tail(records: int, size: int, start: int) -> bytes:
+    """The 64-bit end record, its locator, and the end record."""
+    end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, records, records, size, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    count = min(records, 0xFFFF)
+    last = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, _short(size), _short(start), 0)
+    return end + locator + last
+
+
+# -- the record serialization_id ---------------------------------------------------------------------------------------
+
+_64 = (1 << 64) - 1
+_BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697)
+"""Sizes of libstdc++'s hash tables as they grow from empty."""
+
+
+def _serialization_id(names: list[str], crcs: list[int]) -> bytes:
+    """Digests of names and of checksums. torch identifies files by it in its logs, and does not check it."""
+    found = 0
+    for crc in crcs:
+        found = _combined(found, crc)
+    return f"{_digest_of_names(tuple(names)):020}{found:020}".encode()
+
+
+@lru_cache(64)
+def _digest_of_names(names: tuple[str, ...]) -> int:
+    """The names' hashes, combined in the order in which libstdc++'s ``unordered_set`` has them."""
+    table: list[int] = []
+    buckets = iter(_BUCKETS)
+    size = 1
+    for number, name in enumerate(names):
+        if number == 0 or number >= size:
+            size = next(buckets)
+            before, table = table, []
+            for each in before:
+                _insert(table, each, size)
+        _insert(table, _hash(name.encode()), size)
+    found = 0
+    for each in table:
+        found = _combined(found, each)
+    return found
+
+
+def _insert(table: list[int], value: int, size: int) -> None:
+    """At the beginning of its bucket; of the table, if the bucket is empty."""
+    table.insert(next((i for i, each in enumerate(table) if each % size == value % size), 0), value)
+
+
+def _combined(seed: int, value: int) -> int:
+    """``c10::hash_combine``."""
+    return seed ^ ((value + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & _64)
+
+
+def _hash(data: bytes) -> int:
+    """libstdc++'s ``std::hash`` of a string: MurmurHash64A."""
+    times = 0xC6A4A7935BD1E995
+    found = (0xC70F6907 ^ (len(data) * times)) & _64
+    whole = len(data) & ~7
+    for at in range(0, whole, 8):
+        part = int.from_bytes(data[at : at + 8], "little") * times & _64
+        found = ((found ^ ((part ^ (part >> 47)) * times & _64)) * times) & _64
+    if len(data) > whole:
+        found = ((found ^ int.from_bytes(data[whole:], "little")) * times) & _64
+    found = ((found ^ (found >> 47)) * times) & _64
+    return found ^ (found >> 47)
