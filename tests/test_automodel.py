@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,3 +172,174 @@ def test_per_token_columns_are_those_of_the_tokens_that_are_converted(tmp_path: 
         store = opened(actshard.convert(DENSE, tmp_path / tokens, format, tokens=tokens, **own).path)
         assert store.table["input_ids"].to_pylist() == kept
         assert store.token_counts.tolist() == [len(row) for row in kept]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+MODEL = {"target_model": "m", "target_model_type": "qwen3", "target_vocab_size": 500, "num_hidden_layers": 40}
+
+
+def begun(path: Path, **options: Any) -> actshard.Writer:
+    """A writer of layers 3, last and -1, of width 4."""
+    given: dict[str, Any] = {"layers": [3, "last", -1], "d_model": 4, "dtype": "float32", "num_examples": 7}
+    return actshard.create(path, "automodel", **(given | {"metadata": MODEL, "shard_size": 3, "pad": True} | options))
+
+
+def examples_of(lengths: list[int]) -> tuple[list[np.ndarray], dict[str, list[list[int]]]]:
+    """States ``(3, S, 4)`` and columns of examples."""
+    rng = np.random.default_rng(1)
+    rows = [rng.standard_normal((3, n, 4)).astype(np.float32) for n in lengths]
+    ids = [rng.integers(1, 1 << 31, n).tolist() for n in lengths]
+    return rows, {"input_ids": ids, "loss_mask": [[(k + 1) % 2 for k in range(n)] for n in lengths]}
+
+
+def part_of(columns: dict[str, list[list[int]]], part: slice) -> dict[str, list[list[int]]]:
+    return {name: values[part] for name, values in columns.items()}
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
+
+
+def test_a_copy_is_the_original_byte_for_byte(tmp_path: Path) -> None:
+    """Manifest and shards; the weights are told as left behind."""
+    done = actshard.convert(DSPARK, tmp_path / "copy", "automodel", verify=True)
+    assert [str(loss) for loss in done.losses] == ["columns: not converted: target_weights.safetensors"]
+    made = bytes_of(done.path)
+    assert sorted(made) == ["manifest.json", *(f"shard-00000{i}.safetensors" for i in range(3))]
+    for name, data in made.items():
+        assert data == (DSPARK / name).read_bytes()
+
+
+def test_a_store_between_keeps_the_settings(tmp_path: Path) -> None:
+    store = actshard.convert(DSPARK, tmp_path / "store", "zarr", dtype="float32")
+    back = actshard.convert(store.path, tmp_path / "back", "automodel", dtype="bfloat16", verify=True)
+    for name, data in bytes_of(back.path).items():
+        assert data == (DSPARK / name).read_bytes()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 6])
+def test_what_is_appended_comes_back_and_an_interrupted_writer_goes_on(tmp_path: Path, cut: int) -> None:
+    """Whether the interruption is at a shard's end or within one."""
+    rows, columns = examples_of([4, 1, 6, 2, 6, 3, 5])
+    writer = begun(tmp_path / "a", tokens_per_example=6)
+    writer.append(rows[:cut], columns=part_of(columns, slice(cut)))
+    writer.flush()
+    names = sorted(path.name for path in (tmp_path / "a").glob("*shard-*"))
+    whole, begun_shard = (
+        [f"shard-00000{i}.safetensors" for i in range(cut // 3)],
+        f".shard-00000{cut // 3}.safetensors.part",
+    )
+    assert names == sorted([*whole, *([begun_shard] if cut % 3 else [])])
+    writer.abort()
+    with pytest.raises(actshard.UnfinishedError):
+        opened(tmp_path / "a")
+    with begun(tmp_path / "a", tokens_per_example=6, resume=True) as writer:
+        assert writer.committed == cut
+        writer.append(rows[cut:], columns=part_of(columns, slice(cut, None)))
+    with begun(tmp_path / "b", tokens_per_example=6) as writer:
+        writer.append(rows, columns=columns)
+    assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
+    store = opened(tmp_path / "a")
+    assert (store.layers, store.d_model, store.dtype) == ((3, -1, "last"), 4, np.float32)
+    assert store.token_counts.tolist() == [6] * 7
+    for i, states in enumerate(rows):
+        n = states.shape[1]
+        for k, layer in enumerate([3, "last", -1]):
+            assert np.array_equal(store.sequence(i, layer)[:n], states[k])
+            assert not store.sequence(i, layer)[n:].any()
+        for name, values in columns.items():
+            assert store.table[name].to_pylist()[i] == values[i] + [0] * (6 - n)
+    report = actshard.verify(tmp_path / "a", deep=True)
+    assert report.ok
+    with begun(tmp_path / "a", tokens_per_example=6, resume=True) as writer:
+        assert (writer.complete, len(writer)) == (True, 7)
+
+
+def test_a_shard_renamed_before_its_commit_was_recorded_is_written_again(tmp_path: Path) -> None:
+    rows, columns = examples_of([6] * 7)
+    writer = begun(tmp_path / "a")
+    writer.append(rows[:4], columns=part_of(columns, slice(4)))
+    writer.flush()
+    writer.abort()
+    (tmp_path / "a/.shard-000001.safetensors.part").rename(tmp_path / "a/shard-000001.safetensors")
+    with begun(tmp_path / "a", resume=True) as writer:
+        assert writer.committed == 4
+        writer.append(rows[4:], columns=part_of(columns, slice(4, None)))
+    assert np.array_equal(opened(tmp_path / "a").sequence(6, "last"), rows[6][1])
+
+
+def test_padding_has_the_tokenizers_id_and_no_loss(tmp_path: Path) -> None:
+    rows, columns = examples_of([2, 3])
+    with begun(tmp_path / "a", num_examples=2, tokens_per_example=3, pad_token_id=151643) as writer:
+        writer.append(rows, columns={"input_ids": columns["input_ids"]})
+    table = opened(tmp_path / "a").table
+    assert table["input_ids"].to_pylist()[0] == [*columns["input_ids"][0], 151643]
+    assert table["loss_mask"].to_pylist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_long_examples_are_cut_with_their_columns(tmp_path: Path) -> None:
+    rows, columns = examples_of([2, 5])
+    with begun(tmp_path / "a", num_examples=2, tokens_per_example=3, truncate=True) as writer:
+        writer.append(rows, columns=columns)
+    store = opened(tmp_path / "a")
+    assert store.table["input_ids"].to_pylist()[1] == columns["input_ids"][1][:3]
+    assert np.array_equal(store.sequence(1, 3), rows[1][0, :3])
+    done = actshard.convert(
+        DRAFT / "deepspec_v2_single", tmp_path / "b", "automodel", metadata=MODEL, tokens_per_example=5, pad=True, truncate=True,
+        verify=True,
+    )  # fmt: skip
+    assert {loss.what for loss in done.losses} == {"padding", "tokens", "columns"}
+    wanted_ids = opened(DRAFT / "deepspec_v2_single").table["input_ids"].to_pylist()
+    assert opened(done.path).table["input_ids"].to_pylist() == [(each + [0] * 5)[:5] for each in wanted_ids]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layers": [3, 8]}, "DSpark caches store the last hidden state: name a layer 'last'"),
+        ({"layers": ["last"]}, "stores other layers besides the last"),
+        ({"layers": ["a", "last"]}, r"pass layer_ids=\[\.\.\.\]"),
+        ({"layer_ids": [1]}, "layer_ids: expected 2 integers"),
+        ({"last": 9}, "or pass last=NAME"),
+        ({"num_examples": None}, "num_examples: automodel's shards"),
+        ({"metadata": {"target_model": "m"}}, "target_model_type: expected str, found None"),
+        ({"metadata": {**MODEL, "target_vocab_size": "5"}}, "target_vocab_size: expected int, found '5'"),
+        ({"metadata": {**MODEL, "seq_length": 5}}, "'seq_length' describes the files"),
+        ({"pad_token_id": -1}, "pad_token_id: expected a token id"),
+        ({"shard_size": 0}, "shard_size: expected a positive integer"),
+        ({"part": (0, 2)}, "part: not supported"),
+        ({"dtype": "float64"}, "automodel supports"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(actshard.ActshardError, match=said):
+        begun(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({}, "automodel stores token ids"),
+        ({"input_ids": [[1, 2]]}, "expected 3 values, one per token, found 2"),
+        ({"input_ids": [[1, 2, None]]}, "found null in example 0"),
+        ({"input_ids": [[1, 2, 3]], "loss_mask": [[1]]}, "expected 3 values, one per token, found 1"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}, "stores input_ids, loss_mask only"),
+    ],
+)
+def test_columns_that_are_not_one_value_per_token_are_refused(
+    tmp_path: Path, columns: dict[str, Any], said: str
+) -> None:
+    rows, _ = examples_of([3])
+    writer = begun(tmp_path / "a", num_examples=1)
+
+    def everything() -> None:
+        writer.append(rows, columns=columns)
+        writer.flush()  # lists are compared with rows when they are written
+
+    with pytest.raises(actshard.ActshardError, match=said):
+        everything()
+    writer.abort()

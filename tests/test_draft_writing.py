@@ -21,7 +21,15 @@ from draft_files import DRAFT, opened
 BF16 = ml_dtypes.bfloat16
 FILES = ("specforge", "modelopt", "angelslim", "eagle")
 """Formats with a file of torch.save per example."""
-TARGETS = ("deepspec", "speculators", *FILES)
+MODEL = {"target_model": "m", "target_model_type": "qwen3", "target_vocab_size": 500, "num_hidden_layers": 40}
+"""What Automodel's manifest tells of the target model."""
+TARGETS: dict[str, dict[str, Any]] = {
+    "deepspec": {},
+    "speculators": {},
+    "automodel": {"metadata": MODEL, "pad": True},
+    **{name: {} for name in FILES},
+}
+"""Formats, and what a conversion to each needs."""
 SOURCES = {path.parent.name: path.parent for path in sorted(DRAFT.glob("*/expected.npz"))}
 AGAIN: dict[str, dict[str, Any]] = {
     "specforge_eagle3": {"file_group_size": 5},
@@ -36,6 +44,9 @@ AGAIN: dict[str, dict[str, Any]] = {
 }
 """Options that the original wrote with."""
 REASONS = {
+    "DSpark caches store the last hidden state: name a layer 'last'": lambda source, target: (
+        "last" not in source.layers
+    ),
     "stores the last hidden state: name a layer 'last'": lambda source, target: "last" not in source.layers,
     "version 2 stores the last hidden state": lambda source, target: (
         "last" not in source.layers and target == "deepspec"
@@ -119,7 +130,7 @@ def test_any_two_formats(tmp_path: Path, name: str, target: str) -> None:
     """Equal rows, ids and masks, and every change told; or a refusal whose reason holds."""
     source = opened(SOURCES[name])
     try:
-        done = actshard.convert(source, tmp_path / "made", target, verify=True)  # type: ignore[arg-type]
+        done = actshard.convert(source, tmp_path / "made", target, verify=True, **TARGETS[target])  # type: ignore[arg-type]
     except actshard.ActshardError as error:
         said = str(error)
         assert "\n" not in said
@@ -138,15 +149,22 @@ def test_any_two_formats(tmp_path: Path, name: str, target: str) -> None:
     assert store.d_model == source.d_model
     equal_rows(store, source)
     ids, wanted = store.table["input_ids"].to_pylist(), source.table["input_ids"].to_pylist()
-    assert ids == [each[: len(mine)] for mine, each in zip(ids, wanted, strict=True)]
+    lengths = [min(map(len, both)) for both in zip(ids, wanted, strict=True)]
+    assert [each[:n] for each, n in zip(ids, lengths, strict=True)] == [
+        each[:n] for each, n in zip(wanted, lengths, strict=True)
+    ]
+    padding = [value for each, n in zip(ids, lengths, strict=True) for value in each[n:]]
+    assert set(padding) <= {0}
+    assert bool(padding) == ("padding" in losses)
     for mask in ("loss_mask", "attention_mask"):
         mine, theirs = mask in store.table.column_names, mask in source.table.column_names
         if mine and theirs:
-            both = zip(store.table[mask].to_pylist(), source.table[mask].to_pylist(), strict=True)
-            assert all(a == b[: len(a)] for a, b in both)
+            for a, b, n in zip(store.table[mask].to_pylist(), source.table[mask].to_pylist(), lengths, strict=True):
+                assert a == b[:n] + [0] * (len(a) - n)
         elif mine:
             assert f"the source has no {mask}: it is written as ones" in losses
-            assert {value for each in store.table[mask].to_pylist() for value in each} == {1}
+            for each, n in zip(store.table[mask].to_pylist(), lengths, strict=True):
+                assert each == [1] * n + [0] * (len(each) - n)
         elif theirs:
             assert mask in losses
     assert actshard.verify(done.path, deep=True).ok

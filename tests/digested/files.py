@@ -162,6 +162,9 @@ def _conversions() -> dict[str, Job]:
         made[f"convert draft/specforge_dspark to {b}"] = lambda f, b=b: actshard.convert(
             opened(GOLDEN / "draft/specforge_dspark"), f, b
         )
+    made["convert draft/automodel_dspark to automodel"] = lambda f: actshard.convert(
+        opened(GOLDEN / "draft/automodel_dspark"), f, "automodel"
+    )
     dflash = GOLDEN / "draft/specforge_dflash_gz"
     for b, options in (("specforge", {"gz": True}), ("angelslim", {"file_group_size": 3})):
         made[f"convert {dflash.name} to {b}"] = lambda f, b=b, o=options: actshard.convert(opened(dflash), f, b, **o)

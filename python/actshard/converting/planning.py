@@ -406,8 +406,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(
                 Loss(
                     "padding",
-                    f"{int(short.sum()):,} examples are padded with zeros to {target.tokens} tokens, which {format} treats as "
-                    "content; actshard also stores their lengths and skips the zeros",
+                    f"{int(short.sum()):,} examples are padded with zeros to {target.tokens} tokens, "
+                    + target.padding_note.format(format=format),
                 )
             )
         if long.any():

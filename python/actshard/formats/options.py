@@ -73,6 +73,15 @@ class SpecForgeOptions(TypedDict, total=False):
     gz: bool
 
 
+class AutomodelOptions(TypedDict, total=False):
+    """Options of NeMo Automodel caches."""
+
+    shard_size: int
+    last: Layer | None
+    layer_ids: Sequence[int]
+    pad_token_id: int
+
+
 class ModeloptOptions(TypedDict, total=False):
     """Options of Model-Optimizer hidden states."""
 
@@ -101,6 +110,7 @@ class FormatOptions(
     DeepspecOptions,
     SpeculatorsOptions,
     SpecForgeOptions,
+    AutomodelOptions,
     ModeloptOptions,
     AngelSlimOptions,
     EagleOptions,

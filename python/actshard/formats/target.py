@@ -148,6 +148,10 @@ class Target(ABC):
     """The format's column of an example's text."""
     empty_examples: ClassVar[str | None] = None
     """What happens to examples without tokens, if they cannot be stored."""
+    padding_note: ClassVar[str] = (
+        "which {format} treats as content; actshard also stores their lengths and skips the zeros"
+    )
+    """What becomes of padding, for the losses of a conversion to a format with a constant number of tokens."""
     keeping_all: ClassVar[str | None] = None
     """The option that keeps all tokens, for formats that can store a single row per example."""
 

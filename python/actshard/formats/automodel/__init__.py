@@ -9,14 +9,17 @@ from actshard.formats.format import Format, Room
 
 
 class AutomodelFormat(Format):
-    """NeMo Automodel caches. Read, verified and converted from."""
+    """NeMo Automodel caches. DSpark caches are written; EAGLE-3 caches are read, verified and converted from."""
 
     name: ClassVar[str] = "automodel"
     description: ClassVar[str] = "NeMo Automodel caches"
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
+    order: ClassVar[int] = 65
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
+        "target": ".write:AutomodelTarget",
         "check": ".check:check",
         "carrying": ".columns:AutomodelCarrying",
     }

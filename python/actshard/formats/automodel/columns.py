@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from actshard.formats.automodel.files import WEIGHTS
+from actshard.formats.automodel.files import OF_FILES, WEIGHTS
 from actshard.formats.carrying import Carrying
 from actshard.location import Location
 
@@ -13,7 +14,17 @@ if TYPE_CHECKING:
 
 
 class AutomodelCarrying(Carrying):
-    """Keeps token ids and masks; leaves the target's distribution and weights behind."""
+    """Keeps token ids and masks, and settings; leaves the target's distribution and weights behind."""
+
+    model_key: ClassVar[str | None] = "target_model"
+    of_files: ClassVar[frozenset[str]] = frozenset(OF_FILES)
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = {name: value for name, value in metadata.items() if name not in OF_FILES}
+        size = metadata.get("shard_size")
+        return given, {"shard_size": size} if type(size) is int and size > 0 else {}
 
     def left_behind(self, contents: Contents) -> list[str]:
         root = Location.at(contents.path)

@@ -21,7 +21,7 @@ from actshard.location import Location
 
 MANIFEST = "manifest.json"
 WEIGHTS = ("target_embeddings.safetensors", "target_weights.safetensors")
-_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _SHARD = re.compile(r"shard-(\d{6,})\.safetensors")
 _VERSIONS = {"eagle3": 2, "dspark": 1}
 _AUX = {"eagle3": "aux_hidden_states", "dspark": "target_hidden_states"}
@@ -33,6 +33,12 @@ COLUMNS = {
     "dspark": ("input_ids", "loss_mask"),
 }
 """Per-token tensors by kind. ``position_mask`` has a last axis of 1."""
+
+OF_FILES = (
+    *("format_version", "complete", "num_samples", "shard_size", "seq_length", "dtype", "hidden_size"),
+    *(*_IDS.values(), *_WIDTH.values(), "target_last_hidden_dim"),
+)
+"""Fields of the manifest that describe the files."""
 
 
 def kind_of(value: Any) -> str | None:
@@ -77,7 +83,12 @@ class DraftManifest:
             MissingFileError, FormatError, UnsupportedError, UnfinishedError: as the message tells.
         """
         path = root / MANIFEST
-        fields = Fields(read_json(path), path)
+        return cls.parsed(Fields(read_json(path), path))
+
+    @classmethod
+    def parsed(cls, fields: Fields) -> DraftManifest:
+        """Checks a manifest's fields; raises as :meth:`of`."""
+        path = fields.path
         kind = kind_of(fields.value)
         if kind is None:
             raise FormatError("expected the manifest of an EAGLE-3 or DSpark cache", path=path, code="metadata")
@@ -93,15 +104,15 @@ class DraftManifest:
                 path=path,
             )
         dtype = fields.text("dtype")
-        if dtype not in _DTYPES:
-            raise UnsupportedError(fields.error("dtype", " or ".join(_DTYPES)).detail, path=path)
+        if dtype not in DTYPES:
+            raise UnsupportedError(fields.error("dtype", " or ".join(DTYPES)).detail, path=path)
         made = cls(
             fields,
             kind,
             num_examples=fields.integer("num_samples", minimum=0),
             shard_size=fields.integer("shard_size"),
             tokens=fields.integer("seq_length"),
-            dtype=_DTYPES[dtype],
+            dtype=DTYPES[dtype],
             layer_ids=_layers(fields, _IDS[kind]),
             width=0,
             top=fields.integer("target_probs_topk", minimum=0) if kind == "eagle3" else 0,

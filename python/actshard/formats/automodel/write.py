@@ -1,0 +1,298 @@
+"""Writes DSpark caches of NeMo Automodel, as ``precompute_dspark`` writes them; see ``files`` for the layout.
+
+A shard has the temporary name ``.NAME.part`` until all of its examples are committed. manifest.json comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import NUMPY_BY_NAME, name_of
+from actshard._json import Fields
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.automodel.files import COLUMNS, DTYPES, MANIFEST, OF_FILES, DraftManifest
+from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
+from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive
+from actshard.layers import Layer
+from actshard.location import Location
+from actshard.work import rename, sync_folders, write_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SHARD_SIZE = 256
+_NEEDED = {"target_model": str, "target_model_type": str, "target_vocab_size": int, "num_hidden_layers": int}
+"""Fields of the manifest that Automodel's trainer compares with its model."""
+_IDS, _MASK = COLUMNS["dspark"]
+_AUX, _LAST_STATES = "target_hidden_states", "target_last_hidden_states"
+_SHARD = re.compile(r"\.?shard-(\d{6,})\.safetensors(\.part)?")
+_ORDER = ("I64", "F32", "F16", "BF16")
+"""Dtypes in the order in which the safetensors library sorts tensors; those of one dtype by name."""
+
+
+class AutomodelTarget(Target):
+    """Writes a DSpark cache. Layers are integers, and the last hidden state."""
+
+    format: ClassVar[str] = "automodel"
+    makes: ClassVar[tuple[str, ...]] = (MANIFEST, "shard-*.safetensors")
+    own: ClassVar[Mapping[str, str]] = {
+        "shard_size": f"samples in a shard (default: {_SHARD_SIZE})",
+        "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
+        "layer_ids": "target_layer_ids of the other layers (default: their names)",
+        "pad_token_id": "token id of padding (default: 0)",
+    }
+    decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
+    ragged = False
+    holds_named_layers = True
+    takes_shard_bytes = False
+    only_columns: tuple[str, ...] | None = COLUMNS["dspark"]
+    needs_columns: ClassVar[tuple[str, ...]] = (_IDS,)
+    padding_note: ClassVar[str] = "and their lengths are not stored: loss_mask is 0 there"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.part is not None:
+            raise ArgumentError("part: not supported by automodel; write one dataset")
+        if spec.num_examples is None:
+            raise ArgumentError("num_examples: automodel's shards have the number of their samples in front; pass it")
+        if taken := sorted(set(OF_FILES) & spec.metadata.keys()):
+            raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
+        lacking = [name for name, kind in _NEEDED.items() if type(spec.metadata.get(name)) is not kind]
+        if lacking:
+            raise ArgumentError(
+                f"metadata: automodel's trainer compares {', '.join(_NEEDED)} with its model: pass metadata= with them; "
+                f"{lacking[0]}: expected {_NEEDED[lacking[0]].__name__}, found {spec.metadata.get(lacking[0])!r}"
+            )
+        self.shard_size = positive(spec.options, "shard_size", _SHARD_SIZE) or _SHARD_SIZE
+        self.pad = spec.options.get("pad_token_id", 0)
+        if type(self.pad) is not int or not 0 <= self.pad < 1 << 31:
+            raise ArgumentError(f"pad_token_id: expected a token id, found {self.pad!r}")
+        self._tokens = spec.tokens
+        self._name_layers()
+        self._dirty: set[int] = set()
+
+    def _name_layers(self) -> None:
+        """Determines which layer is the last hidden state, and the ids of the others."""
+        layers, wanted = self.spec.layers, self.spec.options.get("last", LAST)
+        if wanted not in layers:
+            raise ArgumentError(
+                f"layers: automodel's DSpark caches store the last hidden state: name a layer {LAST!r}, or pass last=NAME; EAGLE-3 "
+                f"caches, which store the target's distribution, are not written; found {list(layers)}"
+            )
+        self.last = layers.index(wanted)
+        self.others = [k for k in range(len(layers)) if k != self.last]
+        ids = self.spec.options.get("layer_ids", [layers[k] for k in self.others])
+        if not isinstance(ids, list) or len(ids) != len(self.others):
+            raise ArgumentError(
+                f"layer_ids: expected {len(self.others)} integers, one for each other layer, found {ids!r}"
+            )
+        if not ids:
+            raise ArgumentError(
+                f"layers: automodel stores other layers besides the last hidden state; found {list(layers)}"
+            )
+        if any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
+            raise ArgumentError(
+                f"layers: expected different integers of at least -1 as target_layer_ids, found {ids}; pass layer_ids=[...]"
+            )
+        self.ids: list[int] = ids
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        made: dict[Layer, Layer] = {self.spec.layers[k]: id for k, id in zip(self.others, self.ids, strict=True)}
+        return {**made, self.spec.layers[self.last]: LAST}
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        return made_up_masks(COLUMNS["dspark"], columns)
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, tuple(DTYPES.values()), "automodel", "")
+
+    def take_tokens(self, found: int) -> None:
+        if self._tokens is None:
+            self._tokens = found
+        if not self._tokens:
+            raise ArgumentError("expected at least one token per example, found none")
+
+    @property
+    def tokens(self) -> int | None:
+        return self._tokens
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        check_lists(schema, COLUMNS["dspark"], "automodel")
+
+    def check_count(self, n: int, columns: Sequence[str]) -> None:
+        if _IDS not in columns:
+            raise ArgumentError(
+                "columns: automodel stores token ids: pass columns={'input_ids': [...]}, a list per example"
+            )
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        self._values(table, first)
+
+    @staticmethod
+    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
+        return {name: values_of(table[name], name, first, np.int64) for name in table.column_names}
+
+    def config(self) -> dict[str, Any]:
+        own = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
+        return {**super().config(), **own, "tokens": self._tokens, "examples": self.spec.num_examples}
+
+    def adopt(self, config: dict[str, Any]) -> None:
+        super().adopt(config)
+        tokens = config["tokens"]
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError(f"tokens {tokens!r}")
+        self._tokens = tokens
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _path(self, shard: int, *, done: bool) -> Path:
+        name = f"shard-{shard:06}.safetensors"
+        return self.root / (name if done else f".{name}.part")
+
+    def _found(self) -> list[tuple[int, bool, Path]]:
+        """Shards, whole or not: number, whether the name is the final one, path."""
+        made = []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            named = _SHARD.fullmatch(path.name)
+            if named is not None and path in (self._path(int(named[1]), done=x) for x in (True, False)):
+                made.append((int(named[1]), named[2] is None, path))
+        return made
+
+    def _end(self, shard: int) -> int:
+        """The first example after a shard."""
+        assert self.spec.num_examples is not None
+        return min((shard + 1) * self.shard_size, self.spec.num_examples)
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = len(lengths)
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        for shard, done, path in self._found():
+            if shard * self.shard_size >= len(lengths):
+                path.unlink()
+            elif done and self._end(shard) > len(lengths):
+                rename(path, self._path(shard, done=False))  # its last examples were not committed
+            elif not done and self._end(shard) <= len(lengths):
+                rename(path, self._path(shard, done=True))
+
+    def _manifest(self) -> DraftManifest:
+        assert self.dtype is not None
+        stored = next(name for name, dtype in DTYPES.items() if dtype == name_of(self.dtype))
+        value = {
+            "mask_generation_prompt": False,
+            "mask_reasoning_content": False,
+            **self.spec.metadata,
+            "format_version": 1,
+            "complete": True,
+            "hidden_size": self.spec.d_model,
+            "seq_length": self._tokens,
+            "dtype": stored,
+            "num_samples": self.spec.num_examples,
+            "shard_size": self.shard_size,
+            "target_hidden_dim": len(self.ids) * self.spec.d_model,
+            "target_last_hidden_dim": self.spec.d_model,
+            "target_layer_ids": self.ids,
+        }
+        return DraftManifest.parsed(Fields(value, Location.at(self.root / MANIFEST)))
+
+    def _header(self, n: int) -> tuple[bytes, dict[str, int], int]:
+        """The header of a shard of n samples, each tensor's first byte in the file, and the file's size."""
+        tensors, at = self._manifest().tensors(n), 0
+        made: dict[str, dict[str, Any]] = {}
+        for name in sorted(tensors, key=lambda name: (_ORDER.index(tensors[name][1]), name)):
+            shape, dtype = tensors[name]
+            end = at + int(np.prod(shape, dtype=np.int64)) * NUMPY_BY_NAME[dtype].itemsize
+            made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(made, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        return header, {name: len(header) + each["data_offsets"][0] for name, each in made.items()}, len(header) + at
+
+    def write(self, block: Block) -> None:
+        if block.columns is None:
+            raise ArgumentError("columns: automodel stores token ids: pass columns={'input_ids': [...]}")
+        assert self._tokens is not None
+        n, s, width = len(block), self._tokens, self.spec.d_model
+        held = self._values(block.columns, self.n)
+        counts = held[_IDS][1]
+        if block.own is not None:
+            check_counts(np.minimum(counts, s), block.own, _IDS, self.n)
+        for name, (_, each) in held.items():
+            check_counts(each, counts, name, self.n)
+        ones = (np.ones(int(counts.sum()), np.int64), counts)
+        states = block.memory.reshape(n, len(self.spec.layers), s, width).view(f"u{self.itemsize}")
+        tensors = {
+            _IDS: _padded(*held[_IDS], s, self.pad),
+            _MASK: _padded(*held.get(_MASK, ones), s, 0),
+            _AUX: states[:, self.others].transpose(0, 2, 1, 3),
+            _LAST_STATES: states[:, self.last],
+        }
+        self._put_tensors(n, {name: np.ascontiguousarray(each) for name, each in tensors.items()})
+        self.n += n
+
+    def _put_tensors(self, n: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Writes stacked tensors of the next n samples to the shards that hold them."""
+        sources = [each.reshape(-1).view(np.uint8) for each in tensors.values()]
+        steps = [each.nbytes // n for each in tensors.values()]
+        files: list[tuple[Path, int]] = []
+        pieces: list[tuple[int, int, int, int, int]] = []
+        first = self.n
+        while first < self.n + n:
+            shard = first // self.shard_size
+            last = min(self._end(shard), self.n + n)
+            header, starts, size = self._header(self._end(shard) - shard * self.shard_size)
+            pieces.append((len(sources), 0, len(header), len(files), 0))
+            sources.append(np.frombuffer(header, np.uint8))
+            row = first - shard * self.shard_size
+            for k, (name, step) in enumerate(zip(tensors, steps, strict=True)):
+                pieces.append(
+                    (k, (first - self.n) * step, (last - first) * step, len(files), starts[name] + row * step)
+                )
+            files.append((self._path(shard, done=False), size))
+            self._dirty.add(shard)
+            first = last
+        self.put(sources, files, pieces)
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return [self._path(shard, done=False) for shard in sorted(self._dirty)], {}
+
+    def committed(self) -> None:
+        for shard in sorted(self._dirty):
+            if self._end(shard) <= self.n:
+                rename(self._path(shard, done=False), self._path(shard, done=True))
+        sync_folders([self.root])
+        self._dirty.clear()
+
+    def finish(self, examples: AllExamples) -> None:
+        self.forget(examples.lengths)
+        manifest = self._manifest()
+        found = [number for number, done, _ in self._found() if done]
+        if found != list(range(manifest.num_shards)):
+            raise FormatError(f"expected shards 0 to {manifest.num_shards - 1}, found {found[:12]}", path=self.root)
+        sync_folders([self.root])
+        # As Automodel writes it: sorted keys, two spaces.
+        write_bytes(self.root / MANIFEST, json.dumps(manifest.fields.value, indent=2, sort_keys=True).encode())
+
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
+        each = 16 + len(self.spec.layers) * row
+        shards = -(-len(tokens) // self.shard_size)
+        return shards, shards + 1, len(tokens) * (self._tokens or int(tokens.max(initial=0))) * each + 400 * shards
+
+
+def _padded(values: NDArray[Any], counts: NDArray[np.int64], tokens: int, pad: int) -> NDArray[np.int64]:
+    """Values of examples as ``(n, tokens)``, padded on the right, or cut."""
+    made = np.full((len(counts), tokens), pad, np.int64)
+    place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kept = place < tokens
+    made[np.repeat(np.arange(len(counts)), counts)[kept], place[kept]] = values[kept]
+    return made
