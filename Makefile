@@ -104,7 +104,7 @@ $(LEVANTER)/.installed: $(VENV)/.base pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(LEVANTER)/bin/python --group levanter && touch $@
 
 $(VENV)/.peers: $(VENV)/.base pyproject.toml
-	$(UV) --group peers && touch $@
+	$(UV) --group peers && $(UV) --no-deps --group originals && touch $@
 
 # nginx and s3s-fs are no Python packages; where they cannot be installed, their tests are skipped and say so.
 $(VENV)/.servers: $(VENV)/.base pyproject.toml

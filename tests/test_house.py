@@ -239,6 +239,7 @@ ON_PATHS = {
     "formats.draft_writing": "writes",
     "staging": "copies to this machine's disk",
     "caching": "a folder of this machine",
+    "compat.speculators.transfer": "writes rows for speculators beside a store",
     "compat.saev.copying": "copies a dump to this machine's disk",
     "tokens.writing": "writes",
     "tokens.building": "writes",

@@ -33,7 +33,7 @@ class DraftSample:
     Attributes:
         ids: ``(T,)`` token ids.
         mask: ``(T,)`` loss mask.
-        states: ``(T, L * d_model)``, the L layers of a token side by side.
+        states: ``(T, L * d_model)``, the L layers of a token side by side; L may be 0.
         last: ``(T, d_model)``, the last hidden states; None without such a layer.
     """
 
@@ -77,10 +77,8 @@ class DraftExamples:
         self.dtype = None if dtype is None else _arguments.dtype(dtype)[0]
         self.last = last
         self.layers = tuple(layer for layer in self.store.layers if layer != last) if layers is None else tuple(layers)
-        if not self.layers:
-            raise ArgumentError(
-                "layers: expected at least one layer of hidden states, found none", path=self.store.path
-            )
+        if not self.layers and last is None:
+            raise ArgumentError("layers: expected a layer of hidden states, found none", path=self.store.path)
         self.numbers = self._numbers(layers)
         self._groups = np.array([self.store.group_of(layer) for layer in self.layers], np.int64)
         self._last = None if last is None else np.array([self.store.group_of(last)], np.int64)
@@ -138,24 +136,47 @@ class DraftExamples:
         """
         numbers, first = np.asarray(examples, np.int64), self.store.special_tokens
         stored = self.store.tokens_of(numbers)
-        content = stored - first if self._content is None else self._content[numbers]
+        content = self._contents_of(numbers, stored)
         lengths = content if most is None else np.minimum(content, most)
         ends = np.cumsum(lengths)
         at = np.repeat(numbers, lengths)
         tokens = np.arange(len(at)) - np.repeat(ends - lengths, lengths) + first
         states = self._rows(self._groups, at, tokens)
         last = None if self._last is None else self._rows(self._last, at, tokens)
-        values = self._columns(numbers)
         made = []
-        for i, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
-            part, example = slice(end - length, end), int(numbers[i])
-            counts = int(stored[i]), int(content[i])
-            own = {name: self._values(values[name][i], name, example, *counts)[:length] for name in self._kinds}
-            mask = np.ones(length, self._mask) if self._loss_mask is None else own[self._loss_mask]
-            made.append(DraftSample(own[self._input_ids], mask, states[part], None if last is None else last[part]))
+        for (ids, mask), end, length in zip(self._tokens(numbers, stored, content), ends, lengths, strict=True):
+            part = slice(end - length, end)
+            made.append(DraftSample(ids[:length], mask[:length], states[part], None if last is None else last[part]))
         return made
 
+    def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Token ids and masks of examples, without their states.
+
+        Raises:
+            As :meth:`read`.
+        """
+        numbers = np.asarray(examples, np.int64)
+        stored = self.store.tokens_of(numbers)
+        return self._tokens(numbers, stored, self._contents_of(numbers, stored))
+
+    def _tokens(
+        self, numbers: NDArray[np.int64], stored: NDArray[np.int64], content: NDArray[np.int64]
+    ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        values = self._columns(numbers)
+        made = []
+        for i, (example, *counts) in enumerate(np.stack([numbers, stored, content], axis=1).tolist()):
+            own = {name: self._values(values[name][i], name, example, *counts) for name in self._kinds}
+            mask = np.ones(counts[1], self._mask) if self._loss_mask is None else own[self._loss_mask]
+            made.append((own[self._input_ids], mask))
+        return made
+
+    def _contents_of(self, numbers: NDArray[np.int64], stored: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Content tokens of examples."""
+        return stored - self.store.special_tokens if self._content is None else self._content[numbers]
+
     def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+        if not len(groups):
+            return np.empty((len(examples), 0), self.state_dtype)
         named = self.layers if groups is self._groups else (self.last,)
         found = self.store.gather_of(groups, examples, tokens, None, self.dtype, named)
         return found.reshape(len(examples), len(groups) * self.width)
@@ -165,7 +186,7 @@ class DraftExamples:
         wanted = list(self._kinds)
         try:
             if self.store.contents.example_columns is not None:
-                return self.store.read_columns(wanted, numbers)
+                return self.store.read_columns(wanted, numbers.tolist())
             if self._table is None:
                 self._table = self.store.read_columns(wanted)
         except NotStoredError as error:

@@ -88,12 +88,7 @@ class SpeculatorsTarget(Target):
             )
 
     def check_values(self, table: pa.Table, first: int) -> None:
-        self._values(table, first)
-
-    @staticmethod
-    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
-        kinds = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
-        return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
+        _values(table, first)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "last": self.last}
@@ -136,7 +131,7 @@ class SpeculatorsTarget(Target):
             raise ArgumentError(f"example {bad} has no tokens, and speculators requires at least one; leave it out")
         if block.columns is None:
             raise ArgumentError("columns: speculators stores token ids: pass columns={'input_ids': [...]}")
-        held = self._values(block.columns, self.n)
+        held = _values(block.columns, self.n)
         for name, (_, counts) in held.items():
             check_counts(counts, tokens, name, self.n)
         headers = [self._header(n) for n in tokens.tolist()]
@@ -175,46 +170,68 @@ class SpeculatorsTarget(Target):
         if found != len(examples):
             raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root / FOLDER)
         assert examples.columns is not None
-        table = self._rows(examples.columns)
-        import pyarrow as pa
-
-        with whole_file(self.root / _ROWS) as file, pa.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table, max_chunksize=_ROWS_AT_ONCE)
-        info = {"citation": "", "description": "", "features": _FEATURES, "homepage": "", "license": ""}
-        names = [self.spec.layers[k] for k in self.order[:-1]]
-        _write_json(self.root / INFO, {**self.spec.metadata, **info, LAYERS: names})
-        sync_folders([self.root / FOLDER, self.root])
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": _ROWS}],
-            "_fingerprint": _fingerprint(table),
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": "torch",  # speculators' own reader compares tensors
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        _write_json(self.root / STATE, state)
-
-    def _rows(self, columns: pa.Table) -> pa.Table:
-        """The rows, with the types and the schema that ``datasets`` writes. A missing mask is ones."""
-        import pyarrow as pa
-
-        held = self._values(columns, 0)
-        ids, counts = held["input_ids"]
-        mask = held["loss_mask"][0] if "loss_mask" in held else np.ones(len(ids), np.int64)
-        ends = np.concatenate([[0], np.cumsum(counts)])
-        made = {
-            "input_ids": _lists(ends, ids.astype(np.int32)),
-            "loss_mask": _lists(ends, mask.astype(np.int64)),
-            "seq_len": pa.chunked_array([pa.array(counts)]),
-        }
-        info = json.dumps({"info": {"features": _FEATURES}})
-        return pa.table(made).replace_schema_metadata({"huggingface": info})
+        sync_folders([self.root / FOLDER])
+        write_rows(self.root, examples.columns, [self.spec.layers[k] for k in self.order[:-1]], self.spec.metadata)
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         each = 8 + len(self.spec.layers) * row
         return len(tokens), len(tokens) + 3, int(tokens.sum()) * (each + 12) + 200 * len(tokens)
+
+
+def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
+    kinds = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
+    return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
+
+
+def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, metadata: Mapping[str, Any]) -> None:
+    """Writes the Arrow rows, dataset_info.json and, last, state.json.
+
+    Args:
+        root: the folder.
+        columns: ``input_ids``, and ``loss_mask``, which is ones if it is missing: lists with a value per token.
+        layers: names of the layers before the last; None: not stored.
+        metadata: further fields of dataset_info.json.
+
+    Raises:
+        ArgumentError: a value that the rows cannot hold.
+    """
+    import pyarrow as pa
+
+    table = _rows(columns)
+    with whole_file(root / _ROWS) as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=_ROWS_AT_ONCE)
+    info = {"citation": "", "description": "", "features": _FEATURES, "homepage": "", "license": ""}
+    names = {} if layers is None else {LAYERS: list(layers)}
+    _write_json(root / INFO, {**metadata, **info, **names})
+    sync_folders([root])
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": _ROWS}],
+        "_fingerprint": _fingerprint(table),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": "torch",  # speculators' own reader compares tensors
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    _write_json(root / STATE, state)
+
+
+def _rows(columns: pa.Table) -> pa.Table:
+    """The rows, with the types and the schema that ``datasets`` writes. A missing mask is ones."""
+    import pyarrow as pa
+
+    held = _values(columns, 0)
+    ids, counts = held["input_ids"]
+    mask = held["loss_mask"][0] if "loss_mask" in held else np.ones(len(ids), np.int64)
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    made = {
+        "input_ids": _lists(ends, ids.astype(np.int32)),
+        "loss_mask": _lists(ends, mask.astype(np.int64)),
+        "seq_len": pa.chunked_array([pa.array(counts)]),
+    }
+    info = json.dumps({"info": {"features": _FEATURES}})
+    return pa.table(made).replace_schema_metadata({"huggingface": info})
 
 
 def _lists(ends: NDArray[np.int64], values: NDArray[Any]) -> pa.ChunkedArray:
