@@ -5,16 +5,27 @@
 
 use std::hint::black_box;
 use std::io::{Read, Write};
+use std::sync::Arc;
 use std::time::Duration;
 
 use actshard_core::DType;
 use actshard_core::codec::inflate::inflate;
 use actshard_core::dtype::Cast;
+use actshard_core::files::scaled::{ScaledArray, ScaledStore};
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::gather::{Ints, Out, Pick};
+use actshard_core::kernels::scaled::{self, Product, ScaledCode};
 use actshard_core::kernels::{self, Float, Stores, portable};
 use actshard_core::layout::Layout;
+use actshard_core::layout::placed::Placed;
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Table, TableBuilder};
+use actshard_core::location::Location;
+use actshard_core::parse::arrays::ArrayPlace;
 use actshard_core::parse::safetensors::parse_bytes;
+use actshard_core::rows::Rows;
+use actshard_core::source::local::Local;
+use actshard_core::source::{Io, Store};
 use actshard_core::stream::order::Permutation;
 use actshard_core::stream::rescale::{Convert, Scale, Scratch};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -156,6 +167,93 @@ fn scale(c: &mut Criterion) {
     group.bench_function("one loop with float64 vectors", |b| b.iter(|| naive(black_box(&mut out))));
 }
 
+const CODES: [(ScaledCode, DType, &str); 3] = [
+    (ScaledCode::E4M3, DType::F8E4M3, "float8_e4m3fn"),
+    (ScaledCode::E5M2, DType::F8E5M2, "float8_e5m2"),
+    (ScaledCode::I8, DType::I8, "int8"),
+];
+
+/// Random bytes without those that are NaN or infinite in a float8 type.
+fn codes(n: usize) -> Vec<u8> {
+    random(n).into_iter().map(|x| x as u8 & 0xbf).collect()
+}
+
+/// Products in bfloat16 of a row of 4,096 codes, in the cache, beside a copy of as many bytes.
+fn products(c: &mut Criterion) {
+    const N: usize = 4096;
+    let (src, plain) = (codes(N), vec![1u8; 2 * N]);
+    let scales: Vec<u8> = values(N).into_iter().flat_map(f32::to_le_bytes).collect();
+    let (mut out, mut want) = (vec![0u8; 2 * N], vec![0u8; 2 * N]);
+    for (code, _, name) in CODES {
+        let mut group = c.benchmark_group(format!("scaled, {name} to bfloat16"));
+        group.throughput(Throughput::Bytes(out.len() as u64));
+        scaled::portable_times(code, Product::BF16, &src, 0.37, &mut want);
+        scaled::times(code, Product::BF16, &src, 0.37, &mut out, Stores::Cached);
+        assert!(out == want, "{name}");
+        group.bench_function("one scale", |b| {
+            b.iter(|| scaled::times(code, Product::BF16, black_box(&src), 0.37, &mut out, Stores::Cached));
+        });
+        group.bench_function("one scale, portable", |b| {
+            b.iter(|| scaled::portable_times(code, Product::BF16, black_box(&src), 0.37, &mut out));
+        });
+        scaled::portable_times_each(code, Product::BF16, &src, &scales, &mut want);
+        scaled::times_each(code, Product::BF16, &src, &scales, &mut out, Stores::Cached);
+        assert!(out == want, "{name}");
+        group.bench_function("a scale each", |b| {
+            b.iter(|| scaled::times_each(code, Product::BF16, black_box(&src), &scales, &mut out, Stores::Cached));
+        });
+        group.bench_function("copy", |b| b.iter(|| kernels::copy(black_box(&plain), &mut out, Stores::Cached)));
+    }
+}
+
+/// 16,384 random rows of 4,096 elements out of 24,576, as bfloat16 by all threads: 128 MiB of output, from mapped files.
+fn gather_products(c: &mut Criterion) {
+    const ROWS: u64 = 24_576;
+    const WIDTH: u64 = 4096;
+    const ITEMS: usize = 16_384;
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        Location::from(path.as_path())
+    };
+    let tokens: Vec<i64> = random(ITEMS).into_iter().map(|x| (x % ROWS) as i64).collect();
+    let rows = |store: Arc<dyn Store>, location: Location| {
+        let file = RowFile { location, rows: RowsIn::Apart { step: 2 * WIDTH, swapped: false } };
+        let layout = Placed::new(1, vec![0], vec![0], vec![ROWS as u32], vec![2 * WIDTH]).unwrap();
+        Rows::Placed(FileTable::of(store, vec![file], WIDTH, DType::BF16).unwrap(), layout)
+    };
+    let mut out = vec![0u8; ITEMS * 2 * WIDTH as usize];
+    let mut group = c.benchmark_group("gather, 128 MiB of rows of 4,096 bfloat16");
+    group.throughput(Throughput::Bytes(out.len() as u64));
+    let mut run = |name: &str, rows: &Rows| {
+        let pick = || Pick::Tokens { examples: Ints::One(0), tokens: Ints::Each(&tokens) };
+        let cast = Cast::between(DType::BF16, DType::BF16).unwrap();
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                rows.gather(Ints::One(0), pick(), ITEMS, cast, Out::Dense(&mut out), &mut || false).unwrap();
+            });
+        });
+    };
+    let plain = write("plain", &vec![1; (ROWS * WIDTH * 2) as usize]);
+    run("stored as bfloat16", &rows(Arc::new(Local { io: Io::Mmap }), plain));
+    let scales: Vec<u8> = (0..ROWS.max(WIDTH)).flat_map(|i| (0.1 + i as f32).to_le_bytes()).collect();
+    let bytes = [scales.clone(), codes((ROWS * WIDTH) as usize)].concat();
+    let file = write("codes", &bytes);
+    let place = |dtype, shape: &[u64], at| {
+        let (shape, strides) = (shape.to_vec(), ArrayPlace::dense(shape));
+        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None }
+    };
+    for (_, dtype, name) in CODES {
+        for (per, shape) in [("a row", [ROWS, 1, 1]), ("a channel", [1, 1, WIDTH])] {
+            let codes = place(dtype, &[ROWS, 1, WIDTH], scales.len() as u64);
+            let array = ScaledArray::new(&codes, &place(DType::F32, &shape, 0), DType::BF16).unwrap();
+            let store = ScaledStore::new(Arc::new(Local { io: Io::Mmap }), vec![(file.clone(), array)]);
+            run(&format!("{name}, a scale for {per}"), &rows(Arc::new(store), ScaledStore::name(&file, 0)));
+        }
+    }
+}
+
 /// Addresses of 4,096 random rows.
 fn locate(c: &mut Criterion) {
     const N: usize = 4096;
@@ -282,6 +380,6 @@ fn quick() -> Criterion {
 criterion_group! {
     name = benches;
     config = quick();
-    targets = copy, cast, scale, locate, sort, inflate_gzip, parse, permute
+    targets = copy, cast, scale, products, gather_products, locate, sort, inflate_gzip, parse, permute
 }
 criterion_main!(benches);

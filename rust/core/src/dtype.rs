@@ -135,6 +135,12 @@ impl<'a> Cast<'a> {
         })
     }
 
+    /// Whether it copies bytes unchanged.
+    #[inline]
+    pub fn is_copy(&self) -> bool {
+        self.swap == 1 && self.convert.is_none()
+    }
+
     /// Copies or converts whole elements; `src` and `dst` hold equally many.
     #[inline]
     pub fn apply(&self, src: &[u8], dst: &mut [u8]) {

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::scaled::{self, Product, ScaledCode};
+use crate::kernels::{Stores, prefetch};
 use crate::location::Location;
 use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
@@ -96,7 +97,7 @@ impl ScaledArray {
     }
 
     /// Multiplies the codes of elements, whose scales are `scales`: bytes, from the first that [`ScaledArray::scales_of`] names.
-    fn multiply(&self, elements: Range<u64>, codes: &[u8], scales: &[u8], out: &mut [u8]) {
+    fn multiply(&self, elements: Range<u64>, codes: &[u8], scales: &[u8], out: &mut [u8], stores: Stores<'_>) {
         let [_, layers, width] = self.shape;
         let first = self.scales_of(&elements).start;
         let mut at = elements.start;
@@ -119,11 +120,11 @@ impl ScaledArray {
             let size = self.to.size();
             let (codes, out) = (&codes[begin..begin + n], &mut out[begin * size..(begin + n) * size]);
             if self.per[2] {
-                scaled::times_each(self.code, self.to, codes, &scales[from..from + 4 * n], out);
+                scaled::times_each(self.code, self.to, codes, &scales[from..from + 4 * n], out, stores);
             } else {
                 let mut one = [0; 4];
                 one.copy_from_slice(&scales[from..from + 4]);
-                scaled::times(self.code, self.to, codes, f32::from_le_bytes(one), out);
+                scaled::times(self.code, self.to, codes, f32::from_le_bytes(one), out, stores);
             }
             at += n as u64;
         }
@@ -236,18 +237,26 @@ impl ScaledSource {
     }
 
     /// Fills a buffer with products. The buffer begins `skip` bytes into the first element.
-    fn fill(&self, elements: Range<u64>, skip: usize, codes: &[u8], scales: &[u8], into: &mut [u8]) {
+    fn fill(
+        &self,
+        elements: Range<u64>,
+        skip: usize,
+        codes: &[u8],
+        scales: &[u8],
+        into: &mut [u8],
+        stores: Stores<'_>,
+    ) {
         let scales = self.fixed.as_deref().unwrap_or(scales);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
-            return self.array.multiply(elements, codes, scales, into);
+            return self.array.multiply(elements, codes, scales, into, stores);
         }
         let mut whole = vec![0; codes.len() * self.array.to.size()];
-        self.array.multiply(elements, codes, scales, &mut whole);
+        self.array.multiply(elements, codes, scales, &mut whole, Stores::Cached);
         into.copy_from_slice(&whole[skip..skip + into.len()]);
     }
 
     /// Fills a buffer from the inner source's memory; false if it has none.
-    fn fill_from_memory(&self, read: &mut RangeRead<'_>) -> Result<bool> {
+    fn fill_from_memory(&self, read: &mut RangeRead<'_>, stores: Stores<'_>) -> Result<bool> {
         let Some(bytes) = self.inner.bytes() else { return Ok(false) };
         let elements = self.elements(read.at, read.into.len() as u64)?;
         let [codes, scales] = self.ranges(&elements).map(|r| bytes.get(r.at as usize..(r.at + r.len) as usize));
@@ -255,7 +264,7 @@ impl ScaledSource {
             return Err(Error::new(Kind::Truncated, "the file became shorter").at(self.location()));
         };
         let skip = (read.at % self.array.to.size() as u64) as usize;
-        self.fill(elements, skip, codes, scales, read.into);
+        self.fill(elements, skip, codes, scales, read.into, stores);
         Ok(true)
     }
 
@@ -279,9 +288,26 @@ impl Source for ScaledSource {
         None
     }
 
+    fn computes(&self) -> bool {
+        self.inner.bytes().is_some()
+    }
+
+    fn compute(&self, mut read: RangeRead<'_>, stores: Stores<'_>) -> Result<()> {
+        match self.fill_from_memory(&mut read, stores)? {
+            true => Ok(()),
+            false => Err(Error::new(Kind::Internal, "products of a file that is not mapped").at(self.location())),
+        }
+    }
+
+    fn prefetch(&self, at: u64) {
+        let codes = self.array.codes + at / self.array.to.size() as u64;
+        let bytes = self.inner.bytes().unwrap_or_default();
+        prefetch(usize::try_from(codes).ok().and_then(|codes| bytes.get(codes..)).unwrap_or_default());
+    }
+
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         if self.inner.bytes().is_some() {
-            return reads.iter_mut().try_for_each(|read| self.fill_from_memory(read).map(drop));
+            return reads.iter_mut().try_for_each(|read| self.fill_from_memory(read, Stores::Cached).map(drop));
         }
         let made = reads.iter().map(|read| self.prepared(read.at, read.into.len())).collect::<Result<Vec<_>>>();
         let mut made = made?;
@@ -297,7 +323,7 @@ impl Source for ScaledSource {
         parts.append(&mut tails);
         self.inner.read_many(&mut parts, stop)?;
         for (each, read) in made.into_iter().zip(reads) {
-            self.fill(each.elements, each.skip, &each.codes, &each.scales, read.into);
+            self.fill(each.elements, each.skip, &each.codes, &each.scales, read.into, Stores::Cached);
         }
         Ok(())
     }
@@ -313,7 +339,7 @@ impl Source for ScaledSource {
             if ready.contains(&Ready::No) {
                 return Ok(Ready::No);
             }
-            self.fill_from_memory(&mut read)?;
+            self.fill_from_memory(&mut read, Stores::Cached)?;
             return Ok(Ready::Yes);
         }
         let mut made = self.prepared(read.at, read.into.len())?;
@@ -327,7 +353,7 @@ impl Source for ScaledSource {
                 return Ok(ready);
             }
         }
-        self.fill(made.elements, made.skip, &made.codes, &made.scales, read.into);
+        self.fill(made.elements, made.skip, &made.codes, &made.scales, read.into, Stores::Cached);
         Ok(Ready::Yes)
     }
 

@@ -183,6 +183,8 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
         let casts: Vec<Cast<'_>> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
         let sources = sources_of(files);
+        let computed: Vec<Option<&dyn Source>> = sources.iter().map(|s| s.filter(|s| s.computes())).collect();
+        let mut scratch = vec![];
         let mut scout = Scout::new(&sources, extents);
         for (at, block) in extents.chunks(BLOCK).enumerate() {
             if stop.is_set() {
@@ -194,14 +196,40 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 // Prefetch two rows ahead: one is too late for a page walk, more would evict data about to be used.
                 let soon = extents.get(at * BLOCK + i + 2);
                 if let Some(soon) = soon {
-                    prefetch(bytes[soon.file as usize].get(soon.src as usize..).unwrap_or_default());
+                    match computed[soon.file as usize] {
+                        Some(source) => source.prefetch(soon.src),
+                        None => prefetch(bytes[soon.file as usize].get(soon.src as usize..).unwrap_or_default()),
+                    }
                 }
                 let file = extent.file as usize;
+                if let Some(source) = computed[file] {
+                    self.compute(source, casts[file], extent, self.target(extent, out), &mut scratch, stores)?;
+                    continue;
+                }
                 let src = &bytes[file][extent.src as usize..extent.src as usize + extent.len as usize];
                 casts[file].apply_with(src, self.target(extent, out), stores);
             }
             scout.block_took(before.elapsed(), block);
         }
+        Ok(())
+    }
+
+    /// Computes an extent, and casts it.
+    fn compute(
+        &self,
+        source: &dyn Source,
+        cast: Cast<'_>,
+        extent: &Extent,
+        out: &mut [u8],
+        scratch: &mut Vec<u8>,
+        stores: Stores<'_>,
+    ) -> Result<()> {
+        if cast.is_copy() {
+            return source.compute(RangeRead { at: extent.src, into: out }, stores);
+        }
+        scratch.resize(extent.len as usize, 0);
+        source.compute(RangeRead { at: extent.src, into: scratch }, Stores::Cached)?;
+        cast.apply_with(scratch, out, stores);
         Ok(())
     }
 

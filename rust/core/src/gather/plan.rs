@@ -11,9 +11,9 @@ use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 use crate::files::open::{Body, OpenFile, outside};
 use crate::layout::{Address, Layout, check_example};
-use crate::source;
 use crate::source::descriptors::{descriptors_are_scarce, files_at_once};
 use crate::source::queue::Ranged;
+use crate::source::{self, Source};
 use crate::threads;
 
 /// The calling thread copies smaller outputs itself: waking other threads costs about 50 us.
@@ -72,7 +72,7 @@ pub struct Extent {
     pub file: u32,
 }
 
-/// Extents by source: in memory, to be read, or filled.
+/// Extents by source: in memory or computed from it, to be read, or filled.
 pub struct Cut {
     pub files: Vec<Arc<OpenFile>>,
     pub seen: Vec<Extent>,
@@ -296,7 +296,7 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
             let place = open.place();
             let extents = match open.body() {
                 Body::Fill(..) => &mut cut.filled,
-                _ if open.bytes().is_some() => &mut cut.seen,
+                _ if open.bytes().is_some() || open.source().is_some_and(Source::computes) => &mut cut.seen,
                 _ => &mut cut.read,
             };
             let whole_rows = place.is_dense() && place.used == self.row_bytes;

@@ -77,7 +77,7 @@ pub fn conversion(from: Float, to: Float) -> Option<Conversion> {
 }
 
 /// Bytes from `at` to the next line boundary.
-fn to_line(at: *const u8) -> usize {
+pub(super) fn to_line(at: *const u8) -> usize {
     at.addr().wrapping_neg() % LINE
 }
 
@@ -130,7 +130,7 @@ unsafe fn copy_some(src: *const u8, dst: *mut u8, n: usize) {
 /// 64 bytes from `at` are valid, and a line if `STREAM`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn put<const STREAM: bool>(at: *mut u8, line: __m512i) {
+pub(super) unsafe fn put<const STREAM: bool>(at: *mut u8, line: __m512i) {
     // SAFETY: as above.
     unsafe {
         if STREAM {
@@ -351,7 +351,7 @@ writes! {
 /// [`portable`]'s rounding to bfloat16. AVX512_BF16's instruction would flush subnormal numbers to zero.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn narrow(x: __m512) -> __m256i {
+pub(super) fn narrow(x: __m512) -> __m256i {
     let bits = _mm512_castps_si512(x);
     let upper = _mm512_srli_epi32::<16>(bits);
     let last = _mm512_and_si512(upper, _mm512_set1_epi32(1));

@@ -11,6 +11,9 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_scaled;
+mod codes;
 mod instructions;
 pub mod portable;
 pub mod scaled;

@@ -2,58 +2,47 @@
 //!
 //! The scale is rounded to the output type first, then the product, as a multiplication in that type does. Products are computed
 //! in float32: of a code (at most 8 significant bits) and a bfloat16 scale it is exact, so each element is rounded once.
+//!
+//! The loops here are for processors without kernels of their own (`avx512_scaled`), and the oracle of those.
 
 use half::bf16;
 
-use super::portable::{narrow_bf16, widen_bf16};
+#[cfg(target_arch = "x86_64")]
+use super::avx512_scaled;
+pub use super::codes::{Product, ScaledCode};
+use super::codes::{e4m3, e5m2, int8};
+use super::portable::narrow_bf16;
+use super::stores::Stores;
 use super::wide::wide;
 
-/// The meaning of a byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaledCode {
-    /// float8 with 4 bits of exponent, without infinities ("fn").
-    E4M3,
-    /// float8 with 5 bits of exponent, with infinities.
-    E5M2,
-    /// A signed integer.
-    I8,
-}
-
-/// The type of products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Product {
-    /// bfloat16.
-    BF16,
-    /// float32.
-    F32,
-}
-
-impl Product {
-    /// Bytes per element.
-    pub fn size(self) -> usize {
-        match self {
-            Product::BF16 => 2,
-            Product::F32 => 4,
-        }
-    }
-
-    /// A scale as the multiplication uses it.
-    pub fn rounded(self, scale: f32) -> f32 {
-        match self {
-            Product::BF16 => widen_bf16(narrow_bf16(scale)),
-            Product::F32 => scale,
-        }
-    }
-}
-
 /// Multiplies codes by one scale. `dst` has an element per code.
-pub fn times(code: ScaledCode, to: Product, src: &[u8], scale: f32, dst: &mut [u8]) {
+pub fn times(code: ScaledCode, to: Product, src: &[u8], scale: f32, dst: &mut [u8], stores: Stores<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if avx512_scaled::times(code, to, src, to.rounded(scale), dst, stores) {
+        return;
+    }
+    let _ = stores;
+    portable_times(code, to, src, scale, dst);
+}
+
+/// Multiplies each code by its own scale: `scales` are float32, little-endian, one per code.
+pub fn times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst: &mut [u8], stores: Stores<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if avx512_scaled::times_each(code, to, src, &scales.as_chunks::<4>().0[..src.len()], dst, stores) {
+        return;
+    }
+    let _ = stores;
+    portable_times_each(code, to, src, scales, dst);
+}
+
+/// [`times`] without instructions of one processor.
+pub fn portable_times(code: ScaledCode, to: Product, src: &[u8], scale: f32, dst: &mut [u8]) {
     let scale = to.rounded(scale);
     with(code, to, src, dst, move |_| scale);
 }
 
-/// Multiplies each code by its own scale: `scales` are float32, little-endian, one per code.
-pub fn times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst: &mut [u8]) {
+/// [`times_each`] without instructions of one processor.
+pub fn portable_times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst: &mut [u8]) {
     let scales = &scales.as_chunks::<4>().0[..src.len()];
     with(code, to, src, dst, move |i| to.rounded(f32::from_le_bytes(scales[i])));
 }
@@ -84,33 +73,6 @@ fn each(to: Product, src: &[u8], dst: &mut [u8], value: impl Fn(u8) -> f32, scal
             }
         }
     }
-}
-
-/// Branch-free so that it vectorises; so are the others.
-#[inline(always)]
-fn e4m3(code: u8) -> f32 {
-    let magnitude = u32::from(code & 0x7f);
-    let normal = f32::from_bits((magnitude << 20) + (120 << 23));
-    let small = magnitude as i32 as f32 * 2f32.powi(-9);
-    let found = if magnitude < 8 { small } else { normal };
-    let found = if magnitude == 0x7f { f32::NAN } else { found };
-    f32::from_bits(found.to_bits() | u32::from(code & 0x80) << 24)
-}
-
-#[inline(always)]
-fn e5m2(code: u8) -> f32 {
-    let magnitude = u32::from(code & 0x7f);
-    let normal = f32::from_bits((magnitude << 21) + (112 << 23));
-    let small = magnitude as i32 as f32 * 2f32.powi(-16);
-    let found = if magnitude < 4 { small } else { normal };
-    let found = if magnitude == 0x7c { f32::INFINITY } else { found };
-    let found = if magnitude > 0x7c { f32::NAN } else { found };
-    f32::from_bits(found.to_bits() | u32::from(code & 0x80) << 24)
-}
-
-#[inline(always)]
-fn int8(code: u8) -> f32 {
-    f32::from(code as i8)
 }
 
 /// The value of a code, by the definition of its type: the oracle of the kernels. NaN for the codes that are none.
@@ -174,12 +136,12 @@ mod tests {
     fn check(code: ScaledCode, to: Product, src: &[u8], scales: &[f32]) {
         let mut out = vec![0; src.len() * to.size()];
         let listed: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
-        times_each(code, to, src, &listed, &mut out);
+        times_each(code, to, src, &listed, &mut out, Stores::Cached);
         let wanted: Vec<u32> = src.iter().zip(scales).map(|(s, scale)| product_of(code, to, *s, *scale)).collect();
         assert!(same(to, &bits(to, &out), &wanted), "{code:?} {to:?} each");
         for (s, scale) in src.iter().zip(scales) {
             let mut one = vec![0; to.size()];
-            times(code, to, &[*s], *scale, &mut one);
+            times(code, to, &[*s], *scale, &mut one, Stores::Cached);
             assert!(same(to, &bits(to, &one), &[product_of(code, to, *s, *scale)]), "{code:?} {to:?} {s} {scale}");
         }
     }
@@ -194,7 +156,7 @@ mod tests {
                 for scale in scales {
                     check(code, to, &all, &[scale; 256]);
                     let mut out = vec![0; 256 * to.size()];
-                    times(code, to, &all, scale, &mut out);
+                    times(code, to, &all, scale, &mut out, Stores::Cached);
                     let wanted: Vec<u32> = all.iter().map(|b| product_of(code, to, *b, scale)).collect();
                     assert!(same(to, &bits(to, &out), &wanted), "{code:?} {to:?} {scale}");
                 }
@@ -216,6 +178,40 @@ mod tests {
             assert_eq!(value_of(code, byte), value, "{code:?} {byte}");
         }
         assert!(value_of(ScaledCode::E4M3, 0xff).is_nan() && value_of(ScaledCode::E5M2, 0x7d).is_nan());
+    }
+
+    /// Rows of any length and alignment, also streamed, are those of the portable loops; nothing beside them is written.
+    #[test]
+    fn kernels_write_what_the_portable_loops_write_and_no_more() {
+        let src: Vec<u8> = (0..400u32).map(|i| (i * 37) as u8).collect();
+        let scales: Vec<u8> = (0..400).flat_map(|i| (i as f32 * 0.3 - 50.0).to_le_bytes()).collect();
+        for (code, to) in CODES.iter().flat_map(|code| PRODUCTS.map(|to| (*code, to))) {
+            for n in (0..200).chain([255, 256, 257, 300]) {
+                let skipped = [0, 1, 2, 7, 32, 62, 63, 64];
+                for (before, stream) in skipped.into_iter().flat_map(|skipped| [(skipped, false), (skipped, true)]) {
+                    let (src, scales) = (&src[before..before + n], &scales[4 * before..4 * (before + n)]);
+                    let end = before + n * to.size();
+                    let (mut found, mut each) = (vec![7; end + 65], vec![7; end + 65]);
+                    let (mut wanted, mut wanted_each) = (found.clone(), each.clone());
+                    super::super::storing(stream, |stores| {
+                        times(code, to, src, 0.3, &mut found[before..end], stores);
+                        times_each(code, to, src, scales, &mut each[before..end], stores);
+                    });
+                    portable_times(code, to, src, 0.3, &mut wanted[before..end]);
+                    portable_times_each(code, to, src, scales, &mut wanted_each[before..end]);
+                    assert_eq!(found[..before], wanted[..before]);
+                    assert_eq!(found[end..], wanted[end..]);
+                    assert_eq!(each[..before], wanted_each[..before]);
+                    assert_eq!(each[end..], wanted_each[end..]);
+                    for (found, wanted) in [(found, wanted), (each, wanted_each)] {
+                        assert!(
+                            same(to, &bits(to, &found[before..end]), &bits(to, &wanted[before..end])),
+                            "{code:?} {to:?} {n}"
+                        );
+                    }
+                }
+            }
+        }
     }
 
     proptest! {

@@ -25,6 +25,7 @@ use std::time::Duration;
 use self::mmap::{Map, Paging};
 use self::warmth::Warmth;
 use crate::error::{Error, Kind, Result};
+use crate::kernels::Stores;
 use crate::location::Location;
 use crate::threads::{self, Stop, Watch};
 
@@ -127,6 +128,19 @@ pub trait Source: Debug + Send + Sync {
     fn bytes(&self) -> Option<&[u8]> {
         None
     }
+
+    /// Whether its bytes are computed from bytes in memory or mapped, by [`Source::compute`]. Then a read waits at most for pages.
+    fn computes(&self) -> bool {
+        false
+    }
+
+    /// Fills a buffer with computed bytes, with these stores. Only for a source that [`Source::computes`].
+    fn compute(&self, _read: RangeRead<'_>, _stores: Stores<'_>) -> Result<()> {
+        Err(Error::new(Kind::Internal, "a source that computes nothing").at(self.location()))
+    }
+
+    /// Prefetches the memory that [`Source::compute`] begins with.
+    fn prefetch(&self, _at: u64) {}
 
     /// The memory of its reads, if it is mapped.
     fn warmth(&self) -> Option<&Warmth> {
