@@ -189,7 +189,7 @@ def examples_of(lengths: list[int]) -> tuple[list[np.ndarray], dict[str, list[li
     """States ``(3, S, 4)`` and columns of examples."""
     rng = np.random.default_rng(1)
     rows = [rng.standard_normal((3, n, 4)).astype(np.float32) for n in lengths]
-    ids = [rng.integers(1, 1 << 31, n).tolist() for n in lengths]
+    ids = [rng.integers(1, 500, n).tolist() for n in lengths]
     return rows, {"input_ids": ids, "loss_mask": [[(k + 1) % 2 for k in range(n)] for n in lengths]}
 
 
@@ -285,12 +285,12 @@ def test_long_examples_are_cut_with_their_columns(tmp_path: Path) -> None:
     store = opened(tmp_path / "a")
     assert store.table["input_ids"].to_pylist()[1] == columns["input_ids"][1][:3]
     assert np.array_equal(store.sequence(1, 3), rows[1][0, :3])
-    done = actshard.convert(
-        DRAFT / "deepspec_v2_single", tmp_path / "b", "automodel", metadata=MODEL, tokens_per_example=5, pad=True, truncate=True,
-        verify=True,
-    )  # fmt: skip
+    source = DRAFT / "deepspec_v2_single"
+    model = {**MODEL, "target_vocab_size": 1 << 20}
+    fitted = {"tokens_per_example": 5, "pad": True, "truncate": True}
+    done = actshard.convert(source, tmp_path / "b", "automodel", metadata=model, verify=True, **fitted)  # type: ignore[arg-type]
     assert {loss.what for loss in done.losses} == {"padding", "tokens", "columns"}
-    wanted_ids = opened(DRAFT / "deepspec_v2_single").table["input_ids"].to_pylist()
+    wanted_ids = opened(source).table["input_ids"].to_pylist()
     assert opened(done.path).table["input_ids"].to_pylist() == [(each + [0] * 5)[:5] for each in wanted_ids]
 
 
@@ -326,6 +326,10 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
         ({}, "automodel stores token ids"),
         ({"input_ids": [[1, 2]]}, "expected 3 values, one per token, found 2"),
         ({"input_ids": [[1, 2, None]]}, "found null in example 0"),
+        (
+            {"input_ids": [[1, 500, 2]]},
+            "expected token ids below 500, metadata's target_vocab_size, found 500 in example 0",
+        ),
         ({"input_ids": [[1, 2, 3]], "loss_mask": [[1]]}, "expected 3 values, one per token, found 1"),
         ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}, "stores input_ids, loss_mask only"),
     ],
@@ -343,3 +347,28 @@ def test_columns_that_are_not_one_value_per_token_are_refused(
     with pytest.raises(actshard.ActshardError, match=said):
         everything()
     writer.abort()
+
+
+@pytest.mark.parametrize("golden", [DENSE, DSPARK], ids=lambda p: p.name)
+def test_token_ids_outside_the_vocabulary_and_masks_of_other_values_are_found(tmp_path: Path, golden: Path) -> None:
+    import actshard._native as _native
+
+    path = copied(golden, tmp_path / "cache")
+    vocabulary = json.loads((path / "manifest.json").read_text())["target_vocab_size"]
+    shard = path / "shard-000001.safetensors"
+    tensors, _, data = _native.safetensors_header(shard)
+    places = {name: data + begin for name, _, _, begin, _ in tensors}
+    raw = bytearray(shard.read_bytes())
+    for name, value in (("input_ids", vocabulary), ("loss_mask", 2)):
+        raw[places[name] + 16 : places[name] + 24] = value.to_bytes(8, "little")
+    raw[places["input_ids"] + 32 : places["input_ids"] + 40] = (-1).to_bytes(8, "little", signed=True)
+    shard.write_bytes(raw)
+    first = json.loads((path / "manifest.json").read_text())["shard_size"]
+    found = {finding.code: finding for finding in actshard.verify(path).errors}
+    assert set(found) == {"token-range", "mask-value"}
+    assert (found["token-range"].place, found["token-range"].found) == (
+        f"example {first}, input_ids, token 2",
+        str(vocabulary),
+    )
+    assert found["token-range"].expected == f"a token id, 0 to {vocabulary - 1}"
+    assert (found["mask-value"].place, found["mask-value"].path) == (f"example {first}, loss_mask, token 2", shard)

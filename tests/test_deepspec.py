@@ -463,3 +463,23 @@ def test_columns_without_a_place_are_told(tmp_path: Path) -> None:
     assert store.table["input_ids"].to_pylist() == columns["input_ids"]
     with pytest.raises(actshard.ArgumentError, match="deepspec stores token ids"):
         actshard.convert(tmp_path / "a", tmp_path / "c", "deepspec", version=4, columns=["text"])
+
+
+def test_negative_token_ids_and_masks_of_other_values_are_found(tmp_path: Path) -> None:
+    """The first of each example, with its number and token."""
+    path = copied(DRAFT / "deepspec_v2_single", tmp_path / "cache")
+    record = np.dtype("<u8, <u4, <u4, (5,)<u8")
+    records = np.frombuffer((path / "samples.idx").read_bytes(), record)
+    raw = bytearray((path / "shard-00000.bin").read_bytes())
+    ids, attention, loss = records[2]["f3"][:3].tolist()
+    raw[ids : ids + 4] = (-7).to_bytes(4, "little", signed=True)
+    raw[attention + 1] = 3
+    raw[loss] = raw[loss + 1] = 255
+    (path / "shard-00000.bin").write_bytes(raw)
+    report = actshard.verify(path)
+    found = [(f.code, f.place, f.found) for f in report.errors]
+    assert found == [
+        ("token-range", "example 2, input_ids, token 0", "-7"),
+        ("mask-value", "example 2, attention_mask, token 1", "3"),
+        ("mask-value", "example 2, loss_mask, token 0", "255"),
+    ]

@@ -21,7 +21,7 @@ from draft_files import DRAFT, opened
 BF16 = ml_dtypes.bfloat16
 FILES = ("specforge", "modelopt", "angelslim", "eagle")
 """Formats with a file of torch.save per example."""
-MODEL = {"target_model": "m", "target_model_type": "qwen3", "target_vocab_size": 500, "num_hidden_layers": 40}
+MODEL = {"target_model": "m", "target_model_type": "qwen3", "target_vocab_size": 1 << 20, "num_hidden_layers": 40}
 """What Automodel's manifest tells of the target model."""
 TARGETS: dict[str, dict[str, Any]] = {
     "deepspec": {},

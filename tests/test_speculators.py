@@ -254,6 +254,26 @@ def test_masks_of_another_length_and_files_of_no_row_are_found(tmp_path: Path) -
     assert found["unlisted-file"].path.name == "hs_6.safetensors"
 
 
+def test_negative_token_ids_and_masks_of_other_values_are_found(tmp_path: Path) -> None:
+    path = copied(ROWS, tmp_path / "rows")
+    file = path / "data-00000-of-00001.arrow"
+    with pa.ipc.open_stream(file.read_bytes()) as reader:
+        table = reader.read_all()
+    for name, value in (("input_ids", -5), ("loss_mask", 2)):
+        lists = table[name].to_pylist()
+        lists[3][1] = lists[3][2] = value
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(lists, table[name].type))
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    found = {
+        f.code: (f.place, f.found) for f in actshard.verify(path).errors if f.code in ("token-range", "mask-value")
+    }
+    assert found == {
+        "token-range": ("row 3, input_ids, token 1", "-5"),
+        "mask-value": ("row 3, loss_mask, token 1", "2"),
+    }
+
+
 def files_of(path: Path) -> dict[str, bytes]:
     """Files of rows and hidden states."""
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}

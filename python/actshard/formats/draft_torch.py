@@ -22,7 +22,7 @@ from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFi
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.draft_columns import DraftColumns, PlaceTable
 from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each
-from actshard.formats.per_token import LAST
+from actshard.formats.per_token import LAST, wrong_values
 from actshard.formats.report import Report
 from actshard.layers import Layer
 from actshard.location import Location
@@ -181,11 +181,8 @@ def _check_file(file: TorchFile, example: DraftExample | None, report: Report) -
     report.count("rows", example.tokens)
     for key, part in example.columns.items():
         values = file.array(part.array).reshape(-1)
-        ids = key == "input_ids"
-        wrong = np.flatnonzero((values < 0) | (values >= 1 << 31) if ids else (values != 0) & (values != 1))
+        wrong, expected, code = wrong_values(key, values)
         if wrong.size:
-            expected = "a token id, 0 to 2147483647" if ids else "0 or 1"
-            code = "token-range" if ids else "mask-value"
             report.add(code, file.path, int(values[wrong[0]]), expected, f"{key}, token {wrong[0]}")
 
 

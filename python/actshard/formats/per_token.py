@@ -5,20 +5,24 @@ The columns of a store are lists, one per example, with as many values as the ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard.errors import ArgumentError, NotStoredError
+from actshard.formats.report import Report
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
 
+_SHOWN = 20
+"""Examples with wrong values that are reported, per column."""
 _EXAMPLES = 1 << 16
 """Number of examples whose lengths are looked at together."""
 _VALUES = 1 << 24
@@ -118,6 +122,45 @@ class TokenColumns:
         if not made:  # a table of no columns still has a length, which only a column gives it
             return pa.table({"": pa.nulls(len(numbers))}).select([])
         return pa.table(made)
+
+
+def wrong_values(
+    name: str, values: NDArray[Any], vocabulary: int = 1 << 31
+) -> tuple[NDArray[np.int64], str, Literal["token-range", "mask-value"]]:
+    """Positions of values that are no token ids (``"input_ids"``), or not 0 or 1 (masks); what is expected; the finding's code."""
+    if name == "input_ids":
+        return (
+            np.flatnonzero((values < 0) | (values >= vocabulary)),
+            f"a token id, 0 to {vocabulary - 1}",
+            "token-range",
+        )
+    return np.flatnonzero((values != 0) & (values != 1)), "0 or 1", "mask-value"
+
+
+def check_token_values(
+    columns: TokenColumns, report: Report, place: Callable[[int], Location], vocabulary: int = 1 << 31
+) -> None:
+    """Reports token ids out of range, and masks with other values than 0 and 1: the first of each example, for some examples.
+
+    Args:
+        columns: ``input_ids`` and masks.
+        report: receives the findings.
+        place: returns the file of an example's tokens.
+        vocabulary: number of tokens.
+    """
+    first, shown = 0, dict.fromkeys(columns.names, 0)
+    for batch in columns.batches(columns.names):
+        for name in columns.names:
+            column = batch[name].combine_chunks()
+            ends = np.asarray(column.offsets.to_numpy(), np.int64)
+            at, expected, code = wrong_values(name, column.flatten().to_numpy(zero_copy_only=False), vocabulary)
+            rows = np.searchsorted(ends, at, side="right") - 1
+            for row, k in dict(zip(rows[::-1].tolist(), at[::-1].tolist(), strict=True)).items():
+                shown[name] += 1
+                if shown[name] <= _SHOWN:
+                    said = f"example {first + row}, {name}, token {k - ends[row]}"
+                    report.add(code, place(first + row), int(column.values[k].as_py()), expected, said)
+        first += len(batch)
 
 
 def check_lists(schema: pa.Schema, wanted: Sequence[str], format: str) -> None:

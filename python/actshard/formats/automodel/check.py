@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.errors import ActshardError
 from actshard.formats.automodel.files import MANIFEST, WEIGHTS, DraftManifest, StackedTensor, header_of, shards_of
+from actshard.formats.automodel.read import StackedCache
+from actshard.formats.contents import Options
 from actshard.formats.format import Tell
+from actshard.formats.per_token import check_token_values
 from actshard.formats.report import Report
 from actshard.location import Location
 
@@ -19,7 +22,7 @@ _AT_ONCE = 1 << 22
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Checks the manifest, the list of shards, every header, and the indices of a top-k distribution."""
+    """Checks the manifest, the list of shards, every header, token ids, masks, and the indices of a top-k distribution."""
     try:
         said = DraftManifest.of(root)
     except ActshardError as error:
@@ -36,6 +39,12 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             header = header_of(shard, said, number)
             if said.top_k:
                 _check_indices(shard, header["target_probs_indices"], said, report)
+    if report.ok:
+        with report.noting(root):
+            cache = StackedCache(root, Options.of(root))
+            vocabulary = cache.said.fields.value.get("target_vocab_size")
+            most = vocabulary if type(vocabulary) is int and 0 < vocabulary < 1 << 31 else 1 << 31
+            check_token_values(cache.columns, report, lambda example: shards[example // said.shard_size], most)
     for name in WEIGHTS:
         if (root / name).exists():
             with report.noting(root / name):

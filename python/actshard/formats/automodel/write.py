@@ -134,7 +134,14 @@ class AutomodelTarget(Target):
             )
 
     def check_values(self, table: pa.Table, first: int) -> None:
-        self._values(table, first)
+        ids, counts = self._values(table, first)[_IDS]
+        most = self.spec.metadata["target_vocab_size"]
+        if (wrong := np.flatnonzero((ids < 0) | (ids >= most))).size:
+            bad = first + int(np.searchsorted(np.cumsum(counts), wrong[0], side="right"))
+            raise ArgumentError(
+                f"columns: {_IDS!r}: expected token ids below {most}, metadata's target_vocab_size, found {ids[wrong[0]]} in "
+                f"example {bad}"
+            )
 
     @staticmethod
     def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:

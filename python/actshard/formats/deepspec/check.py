@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
+from actshard.formats.contents import Options
 from actshard.formats.deepspec.manifest import MANIFEST, OFFSETS, RECORDS, TOKEN_BYTES, Manifest
-from actshard.formats.deepspec.read import check_whole
+from actshard.formats.deepspec.read import TargetCache, check_whole
 from actshard.formats.format import Tell
+from actshard.formats.per_token import TokenColumns, check_token_values
 from actshard.formats.report import Report
 from actshard.location import Location
 
@@ -70,7 +72,7 @@ class _Spans:
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Checks the manifest, sizes of files, every record, and that examples do not overlap."""
+    """Checks the manifest, sizes of files, every record, that examples do not overlap, token ids, and masks."""
     check_whole(root)
     try:
         said = Manifest.of(root)
@@ -85,11 +87,21 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         with report.noting(index):
             lengths = _check_index(index, rank, said, sizes, lengths, spans, report, tell)
     spans.check(shards, sizes, indexes, said.record_bytes, report)
+    if report.ok:
+        with report.noting(root):
+            _check_tokens(root, report)
     if root.lists:
         listed = {*said.shard_names, *said.index_names}
         for entry in (*root.entries("shard-*.bin"), *root.entries("samples*.idx")):
             if entry.name not in listed:
                 report.add("unlisted-file", root / entry.name, "a file that the manifest does not list")
+
+
+def _check_tokens(root: Location, report: Report) -> None:
+    """Checks token ids and masks, of the first rank's samples."""
+    cache = TargetCache(root)
+    columns = TokenColumns(cache.native(Options.of(root))[1], cache.manifest.num_examples, root.place)
+    check_token_values(columns, report, lambda example: root)
 
 
 def _shards(root: Location, said: Manifest, report: Report) -> tuple[list[Location], list[int]]:
