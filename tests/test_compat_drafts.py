@@ -28,7 +28,7 @@ def same(ours: Any, theirs: Any) -> bool:
     """Bit for bit, dtype for dtype, keys in order."""
     if isinstance(theirs, dict):
         return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in theirs)
-    if isinstance(theirs, list):
+    if isinstance(theirs, list | tuple):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     if isinstance(theirs, torch.Tensor):
         equal_bits = ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)

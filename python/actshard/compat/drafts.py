@@ -128,8 +128,8 @@ class DraftExamples:
             return self._content
         return self.store.token_counts - self.store.special_tokens
 
-    def read(self, examples: Sequence[int], most: int | None = None) -> list[DraftSample]:
-        """Reads examples, at most the first ``most`` tokens of each.
+    def read(self, examples: Sequence[int], most: int | None = None, *, last: bool = True) -> list[DraftSample]:
+        """Reads examples, at most the first ``most`` tokens of each; with ``last=False``, without their last states.
 
         Raises:
             As :meth:`Store.gather`; FormatError: ids or masks that are not one integer per token, or do not fit their dtype.
@@ -142,11 +142,11 @@ class DraftExamples:
         at = np.repeat(numbers, lengths)
         tokens = np.arange(len(at)) - np.repeat(ends - lengths, lengths) + first
         states = self._rows(self._groups, at, tokens)
-        last = None if self._last is None else self._rows(self._last, at, tokens)
+        final = None if self._last is None or not last else self._rows(self._last, at, tokens)
         made = []
         for (ids, mask), end, length in zip(self._tokens(numbers, stored, content), ends, lengths, strict=True):
             part = slice(end - length, end)
-            made.append(DraftSample(ids[:length], mask[:length], states[part], None if last is None else last[part]))
+            made.append(DraftSample(ids[:length], mask[:length], states[part], None if final is None else final[part]))
         return made
 
     def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:

@@ -1,0 +1,39 @@
+"""SpecForge's offline data over any store with token ids: its data set, and a feature store for its trainer.
+
+>>> from actshard.compat.specforge import build_offline_eagle3_dataset       # was: from specforge.data.preprocessing import ...
+
+Samples, keys, shapes and dtypes are those of sgl-project/SpecForge a6b6b02 (specforge 0.2.0): ``OfflineEagle3Dataset``, and what
+``LocalFeatureStore`` returns for the references of ``OfflineManifestReader``. Samples of a SpecForge folder are in its reader's
+order, by path as text (``data_10`` before ``data_2``), so that its samplers give the same order for the same seed. Other stores,
+and filtered ones, keep their own order.
+
+:class:`StoreFeatures` is a feature store for ``specforge.launch.build_disagg_offline_runtime(feature_store=, refs=)``, and
+for ``FeatureDataLoader``. Differences from SpecForge:
+
+- nothing is unpickled (SpecForge loads with ``weights_only=False``, which runs what a file says);
+- a damaged file raises an error with its name. ``OfflineEagle3Dataset`` of SpecForge prints it and returns sample 0 instead;
+- of ``data_0.ckpt`` and ``data_0.ckpt.gz`` the first is read; SpecForge takes them as two samples;
+- only the first ``max_len`` tokens of an example are read by the data set.
+
+The data set requires torch, :class:`StoreFeatures` requires specforge.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from actshard.compat.specforge.datasets import OfflineEagle3Dataset, build_offline_eagle3_dataset
+
+if TYPE_CHECKING:
+    from actshard.compat.specforge.features import StoreFeatures
+
+__all__ = ["OfflineEagle3Dataset", "StoreFeatures", "build_offline_eagle3_dataset"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only the feature store needs specforge.
+    if name == "StoreFeatures":
+        from actshard.compat.specforge.features import StoreFeatures
+
+        return StoreFeatures
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
