@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lmprobe": {"shard_bytes": 12_000, "storage": "full_sequence"},
     "zarr": {},
     "pickle": {"shard_bytes": 20_000},
+    "hf_arrow": {"shard_bytes": 12_000},
 }
 
 

@@ -159,6 +159,19 @@ def test_scores_per_token_are_a_column_and_columns_of_other_lengths_are_named(tm
     assert store.sequence(1, "b").tolist() == [[9.0, 1.0], [2.0, 3.0]]
 
 
+def test_a_column_that_begins_with_an_empty_list_does_not_hide_the_layers(tmp_path: Path) -> None:
+    lists = pa.list_(pa.float32())
+    acts = pa.array([[[1.0, 2.0]], [[3.0, 4.0]]], pa.list_(lists))
+    batch = pa.record_batch({"scores": pa.array([[], [1.0]], lists), "acts": acts})
+    with pytest.warns(actshard.ActshardWarning, match="columns scores differ from acts"):
+        store = actshard.open(written(tmp_path / "d", [[batch]]))
+    assert (store.layers, store.d_model) == (("acts",), 2)
+    assert store.table["scores"].to_pylist() == [[], [1.0]]
+    batch = pa.record_batch({"scores": pa.array([[], [1.0]], lists), "acts": pa.array([[1.0, 2.0], [3.0, 4.0]], lists)})
+    with pytest.warns(actshard.ActshardWarning, match="columns scores differ from acts"):
+        assert actshard.open(written(tmp_path / "e", [[batch]])).layers == ("acts",)
+
+
 def test_types_of_other_columns_come_back(tmp_path: Path) -> None:
     columns = {
         "acts": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)),

@@ -1,5 +1,5 @@
-"""204 kills at random times while writing, converting and merging: data reported as safe are never lost, and incomplete
-datasets never open. ``ACTSHARD_KILLS`` sets the number of kills for each of the twelve cases."""
+"""238 kills at random times while writing, converting and merging: data reported as safe are never lost, and incomplete
+datasets never open. ``ACTSHARD_KILLS`` sets the number of kills for each of the fourteen cases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ import pytest
 KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
 
 
-@pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
-@pytest.mark.parametrize("what", ["write", "convert", "merge"])
+MERGED = ("saev", "lmprobe", "zarr", "pickle")
+CASES = [(what, format) for what in ("write", "convert") for format in (*MERGED, "hf_arrow")]
+CASES += [("merge", format) for format in MERGED]
+
+
+@pytest.mark.parametrize(("what", "format"), CASES)
 def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -19,7 +19,8 @@ from actshard import work
 from actshard.writing.sink import Sink
 from conftest import refuses
 
-FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+MERGED = ("saev", "lmprobe", "zarr", "pickle")
+FORMATS = (*MERGED, "hf_arrow")
 LAYERS, WIDTH = [3, 7], 8
 
 
@@ -342,7 +343,7 @@ def test_what_a_kill_left_in_a_finished_dataset_is_removed_by_the_next_call(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MERGED)
 def test_a_part_may_have_no_examples(tmp_path: Path, format: str) -> None:
     """A rank without examples finishes its part, and the parts can be merged."""
     path = tmp_path / "d"

@@ -102,6 +102,12 @@ class EagleOptions(TypedDict, total=False):
     last: Layer | None
 
 
+class HfArrowOptions(TypedDict, total=False):
+    """Options of Arrow directories."""
+
+    rows: Literal["sequences", "vectors"]
+
+
 class FormatOptions(
     SaevOptions,
     LmprobeOptions,
@@ -114,6 +120,7 @@ class FormatOptions(
     ModeloptOptions,
     AngelSlimOptions,
     EagleOptions,
+    HfArrowOptions,
     total=False,
 ):
     """The options of all formats that are written."""

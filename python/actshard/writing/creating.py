@@ -139,9 +139,10 @@ def create(
             ``path/<HASH>``, which :attr:`Writer.path` contains after closing. Or a URL, ``s3://``, ``gs://``, ``az://`` or
             ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` when it is closed, and removed
             there. That takes as much disk as the dataset.
-        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"``, ``"hf_arrow"`` or a format of draft models (``"deepspec"``,
+            ``"speculators"``).
         layers: names of the layers, in the order of the arrays' layer axis: integers, or texts for formats that store
-            them (zarr).
+            them (zarr, hf_arrow).
         d_model: elements per row.
         dtype: dtype to store; appended arrays are cast to it. None: the dtype of the first append, without any cast.
         metadata: values that the format stores: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
@@ -162,7 +163,7 @@ def create(
             what an interrupted call left in the same ``scratch``, the upload included.
         options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
-            pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``.
+            pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``. hf_arrow: ``rows``.
 
     Returns:
         A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.

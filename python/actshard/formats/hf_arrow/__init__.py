@@ -11,17 +11,21 @@ from actshard.formats.hf_arrow import codes
 
 
 class HfArrowFormat(Format):
-    """Arrow directories. Read, verified and converted from."""
+    """Arrow directories."""
 
     name: ClassVar[str] = "hf_arrow"
     description: ClassVar[str] = "Hugging Face Arrow directories (SAELens caches)"
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
+    order: ClassVar[int] = 45
+    writes: ClassVar[bool] = True
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
         "check": ".check:check",
         "save": ".objects:save",
+        "target": ".write:HfArrowTarget",
+        "carrying": ".columns:HfArrowCarrying",
     }
 
     def is_given(self, given: object) -> bool:

@@ -27,6 +27,7 @@ from actshard.errors import ActshardError, FormatError, MissingFileError, NotSto
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
+from actshard.layers import Layer, stored
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 LOOKED_FOR = "a folder with a state.json that lists Arrow files (_data_files) with vectors"
 UNFINISHED = ".tmp_shards"
+OWN = "actshard"
+"""Field of dataset_info.json that lists columns and layers. ``datasets`` ignores it, and drops it when it saves."""
 _SHOWN = 10
 _WORKERS = 8
 """Threads that read headers of files."""
@@ -116,6 +119,8 @@ class Directory:
             )
         self.files = self._open(data_files(path, self.state))
         self.features = self._features()
+        self.names: dict[str, Layer] = {}
+        """Layers by column, where they differ from the column's name."""
         self.layers: list[Vectors] = []
         self.pieces: list[list[Piece]] = []
         self._choose()
@@ -161,16 +166,33 @@ class Directory:
         names = [column.name for column in columns]
         if len(set(names)) < len(names):
             raise FormatError("expected columns of different names", path=self.files[0].path)
+        listed = self._listed(candidates)
+        candidates = candidates if listed is None else listed
         known: dict[str, int] = {}
         found: dict[str, list[Piece]] = {}
-        for of in candidates:
-            width = of.width
-            made: list[Piece] = []
-            for file in self.files:
-                pieces, width = pieces_of(file, of, width)
-                made += pieces
-            known[of.column.name], found[of.column.name] = width or 0, made
-        layers, others = chosen(candidates, known)
+        most = max((len(of.levels) for of in candidates), default=0)
+        failed: list[tuple[Vectors, FormatError]] = []
+        for of in [of for of in candidates if len(of.levels) == most]:
+            try:
+                found[of.column.name], width = self._pieces(of)
+            except FormatError as error:
+                if of.width is not None:
+                    raise
+                failed.append((of, error))  # lists of any length: vectors only if no other column is
+            else:
+                known[of.column.name] = width or 0
+        if failed and not found:
+            raise failed[0][1]
+        layers, others = chosen([of for of in candidates if of.column.name in found], known)
+        others += [of for of in candidates if of.column.name not in found]
+        if listed is not None and others:
+            odd = ", ".join(of.column.name for of in others)
+            raise FormatError(
+                f"field '{OWN}.columns': expected columns of one kind, size and dtype, found {odd} beside "
+                f"{layers[0].column.name}",
+                path=self.path / "dataset_info.json",
+                code="metadata",
+            )
         first = found[layers[0].column.name] if layers else []
         for of in layers:
             pieces = found[of.column.name]
@@ -190,6 +212,29 @@ class Directory:
             )
         self.d_model = known[self.layers[0].column.name] if self.layers else 0
         self._check_claims()
+
+    def _pieces(self, of: Vectors) -> tuple[list[Piece], int | None]:
+        """The rows of a column in all batches, and d_model if there are any."""
+        width = of.width
+        made: list[Piece] = []
+        for file in self.files:
+            pieces, width = pieces_of(file, of, width)
+            made += pieces
+        return made, width
+
+    def _listed(self, candidates: list[Vectors]) -> list[Vectors] | None:
+        """The columns that dataset_info.json lists as layers, which actshard writes; sets their names. None without a list."""
+        if self.info.get(OWN) is None:
+            return None
+        fields = Fields(self.info[OWN], self.path / "dataset_info.json", OWN)
+        columns, names = fields.value.get("columns"), fields.value.get("layers")
+        known = {of.column.name: of for of in candidates}
+        if not isinstance(columns, list) or not columns or not all(isinstance(c, str) and c in known for c in columns):
+            raise fields.error("columns", f"a list of columns of vectors ({', '.join(known) or 'there are none'})")
+        if not isinstance(names, list) or len(names) != len(columns) or len(set(columns)) < len(columns):
+            raise fields.error("layers", "a layer for every column")
+        self.names = dict(zip(columns, stored(names, self.path / "dataset_info.json"), strict=True))
+        return [known[name] for name in columns]
 
     def _check_claims(self) -> None:
         for of in self.layers:
@@ -299,7 +344,7 @@ class Directory:
         info = {name: self.info[name] for name in ("description", "homepage", "license") if self.info.get(name)}
         n = self.num_examples
         split = self.state.value.get("_split")
-        layers: tuple[int | str, ...] = tuple(of.column.name for of in self.layers)
+        layers = tuple(self.names.get(of.column.name, of.column.name) for of in self.layers)
         return Contents(
             format="hf_arrow",
             path=self.path.place,

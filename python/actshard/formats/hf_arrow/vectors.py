@@ -200,11 +200,12 @@ def _void(
 def chosen(candidates: Sequence[Vectors], known: dict[str, int]) -> tuple[list[Vectors], list[Vectors]]:
     """The columns that are layers, and other columns of vectors: scores per token, for example.
 
-    Sequences precede vectors, then wider vectors narrower ones. Layers have one dtype, width and kind.
+    Sequences precede vectors, then ``Array2D`` other lists, then wider vectors narrower ones. Layers have one dtype, width and
+    kind.
     """
 
-    def kind(of: Vectors) -> tuple[int, int, str]:
-        return len(of.levels), known.get(of.column.name, 0), of.leaf.type
+    def kind(of: Vectors) -> tuple[int, bool, int, str]:
+        return len(of.levels), _EXTENSION in of.column.metadata, known.get(of.column.name, 0), of.leaf.type
 
     if not candidates:
         return [], []

@@ -1,0 +1,144 @@
+"""Messages of the Arrow streams that are written: schemas with room for other shapes, and record batches.
+
+.. code-block:: text
+
+    schema   ff ff ff ff | u32 n | flatbuffer, zeros up to n bytes     the same n whatever the number of tokens
+    batch    ff ff ff ff | u32 n | flatbuffer | body                   as pyarrow serializes it
+    end      ff ff ff ff | 00 00 00 00
+
+Whether all examples have the same number of tokens is known only at the end. The schema states it (``Array2D``'s first dimension),
+so it is then written again, in place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.formats.hf_arrow.features import array_feature, feature_of, vector_feature
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+END = b"\xff\xff\xff\xff\0\0\0\0"
+MOST_VALUES = (1 << 31) - 1
+"""Values of a column in one batch: the offsets of Array2D have 32 bits."""
+_EXTENSION = "datasets.features.features.Array2DExtensionType"
+_MARGIN = 64
+"""Bytes that the parts of a flatbuffer may need for alignment."""
+_LONGEST = 10**10
+"""A first dimension with as many digits as any can have."""
+
+
+@dataclass(frozen=True)
+class ArrowColumns:
+    """The columns of activations: names, dtype and width; vectors, or sequences."""
+
+    names: tuple[str, ...]
+    dtype: np.dtype[Any]
+    width: int
+    vectors: bool
+
+    @property
+    def kind(self) -> pa.DataType:
+        """The Arrow type of a column."""
+        import pyarrow as pa
+
+        value = pa.from_numpy_dtype(self.dtype)
+        return pa.list_(value, self.width) if self.vectors else pa.list_(pa.list_(value))
+
+    def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, Any]:
+        """The features of all columns. ``tokens``: that of every example; None: they differ."""
+        one = vector_feature(self.dtype.name, self.width)
+        if not self.vectors:
+            one = array_feature(self.dtype.name, tokens, self.width)
+        return dict.fromkeys(self.names, one) | {field.name: feature_of(field.name, field.type) for field in columns}
+
+    def schema(self, columns: pa.Schema, tokens: int | None) -> pa.Schema:
+        """The schema as ``datasets`` writes it."""
+        import pyarrow as pa
+
+        told: dict[str, str] | None = None
+        if not self.vectors:
+            said = json.dumps([[tokens, self.width], self.dtype.name])
+            told = {"ARROW:extension:name": _EXTENSION, "ARROW:extension:metadata": said}
+        fields = [pa.field(name, self.kind, metadata=told) for name in self.names]
+        info = json.dumps({"info": {"features": self.features(columns, tokens)}})
+        plain = [pa.field(field.name, usual(field.type)) for field in columns]
+        return pa.schema([*fields, *plain], metadata={"huggingface": info})
+
+    def header(self, columns: pa.Schema, tokens: int | None) -> bytes:
+        """The schema's message. Its length depends on the columns alone."""
+        made = self.schema(columns, tokens).serialize().to_pybytes()
+        room = -(-len(self.schema(columns, _LONGEST).serialize()) // 8) * 8 + _MARGIN
+        return b"".join([made[:4], (room - 8).to_bytes(4, "little"), made[8:], bytes(room - len(made))])
+
+    def batch(self, values: Sequence[NDArray[Any]], tokens: NDArray[np.int64], columns: pa.Table | None) -> memoryview:
+        """A record batch's message: rows ``(sum of tokens, width)`` of each layer, and columns of the examples.
+
+        At most :data:`MOST_VALUES` values in a layer, and columns of less than 2 GiB.
+        """
+        import pyarrow as pa
+
+        arrays = [self._array(of_layer, tokens) for of_layer in values]
+        others = pa.schema([]) if columns is None else columns.schema
+        if columns is not None:
+            arrays += arrays_of(columns)
+        made = pa.RecordBatch.from_arrays(arrays, schema=self.schema(others, None))
+        return memoryview(made.serialize())
+
+    def _array(self, values: NDArray[Any], tokens: NDArray[np.int64]) -> pa.Array:
+        import pyarrow as pa
+
+        value = pa.from_numpy_dtype(self.dtype)
+        flat = np.ascontiguousarray(values).reshape(-1)
+        held = pa.Array.from_buffers(value, flat.size, [None, pa.py_buffer(flat.view(np.uint8))])
+        if self.vectors:
+            return pa.FixedSizeListArray.from_arrays(held, self.width)
+        vectors = pa.ListArray.from_arrays(_ends(len(values), self.width), held)
+        return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32), vectors)
+
+
+def _ends(count: int, width: int) -> NDArray[np.int32]:
+    return (np.arange(count + 1, dtype=np.int64) * width).astype(np.int32)
+
+
+def usual(kind: pa.DataType) -> pa.DataType:
+    """A type with the names of list elements that ``datasets`` gives them. Parquet files have others."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, usual(field.type)) for field in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(usual(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(usual(kind.value_type))
+    return pa.large_list(usual(kind.value_type)) if pa.types.is_large_list(kind) else kind
+
+
+def arrays_of(table: pa.Table) -> list[pa.Array]:
+    """The columns as an array each, of :func:`usual` types."""
+    import pyarrow as pa
+
+    made = []
+    for column in table.columns:
+        of, kind = column.combine_chunks(), usual(column.type)
+        one = pa.concat_arrays(of.chunks) if isinstance(of, pa.ChunkedArray) else of
+        made.append(one if str(one.type) == str(kind) else one.cast(kind))
+    return made
+
+
+def same_types(a: pa.Schema, b: pa.Schema) -> bool:
+    """Whether two schemas have equal names and types, in the same order."""
+    return a.names == b.names and all(x.equals(y) for x, y in zip(a.types, b.types, strict=True))
+
+
+def info_of(features: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of dataset_info.json that ``datasets`` writes, and metadata."""
+    texts = {"citation": "", "description": "", "homepage": "", "license": ""}
+    return {**texts, **metadata, "features": dict(features)}

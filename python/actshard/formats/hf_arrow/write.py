@@ -1,0 +1,374 @@
+"""Writes Arrow directories as ``datasets.Dataset.save_to_disk`` and SAELens' CacheActivationsRunner do.
+
+Record batches are appended to data-00000.arrow, data-00001.arrow, ...; a file ends before the batch that would pass its size. At
+the end, schemas are completed in place (:mod:`.messages`), files get names with their number, and state.json comes last: without
+it no reader accepts the folder.
+
+The types of columns may change while examples are appended: nulls get a type, numbers widen. The next file then has the new types.
+At the end, files of older types are written again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.hf_arrow.features import check_features
+from actshard.formats.hf_arrow.messages import END, MOST_VALUES, ArrowColumns, arrays_of, info_of, same_types, usual
+from actshard.formats.hf_arrow.read import OWN
+from actshard.formats.target import AllExamples, Block, Spec, Target, arrays_in, list_column, only, positive, uniform
+from actshard.work import rename, sync_folders, whole_file, write_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+INFO, STATE = "dataset_info.json", "state.json"
+SHARD_BYTES = 500 << 20
+"""The size of a file, as in ``datasets``."""
+_COLUMN_BYTES = 1 << 30
+"""The largest size of the other columns in one batch, whose offsets have 32 bits too."""
+_AT_ONCE = 1000
+"""Rows of the columns that a fingerprint reads at once."""
+_FILE = re.compile(r"data-(\d{5,})(?:-of-\d+)?\.arrow")
+TEXT_FIELDS = ("builder_name", "citation", "config_name", "dataset_name", "description", "homepage", "license")
+"""Fields of ``datasets.DatasetInfo`` that are texts."""
+FILE_FIELDS = (
+    *("dataset_size", "download_checksums", "download_size", "features", "post_processed", "post_processing_size"),
+    *("size_in_bytes", "splits", "supervised_keys", "task_templates", "version", OWN),
+)
+"""Its other fields, which describe files."""
+
+
+def column_of(layer: int | str) -> str:
+    """The name of a layer's column."""
+    return layer if isinstance(layer, str) else f"layer_{layer}"
+
+
+class HfArrowTarget(Target):
+    """Writes an Arrow directory, a row per example and a column per layer."""
+
+    format: ClassVar[str] = "hf_arrow"
+    makes: ClassVar[tuple[str, ...]] = ("data-*.arrow", INFO, STATE)
+    own: ClassVar[Mapping[str, str]] = {
+        "rows": '"sequences" (Array2D, as SAELens) or "vectors" (one per example); default: vectors if the first examples have '
+        "one row each"
+    }
+    decides: ClassVar[tuple[str, ...]] = ("dtype", "rows")
+    holds_named_layers = True
+    text_column: ClassVar[str | None] = "text"
+    keeping_all: ClassVar[str | None] = "rows='sequences' keeps all tokens"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.part is not None:
+            raise ArgumentError("part: not supported by hf_arrow; write one dataset")
+        self._check_metadata()
+        self.columns = tuple(map(column_of, spec.layers))
+        if len(set(self.columns)) < len(self.columns):
+            raise ArgumentError(
+                f"layers: expected names of different columns, found {list(self.columns)}; rename a layer"
+            )
+        self.rows = spec.options.get("rows")
+        if self.rows not in (None, "sequences", "vectors"):
+            raise ArgumentError(f'rows: expected "sequences" or "vectors", found {self.rows!r}')
+        self.limit = positive({"shard_bytes": spec.shard_bytes}, "shard_bytes", SHARD_BYTES) or SHARD_BYTES
+        self._shard = self._size = self._crc = 0
+        self._types: list[tuple[int, pa.Schema]] = []
+        """Types of the columns, each with the first file that has them."""
+        self._dirty: set[Path] = set()
+
+    def _check_metadata(self) -> None:
+        for name, value in self.spec.metadata.items():
+            if name in FILE_FIELDS:
+                raise ArgumentError(
+                    f"metadata: {name!r} is written by actshard, or describes other files; leave it out"
+                )
+            if name in TEXT_FIELDS and not isinstance(value, str):
+                raise ArgumentError(
+                    f"metadata: {name!r}: expected a text, which datasets requires, found {value!r:.100}"
+                )
+
+    # -- settings --------------------------------------------------------------------------------------------------
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        why = ", because Arrow has no such type" if dtype.name == "bfloat16" else ""
+        only(dtype, ("F16", "F32", "F64"), "hf_arrow", why)
+
+    @classmethod
+    def conversion_options(
+        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+    ) -> dict[str, Any]:
+        options = {**own, **asked}
+        if "rows" not in options:
+            options["rows"] = "vectors" if tokens == "last" or pooled() else "sequences"
+        return options
+
+    def take_tokens(self, found: int) -> None:
+        if self.rows is None:
+            self.rows = "vectors" if found == 1 else "sequences"
+
+    @property
+    def tokens(self) -> int | None:
+        return 1 if self.rows == "vectors" else None
+
+    @property
+    def most_tokens(self) -> tuple[int, str] | None:
+        most = MOST_VALUES // self.spec.d_model
+        return (most, f"the 32-bit offsets of Array2D allow {most:,} of {self.spec.d_model} values")
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        check_features(schema, self.columns)
+
+    def turned(self, schema: pa.Schema) -> dict[str, str]:
+        said = {field.name: (field.metadata or {}).get(b"dtype") for field in schema}
+        return {
+            name: f"{name} is converted to float32, because Arrow has no {dtype.decode(errors='replace')}"
+            for name, dtype in said.items()
+            if dtype is not None
+        }
+
+    def turn(self, table: pa.Table) -> pa.Table:
+        for name in self.turned(table.schema):
+            field, column = list_column(name, arrays_in(table, name).astype(np.float32))
+            table = table.set_column(table.schema.get_field_index(name), field, column)
+        return table
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "rows": self.rows, "limit": self.limit}
+
+    def adopt(self, config: dict[str, Any]) -> None:
+        super().adopt(config)
+        if config["rows"] not in (None, "sequences", "vectors"):
+            raise ValueError(f"rows {config['rows']!r}")
+        self.rows = config["rows"]
+
+    @property
+    def shape(self) -> ArrowColumns:
+        """The columns of activations."""
+        assert self.dtype is not None
+        return ArrowColumns(self.columns, self.dtype, self.spec.d_model, self.rows == "vectors")
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        import pyarrow as pa
+
+        self.n = len(lengths)
+        state = states[-1]
+        self._shard, self._size, self._crc = (int(state[name]) for name in ("shard", "size", "crc"))
+        self._types = []
+        for first, text in state["types"]:
+            try:
+                schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+            except pa.ArrowException as error:
+                raise ValueError(f"types: {error}") from error
+            self._types.append((int(first), schema))
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        for number, path in self._found().items():
+            if number > self._shard or self._size == 0:
+                path.unlink()
+            elif number == self._shard and path.stat().st_size > self._size:
+                os.truncate(path, self._size)
+
+    def _found(self) -> dict[int, Path]:
+        """The files in the folder, by number. A file of an interrupted finish has its last name."""
+        named = ((_FILE.fullmatch(path.name), path) for path in self.root.glob("data-*.arrow"))
+        return {int(match[1]): path for match, path in named if match is not None}
+
+    def _path(self, number: int) -> Path:
+        return self.root / f"data-{number:05}.arrow"
+
+    def write(self, block: Block) -> None:
+        tokens = uniform(block.lengths, "hf_arrow", self.spec.layers)
+        self._crc = zlib.crc32(block.bytes.data, self._crc)
+        starts = block.starts
+        for first, last in self._cuts(tokens, block.columns):
+            own = [self._values(block, starts[first:last, k], tokens[first:last]) for k in range(len(self.columns))]
+            columns = None if block.columns is None else block.columns.slice(first, last - first)
+            self._append(self.shape.batch(own, tokens[first:last], columns), columns)
+        self.n += len(block)
+
+    def _values(self, block: Block, starts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+        """Rows of one layer, one example after the other; a view where they are in one piece."""
+        ends = np.cumsum(tokens)
+        total = int(ends[-1])
+        if total and int(starts[-1]) + int(tokens[-1]) - int(starts[0]) == total:
+            return block.memory[int(starts[0]) : int(starts[0]) + total]
+        return block.memory[np.repeat(starts - (ends - tokens), tokens) + np.arange(total)]
+
+    def _cuts(self, tokens: NDArray[np.int64], columns: pa.Table | None) -> Iterator[tuple[int, int]]:
+        """Examples of a block by batch: those that fit 32-bit offsets, and the size of a file."""
+        most = max(1, min(MOST_VALUES, self.limit // (self.itemsize * len(self.columns))) // self.spec.d_model)
+        ends = np.cumsum(tokens)
+        first = 0
+        while first < len(tokens):
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+            while (
+                columns is not None and last - first > 1 and columns.slice(first, last - first).nbytes > _COLUMN_BYTES
+            ):
+                last = first + (last - first) // 2
+            yield first, last
+            first = last
+
+    def _append(self, message: memoryview, columns: pa.Table | None) -> None:
+        """Adds a batch to the file, or begins the next one."""
+        import pyarrow as pa
+
+        types = pa.schema([]) if columns is None else columns.schema
+        known = self._types[-1][1] if self._types else None
+        changed = known is None or not same_types(known, types)
+        if self._size and (changed or self._size + len(message) + len(END) > self.limit):
+            self._put(END)
+            self._shard, self._size = self._shard + 1, 0
+        if changed:
+            self._types.append((self._shard, types.remove_metadata()))
+        if self._size == 0:
+            self._put(self.shape.header(types, None))
+        self._put(message)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        path, size = self._path(self._shard), len(data)
+        self.put([np.frombuffer(data, np.uint8)], [(path, 0)], [(0, 0, size, 0, self._size)])
+        self._dirty.add(path)
+        self._size += size
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        types = [(first, base64.b64encode(of.serialize()).decode()) for first, of in self._types]
+        return sorted(self._dirty), {"shard": self._shard, "size": self._size, "crc": self._crc, "types": types}
+
+    def committed(self) -> None:
+        self._dirty.clear()
+
+    # -- finishing -------------------------------------------------------------------------------------------------
+
+    def finish(self, examples: AllExamples) -> None:
+        import pyarrow as pa
+
+        tokens = examples.lengths[:, 0]
+        same = len(tokens) > 0 and bool((tokens == tokens[0]).all()) and int(tokens[0]) > 0
+        each = int(tokens[0]) if same else None
+        types = pa.schema([]) if examples.columns is None else examples.columns.schema
+        count = self._shard + 1
+        files = self._found()
+        if sorted(files) != list(range(count)):
+            raise FormatError(f"expected data files 0 to {count - 1}, found {sorted(files)}", path=self.root)
+        self._end(files[self._shard])
+        if any(not same_types(of, types) for _, of in self._types):
+            self._retype(files, types, each, examples.columns)
+        self._complete(files, types, each)
+        names = [f"data-{number:05}-of-{count:05}.arrow" for number in range(count)]
+        for number, name in enumerate(names):
+            rename(files[number], self.root / name)
+        sync_folders([self.root])
+        own = {"columns": list(self.columns), "layers": list(self.spec.layers)}
+        info = info_of(self.shape.features(types, each), {**self.spec.metadata, OWN: own})
+        _write_json(self.root / INFO, info)
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": self._fingerprint(examples),
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        _write_json(self.root / STATE, state)
+
+    def _end(self, path: Path) -> None:
+        """Ends the last file. One that an earlier attempt wrote again has its end, at another place."""
+        if path.stat().st_size != self._size and _tail(path) == END:
+            return
+        os.truncate(path, self._size)
+        self.put([np.frombuffer(END, np.uint8)], [(path, 0)], [(0, 0, len(END), 0, self._size)])
+
+    def _retype(self, files: Mapping[int, Path], types: pa.Schema, each: int | None, columns: pa.Table | None) -> None:
+        """Writes files whose columns have other types again. The new ones have all columns of the examples in them."""
+        import pyarrow as pa
+
+        assert columns is not None
+        usual_types = pa.schema([pa.field(field.name, usual(field.type)) for field in types])
+        done = 0
+        for number in range(len(files)):
+            path = files[number]
+            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+                old = [field for field in stream.schema if field.name not in self.columns]
+                if same_types(pa.schema(old), usual_types):
+                    done += sum(batch.num_rows for batch in stream)
+                    continue
+                with whole_file(path) as file:
+                    file.write(self.shape.header(types, each))
+                    for batch in stream:
+                        here = columns.slice(done, batch.num_rows)
+                        file.write(self._again(batch, here))
+                        done += batch.num_rows
+                    file.write(END)
+        if done != len(columns):
+            raise FormatError(f"expected {len(columns)} rows, found {done}", path=self.root)
+
+    def _again(self, batch: pa.RecordBatch, columns: pa.Table) -> memoryview:
+        """A batch with other columns."""
+        import pyarrow as pa
+
+        kept = [batch.column(name) for name in self.columns]
+        own = [array.storage if isinstance(array, pa.ExtensionArray) else array for array in kept]
+        schema = self.shape.schema(columns.schema, None)
+        return memoryview(pa.RecordBatch.from_arrays([*own, *arrays_of(columns)], schema=schema).serialize())
+
+    def _complete(self, files: Mapping[int, Path], types: pa.Schema, each: int | None) -> None:
+        """Writes the schema of every file again, now that the number of tokens is known."""
+        header = self.shape.header(types, each)
+        for path in files.values():
+            with path.open("rb") as file:
+                found = file.read(8)
+            if found != header[:8]:
+                raise FormatError(
+                    f"expected a schema of {len(header) - 8} bytes, found {found.hex()}", path=path, offset=0
+                )
+        self.put(
+            [np.frombuffer(header, np.uint8)],
+            [(path, 0) for path in files.values()],
+            [(0, 0, len(header), k, 0) for k in range(len(files))],
+        )
+        _native.sync_files(list(files.values()))
+
+    def _fingerprint(self, examples: AllExamples) -> str:
+        """16 hexadecimal digits that depend on rows, columns and names; ``datasets`` names its caches by them."""
+        about = [self.columns, self.shape.dtype.name, self.spec.d_model, self.rows, self._crc]
+        digest = hashlib.sha256(json.dumps(about).encode())
+        digest.update(np.ascontiguousarray(examples.lengths[:, 0]).tobytes())
+        table = examples.columns
+        for first in range(0, 0 if table is None else len(table), _AT_ONCE):
+            assert table is not None
+            for batch in table.slice(first, _AT_ONCE).combine_chunks().to_batches():
+                digest.update(memoryview(batch.serialize()))
+        return digest.hexdigest()[:16]
+
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        row = self.spec.d_model * (4 if self.dtype is None else self.itemsize)
+        size = int(tokens.sum()) * len(self.columns) * (row + (0 if self.rows == "vectors" else 4)) + 4 * len(tokens)
+        shards = max(1, -(-size // self.limit))
+        return shards, shards + 2, size
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-len(END), os.SEEK_END)
+        return file.read()
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_bytes(path, json.dumps(value, indent=2).encode())
