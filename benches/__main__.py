@@ -49,7 +49,8 @@ def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {}
     for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch", "zarr", "zarrs", "tensorstore", "isal", "polars",
-                 "h5py", "datasets", "s3fs", "obstore", "huggingface_hub", "scikit-learn"):  # fmt: skip
+                 "h5py", "datasets", "s3fs", "obstore", "huggingface_hub",
+                 "scikit-learn", "speculators", "specforge", "sae-lens"):  # fmt: skip
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -65,7 +66,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-COLD = ("random_cold", "half_cached")
+COLD = ("random_cold", "half_cached", "stores_cold")
 """Workloads that drop pages of files which later workloads map."""
 
 

@@ -28,6 +28,7 @@ HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "r
 
 GROUPS = (
     ("Remote", r"remote:"),
+    ("The stores people have", r"stores:"),
     ("Larger than memory", r"larger|dataset of \d"),
     ("Token caches", r"tokens:"),
     ("Streams", r"stream:|saev items|compat"),
@@ -38,9 +39,9 @@ GROUPS = (
     ("Rows and tables", ""),
 )
 """Groups of workloads, by the beginnings of their names; the first that fits."""
-ORDER = ("Rows and tables", "Streams", "Larger than memory", "Zarr", "Pickle shards", "Writing, converting, verifying",
-         "Token caches", "Remote", "Memory")  # fmt: skip
-FULL = set(ORDER) - {"Larger than memory", "Remote"}
+ORDER = ("Rows and tables", "Streams", "Larger than memory", "The stores people have", "Zarr", "Pickle shards",
+         "Writing, converting, verifying", "Token caches", "Remote", "Memory")  # fmt: skip
+FULL = set(ORDER) - {"Larger than memory", "The stores people have", "Remote"}
 
 LIMITS = (
     r"copy|copyto|\bfio\b|\bdd\b|\bdisk\b|files alone|encode_batch|decoding alone|plain reads|the link|all of the time"

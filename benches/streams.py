@@ -230,7 +230,7 @@ def cold(repeats: int) -> Iterator[Row]:
     try:
         for _ in range(turns(3)):
             drop_page_cache(files)
-            disk.append(_fio_sequential(files[0]))
+            disk.append(fio_sequential(files[0]))
             drop_page_cache(files)
             found = in_child("streams", "cold", str(folder))
             rates.append(found["rate"])
@@ -249,7 +249,7 @@ def cold(repeats: int) -> Iterator[Row]:
                   ">= 1x", first <= allowed, f"the pool's first window is {pool / 1e6:.0f} MB")  # fmt: skip
 
 
-def _fio_sequential(file: Path) -> float | None:
+def fio_sequential(file: Path) -> float | None:
     if shutil.which("fio") is None:
         return None
     done = subprocess.run(

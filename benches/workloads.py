@@ -15,7 +15,22 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, device, larger, limits, others, pickles, remote, streams, tokens, use, writing, zarrs, zarrs3
+from benches import (
+    data,
+    device,
+    larger,
+    limits,
+    others,
+    pickles,
+    remote,
+    stores,
+    streams,
+    tokens,
+    use,
+    writing,
+    zarrs,
+    zarrs3,
+)
 from benches.measure import (
     ROW_PAGES,
     Engine,
@@ -438,6 +453,19 @@ ALL = {
     "use_pca": use.pca,
     "use_sequences": use.sequences,
     "tables": others.tables,
+    "stores_deepspec": stores.deepspec,
+    "stores_copy": stores.drafts_copy,
+    "stores_cold": stores.drafts_cold,
+    "stores_speculators": stores.speculators,
+    "stores_specforge": stores.specforge,
+    "stores_torch": stores.torch_files,
+    "stores_arrow": stores.arrow,
+    "stores_saelens": stores.saelens,
+    "stores_jkminder": stores.memmaps,
+    "stores_npy": stores.npy,
+    "stores_parquet": stores.parquet,
+    "stores_many_files": stores.many_files,
+    "stores_big_index": stores.big_index,
     "zarr_slices": zarrs.slices,
     "zarr_sixteen": zarrs.sixteen,
     "zarr_training": zarrs.training,
