@@ -7,13 +7,16 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import actshard
+from actshard import finding
+from actshard.errors import MissingFileError
 from actshard.location import Location
-from actshard.storage import Entry
+from actshard.storage import Entry, one_look
 from conftest import refuses
 
 FILES = {"a.bin": b"0123456789", "b.jsonl": b'{"x": 1}\n{"x": 2}\n', "web/train/0.bin": b"", "web/notes.txt": b"hello"}
@@ -211,3 +214,40 @@ def test_text_is_utf8_with_unix_line_breaks() -> None:
     with refuses(actshard.FormatError, where(root / "b"), "expected UTF-8 text") as caught:
         (root / "b").read_utf8()
     assert caught.value.offset == 2
+
+
+def test_one_look_lists_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks, and however far: all see the state of the first look. A folder that cannot be listed fails for everybody."""
+    for name in ("b", "a", "c"):
+        (tmp_path / name).touch()
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(os.fspath(path)), scandir(path))[1])
+    folder = Location.at(tmp_path)
+    with one_look():
+        first, every = folder.first(1), iter(folder.storage.scan(folder.key, False))
+        next(every)
+        assert [entry.name for entry in folder.entries()] == ["a", "b", "c"]
+        assert first[0].name in "abc"
+        assert len(list(every)) == 2
+        (tmp_path / "d").touch()
+        assert len(folder.entries()) == 3
+        assert len(folder.entries(sizes=True)) == 4  # sizes are asked of the files, each time
+        for _ in range(2):
+            with pytest.raises(MissingFileError):
+                (folder / "nothing").entries()
+    assert listed.count(os.fspath(tmp_path)) == 2
+    assert len(folder.entries()) == 4
+
+
+def test_a_dataset_is_detected_from_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(3):
+        np.save(tmp_path / f"acts_{i}.npy", np.zeros((2, 4), np.float32))
+    (tmp_path / "layout.toml").write_text(
+        'version = 1\n[activations]\nfiles = "acts_{example:d}.npy"\naxes = ["token", "dim"]\n'
+    )
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(os.fspath(path)), scandir(path))[1])
+    assert finding.detect(Location.at(tmp_path)) == "layout_toml"
+    assert listed.count(os.fspath(tmp_path)) == 1

@@ -23,7 +23,7 @@ from actshard.errors import (
 from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.storage import Remote
+from actshard.storage import Remote, one_look
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
 from actshard.work import PARTS, PUSHING, Journal, count_parts, is_merging, unfinished
 
@@ -177,7 +177,8 @@ def _unfinished(root: Location, journal: Journal) -> UnfinishedError:
 
 def detect(root: Location) -> str:
     """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
-    evidence = {name: _evidence(name, root) for name in formats.names()}
+    with one_look():
+        evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
     LOG.debug(
         "%s: %s", root, "; ".join(f"{name}: {'yes' if e.matches else 'no'}, {e.found}" for name, e in evidence.items())
@@ -234,4 +235,5 @@ def _kind(folder: Location) -> str | None:
     """Names of the formats that recognise a folder, joined by ``/``; None if no format does."""
     if is_cache_itself(folder):
         return of_tokens()
-    return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None
+    with one_look():
+        return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None

@@ -5,12 +5,14 @@ A new kind of storage is one more class with the methods of :class:`Storage`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat as modes
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -116,14 +118,12 @@ class Local:
         return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0, found.st_mtime_ns)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
-        with os.scandir(key) as entries:
-            for entry in entries:
-                kind = _kind_of(entry)
-                try:
-                    size = entry.stat().st_size if sizes and kind == "file" else None
-                except FileNotFoundError:  # removed since scandir listed it
-                    continue
-                yield Entry(entry.name, kind, size, entry.is_symlink())
+        looks = None if sizes else _LOOKS.get()
+        if looks is None:
+            return _scanned(key, sizes)
+        if key not in looks:
+            looks[key] = _Look(_scanned(key, sizes))
+        return iter(looks[key])
 
     def read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
@@ -151,6 +151,60 @@ class Local:
         except UnicodeEncodeError:  # pyarrow accepts only UTF-8 paths
             return pa.PythonFile(Path(key).open("rb"), mode="r")
         return pa.OSFile(key)
+
+
+def _scanned(key: str, sizes: bool) -> Iterator[Entry]:
+    with os.scandir(key) as entries:
+        for entry in entries:
+            kind = _kind_of(entry)
+            try:
+                size = entry.stat().st_size if sizes and kind == "file" else None
+            except FileNotFoundError:  # removed since scandir listed it
+                continue
+            yield Entry(entry.name, kind, size, entry.is_symlink())
+
+
+class _Look:
+    """The entries of a folder, listed once and no further than somebody asked."""
+
+    def __init__(self, entries: Iterator[Entry]) -> None:
+        self._entries = entries
+        self._seen: list[Entry] = []
+        self._error: OSError | None = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        at = 0
+        while True:
+            if at == len(self._seen) and not self._more():
+                return
+            yield self._seen[at]
+            at += 1
+
+    def _more(self) -> bool:
+        """Reads one more entry. A failure is everybody's: a generator that failed would look empty to the next."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self._seen.append(next(self._entries))
+        except StopIteration:
+            return False
+        except OSError as error:
+            self._error = error
+            raise
+        return True
+
+
+_LOOKS: ContextVar[dict[str, _Look] | None] = ContextVar("_LOOKS", default=None)
+
+
+@contextlib.contextmanager
+def one_look() -> Iterator[None]:
+    """Local folders are listed once inside, whoever asks: for questions that many ask of the same folder, which see one state."""
+    token = _LOOKS.set({})
+    try:
+        yield
+    finally:
+        _LOOKS.reset(token)
 
 
 def _kind_of(entry: os.DirEntry[str]) -> Kind:
