@@ -8,6 +8,7 @@ use actshard_core::dtype::Cast;
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::kernels::STREAM_FROM;
+use actshard_core::layout::placed::Placed;
 use actshard_core::layout::strided::Strided;
 use actshard_core::source::local::open_to_jump;
 use actshard_core::source::{Io, Ready};
@@ -93,6 +94,81 @@ proptest! {
         let want: Vec<f32> =
             e.iter().flat_map(|e| (0..TOKENS as i64).flat_map(|t| expected(width, group, *e, t))).collect();
         prop_assert_eq!(floats(&whole), want);
+    }
+}
+
+/// Layers of a token side by side, some of them apart from the others, as draft-model caches store them: requests of several layers
+/// find neighbours in both the file and the output, in any order and with repeats.
+fn beside(folder: &Path, layers: usize, width: u64, apart: bool, io: Io) -> (FileTable, Placed) {
+    let tokens: Vec<u32> = vec![3, 0, 5, 1];
+    let (side, mut bytes, mut starts) = (layers - usize::from(apart), vec![], vec![vec![]; layers]);
+    for (e, n) in tokens.iter().enumerate() {
+        let first = bytes.len() as u64;
+        let end = first + side as u64 * u64::from(*n) * width * 4;
+        for (l, start) in starts.iter_mut().enumerate() {
+            start.push(if l < side { first + l as u64 * width * 4 } else { end });
+        }
+        let together = (0..*n).flat_map(|t| (0..side).map(move |l| (l, t)));
+        let alone = (side..layers).flat_map(|l| (0..*n).map(move |t| (l, t)));
+        for (l, t) in together.chain(alone) {
+            bytes.extend((0..width).flat_map(|d| value(l, e, t, d).to_le_bytes()));
+        }
+    }
+    let path = folder.join("rows");
+    fs::write(&path, bytes).unwrap();
+    let steps = [side as u64 * width * 4, width * 4];
+    let file = |step: u64| RowFile { location: path.clone().into(), rows: RowsIn::Apart { step, swapped: false } };
+    let files = (0..layers).flat_map(|l| tokens.iter().map(move |_| u32::from(l >= side))).collect();
+    let placed = Placed::new(layers, files, starts.concat(), tokens, steps.to_vec()).unwrap();
+    (FileTable::new(steps.map(file).to_vec(), width, DType::F32, io).unwrap(), placed)
+}
+
+fn value(layer: usize, example: usize, token: u32, element: u64) -> f32 {
+    (((layer * 10 + example) * 10 + token as usize) * 100) as f32 + element as f32
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn rows_side_by_side_equal_the_oracle(
+        io in io(),
+        layers in 1usize..5,
+        width in 1u64..70,
+        apart in any::<bool>(),
+        pitched in any::<bool>(),
+        sorted in any::<bool>(),
+        picks in prop::collection::vec((0usize..60, prop::sample::select(vec![0i64, 2, 3]), 0u32..5), 0..200),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let (files, layout) = beside(folder.path(), layers, width, apart, io);
+        let tokens = [3u32, 0, 5, 1];
+        let mut picks: Vec<_> =
+            picks.into_iter().map(|(l, e, t)| (e, t % tokens[usize::try_from(e).unwrap()], l % layers)).collect();
+        if sorted {
+            picks.sort_unstable(); // the order of a batch of all layers
+        }
+        let groups: Vec<i64> = picks.iter().map(|p| p.2 as i64).collect();
+        let (e, t): (Vec<i64>, Vec<i64>) = picks.iter().map(|p| (p.0, i64::from(p.1))).unzip();
+        let row = width as usize * 4;
+        let pitch = row + if pitched { 12 } else { 0 };
+        let want: Vec<f32> =
+            picks.iter().flat_map(|(e, t, l)| (0..width).map(move |d| value(*l, *e as usize, *t, d))).collect();
+        let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
+        for _ in 0..5 {
+            let mut out = vec![0xaa; picks.len() * pitch];
+            let cast = Cast::between(DType::F32, DType::F32).unwrap();
+            let origin = Origin { files: &files, layout: &layout, groups: Ints::Each(&groups), only: 0..u64::MAX };
+            let into = if pitched {
+                Out::Places(out.chunks_mut(pitch).map(|place| &mut place[..row]).collect())
+            } else {
+                Out::Dense(&mut out)
+            };
+            gather(&origin, pick, picks.len(), cast, into, &mut || false).unwrap();
+            let found: Vec<f32> = out.chunks(pitch).flat_map(|r| floats(&r[..row])).collect();
+            prop_assert_eq!(&found, &want);
+            prop_assert!(out.chunks(pitch).all(|r| r[row..].iter().all(|b| *b == 0xaa)));
+        }
     }
 }
 

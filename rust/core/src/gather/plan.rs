@@ -301,30 +301,54 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
             };
             let whole_rows = place.is_dense() && place.used == self.row_bytes;
             let stride = place.step / place.unit;
+            let whole_rows_beside = (place.used == self.row_bytes && place.used as u64 % place.unit == 0)
+                .then(|| place.used as u64 / place.unit);
             let mut rest = run;
             while let Some((head, tail)) = rest.split_first() {
-                // Join.
+                // Join: rows of a run, or rows side by side in the file (layers of a token), if they are neighbours in the output too.
+                let beside = |n: u64| whole_rows_beside?.checked_mul(n)?.checked_add(head.key);
                 let mut rows = u64::from(head.rows);
-                let mut used = 0;
+                let (mut used, mut abreast) = (0, false);
                 for next in tail {
-                    if next.key != head.key + rows * stride || u64::from(next.dst) != u64::from(head.dst) + rows {
+                    if u64::from(next.dst) != u64::from(head.dst) + rows {
                         break;
                     }
-                    rows += u64::from(next.rows);
+                    if !abreast && next.key == head.key + rows * stride {
+                        rows += u64::from(next.rows);
+                    } else if head.rows == 1
+                        && next.rows == 1
+                        && (abreast || rows == 1)
+                        && beside(rows) == Some(next.key)
+                    {
+                        (rows, abreast) = (rows + 1, true);
+                    } else {
+                        break;
+                    }
                     used += 1;
                 }
                 rest = &tail[used..];
                 let address = head.key & ((1 << self.address_bits) - 1);
-                let Some(src) = place.offset(address, rows) else {
+                let found = if abreast {
+                    // The last of them ends last.
+                    let last = (rows - 1) * whole_rows_beside.unwrap_or_default();
+                    place.offset(address + last, 1).and_then(|_| place.offset(address, 1))
+                } else {
+                    place.offset(address, rows)
+                };
+                let Some(src) = found else {
                     let whose = (!matches!(self.pick, Pick::Whole { .. })).then_some(first + head.dst as usize);
                     return Err(self.outside(open, address, rows, whose));
                 };
-                // Cut. A run of whole rows is one range of bytes; partial rows are copied row by row.
+                // Cut. Neighbours are one range of bytes; partial rows, and rows apart, are copied row by row.
                 let dst = head.dst as usize * out_row + place.column * to;
-                let (times, bytes) =
-                    if whole_rows && dense { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
+                let (times, bytes) = if (whole_rows || abreast) && dense {
+                    (1, rows as usize * self.row_bytes)
+                } else {
+                    (rows as usize, place.used)
+                };
+                let step = if abreast { place.used as u64 } else { place.step };
                 for row in 0..times {
-                    let (mut src, mut dst) = (src + row as u64 * place.step, dst + row * out_row);
+                    let (mut src, mut dst) = (src + row as u64 * step, dst + row * out_row);
                     let mut left = bytes;
                     while left > 0 {
                         // EXTENT is a multiple of every element size, so extents contain whole elements.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::queue::{AHEAD, AHEAD_BYTES, Ranged};
+use super::queue::{AHEAD, AHEAD_BYTES, Hints, Ranged};
 use super::warmth::is_slow;
 use super::{ByteRange, Ready, Source};
 
@@ -42,13 +42,13 @@ impl<'a, T: Ranged> Scout<'a, T> {
             // Small ranges are sampled.
             let large = bytes / block.len() >= LARGE;
             let cold = self.blind || (!large && self.is_doubtful(block));
+            let mut hints = Hints::new(self.sources);
             for each in block {
-                if (cold || (large && self.is_cold(each)))
-                    && let Some(source) = self.sources[each.source()]
-                {
-                    source.will_need(&[each.range()]);
+                if cold || (large && self.is_cold(each)) {
+                    hints.add(each);
                 }
             }
+            hints.flush();
             self.ahead_bytes += bytes;
             self.seen = end;
         }
@@ -104,7 +104,7 @@ mod tests {
         location: Location,
         cold: std::ops::Range<u64>,
         warmth: Warmth,
-        hinted: Mutex<Vec<u64>>,
+        hinted: Mutex<Vec<ByteRange>>,
     }
 
     impl Source for Partly {
@@ -133,7 +133,7 @@ mod tests {
         }
 
         fn will_need(&self, ranges: &[ByteRange]) {
-            self.hinted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend(ranges.iter().map(|r| r.at));
+            self.hinted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend_from_slice(ranges);
         }
 
         fn unchanged(&self) -> Result<()> {
@@ -153,8 +153,8 @@ mod tests {
         }
     }
 
-    /// Hints of a scout that runs ahead of a copy of `rows` rows.
-    fn hints(cold: std::ops::Range<u64>, rows: u64) -> usize {
+    /// Rows that a scout hints, which runs ahead of a copy of `rows` rows, and its hints.
+    fn hints(cold: std::ops::Range<u64>, rows: u64) -> (usize, usize) {
         let (location, hinted) = (Location::object("store", "a"), Mutex::new(vec![]));
         let source = Partly { location, cold, warmth: Warmth::new(1 << 20), hinted };
         let sources: [Option<&dyn Source>; 1] = [Some(&source)];
@@ -163,19 +163,20 @@ mod tests {
         for copied in (0..ranges.len()).step_by(BLOCK) {
             scout.run_ahead_of(copied);
         }
-        source.hinted.into_inner().unwrap_or_default().len()
+        let hinted = source.hinted.into_inner().unwrap_or_default();
+        (hinted.iter().map(|range| range.len as usize / 100).sum(), hinted.len())
     }
 
     #[test]
     fn cached_rows_are_not_hinted_and_cold_ones_are() {
-        assert_eq!(hints(0..0, 1000), 0);
-        assert_eq!(hints(0..u64::MAX, 1000), 1000);
+        assert_eq!(hints(0..0, 1000), (0, 0));
+        assert_eq!(hints(0..u64::MAX, 1000), (1000, 1000usize.div_ceil(BLOCK)), "neighbours are one hint");
     }
 
     /// Otherwise the cold rows of a file that is mostly cached fault one by one.
     #[test]
     fn after_a_cold_sample_rows_are_hinted_without_samples_for_a_while() {
-        assert_eq!(hints(0..100, 10 * BLOCK as u64), 10 * BLOCK);
-        assert_eq!(hints(0..100, 1000 * BLOCK as u64), 65 * BLOCK);
+        assert_eq!(hints(0..100, 10 * BLOCK as u64).0, 10 * BLOCK);
+        assert_eq!(hints(0..100, 1000 * BLOCK as u64).0, 65 * BLOCK);
     }
 }
