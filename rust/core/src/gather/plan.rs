@@ -82,6 +82,35 @@ pub struct Cut {
     pub done: usize,
 }
 
+/// Rows of an entry and of the `used` ones after it, neighbours in the output; `abreast`: side by side in the file, rather than
+/// rows of a run.
+struct Neighbours {
+    rows: u64,
+    used: usize,
+    abreast: bool,
+}
+
+/// Joins an entry with the ones after it. `steps` are the addresses between rows of a run, and between rows side by side.
+#[inline]
+fn neighbours(head: &Entry, tail: &[Entry], (run, side): (u64, Option<u64>)) -> Neighbours {
+    let mut found = Neighbours { rows: u64::from(head.rows), used: 0, abreast: false };
+    let beside = |rows: u64| head.key.checked_add(side?.checked_mul(rows)?);
+    for next in tail {
+        if u64::from(next.dst) != u64::from(head.dst) + found.rows {
+            break;
+        }
+        if !found.abreast && next.key == head.key + found.rows * run {
+            found.rows += u64::from(next.rows);
+        } else if next.rows == 1 && (found.abreast || found.rows == 1) && beside(found.rows) == Some(next.key) {
+            (found.rows, found.abreast) = (found.rows + 1, true);
+        } else {
+            break;
+        }
+        found.used += 1;
+    }
+    found
+}
+
 impl Ranged for Extent {
     fn source(&self) -> usize {
         self.file as usize
@@ -299,41 +328,16 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
                 _ if open.bytes().is_some() || open.source().is_some_and(Source::computes) => &mut cut.seen,
                 _ => &mut cut.read,
             };
-            let whole_rows = place.is_dense() && place.used == self.row_bytes;
-            let stride = place.step / place.unit;
-            let whole_rows_beside = (place.used == self.row_bytes && place.used as u64 % place.unit == 0)
-                .then(|| place.used as u64 / place.unit);
+            let steps = (place.step / place.unit, place.beside(self.row_bytes));
             let mut rest = run;
             while let Some((head, tail)) = rest.split_first() {
-                // Join: rows of a run, or rows side by side in the file (layers of a token), if they are neighbours in the output too.
-                let beside = |n: u64| whole_rows_beside?.checked_mul(n)?.checked_add(head.key);
-                let mut rows = u64::from(head.rows);
-                let (mut used, mut abreast) = (0, false);
-                for next in tail {
-                    if u64::from(next.dst) != u64::from(head.dst) + rows {
-                        break;
-                    }
-                    if !abreast && next.key == head.key + rows * stride {
-                        rows += u64::from(next.rows);
-                    } else if head.rows == 1
-                        && next.rows == 1
-                        && (abreast || rows == 1)
-                        && beside(rows) == Some(next.key)
-                    {
-                        (rows, abreast) = (rows + 1, true);
-                    } else {
-                        break;
-                    }
-                    used += 1;
-                }
+                let Neighbours { rows, used, abreast } = neighbours(head, tail, steps);
                 rest = &tail[used..];
                 let address = head.key & ((1 << self.address_bits) - 1);
-                let found = if abreast {
-                    // The last of them ends last.
-                    let last = (rows - 1) * whole_rows_beside.unwrap_or_default();
-                    place.offset(address + last, 1).and_then(|_| place.offset(address, 1))
+                let (found, step) = if abreast {
+                    (place.abreast(address, rows), place.used as u64)
                 } else {
-                    place.offset(address, rows)
+                    (place.offset(address, rows), place.step)
                 };
                 let Some(src) = found else {
                     let whose = (!matches!(self.pick, Pick::Whole { .. })).then_some(first + head.dst as usize);
@@ -341,12 +345,9 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
                 };
                 // Cut. Neighbours are one range of bytes; partial rows, and rows apart, are copied row by row.
                 let dst = head.dst as usize * out_row + place.column * to;
-                let (times, bytes) = if (whole_rows || abreast) && dense {
-                    (1, rows as usize * self.row_bytes)
-                } else {
-                    (rows as usize, place.used)
-                };
-                let step = if abreast { place.used as u64 } else { place.step };
+                let whole = place.used == self.row_bytes && step == place.used as u64;
+                let (times, bytes) =
+                    if whole && dense { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
                 for row in 0..times {
                     let (mut src, mut dst) = (src + row as u64 * step, dst + row * out_row);
                     let mut left = bytes;

@@ -74,6 +74,18 @@ impl Place {
         (begin.checked_add(span)? <= self.end).then_some(begin)
     }
 
+    /// Addresses from a row to one that begins at its end, as the layers of a token do; `None` if rows are not stored whole.
+    pub fn beside(&self, row_bytes: usize) -> Option<u64> {
+        let used = self.used as u64;
+        (self.used == row_bytes && used.is_multiple_of(self.unit)).then(|| used / self.unit)
+    }
+
+    /// Byte offset of an address, if `rows` rows that lie side by side from there on end before `end`.
+    pub fn abreast(&self, address: u64, rows: u64) -> Option<u64> {
+        let begin = address.checked_mul(self.unit)?.checked_add(self.start)?;
+        (begin.checked_add(rows.checked_mul(self.used as u64)?)? <= self.end).then_some(begin)
+    }
+
     /// Number of rows, if each address is a row.
     pub fn rows(&self) -> u64 {
         (self.end - self.start) / self.step.max(1)

@@ -163,7 +163,7 @@ mod tests {
     /// The hints of a cold read of these ranges, as (first byte, bytes) of each source; every range was hinted before it was waited for.
     fn hints_of(ranges: &[At]) -> Vec<Vec<(u64, u64)>> {
         let cold: Vec<Cold> =
-            (0..2).map(|n| Cold(Location::object("store", &n.to_string()), Mutex::default())).collect();
+            (0..2).map(|n| Cold(Location::object("store", n.to_string()), Mutex::default())).collect();
         let sources: Vec<Option<&dyn Source>> = cold.iter().map(|source| Some(source as &dyn Source)).collect();
         let hinted = |source: usize| cold[source].1.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let mut waited = 0;
