@@ -122,6 +122,27 @@ def test_deepspec_values_are_those_of_the_golden_data() -> None:
         assert np.array_equal(last, expected.bits("last")[rows])
 
 
+WRITTEN: dict[str, dict[str, Any]] = {
+    "deepspec_v2_ranks": {}, "deepspec_v4_64_cp2": {"version": 2}, "speculators_fp8": {"layer_ids": [2, 18, 33]},
+    "specforge_dspark": {"layer_ids": [1, 9, 17, 25, 33]}, "modelopt_vllm": {"layer_ids": [1, 2, 3, 4, 5]}, "automodel_dspark": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_deepspec_reads_what_we_write_and_the_drop_in_needs_no_conversion(name: str, tmp_path: Path) -> None:
+    store = opened(DRAFT / name)
+    theirs = StatedCache(actshard.convert(store, tmp_path / "made", "deepspec", **WRITTEN[name]).path)
+    ids = theirs.manifest["target_layer_ids"]
+    mine = deepspec.CacheDataset(
+        store,
+        layers=dict(zip(store.layers, ids, strict=False)),
+        loss_mask="loss_mask" if "loss_mask" in store.table.column_names else None,
+    )
+    want = [theirs[i] for i in range(len(theirs))]
+    assert same([mine[i] for i in range(len(store))], want)
+    assert mine.target_layer_ids == ids
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_deepspec_loaders_resume_in_the_order_of_its_sampler(workers: int) -> None:
     """The original's loader, with its sampler's order, beside ours: whole epochs, a rank's part, and the rest after a stop."""

@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pyarrow.compute
 import pytest
@@ -157,3 +158,22 @@ def test_the_blocks_of_the_page_of_sequences_run_as_written(tmp_path: Path) -> N
             columns = {"label": [i % 2], "input_ids": [rng.integers(0, 1000, tokens).tolist()]}
             writer.append([rng.normal(size=(2, tokens, 64)).astype(np.float16)], columns=columns)
     assert checked_blocks("docs/sequences.md", {"store": actshard.open(tmp_path / "data")}) > 8
+
+
+def drafts(folder: Path) -> dict[str, Any]:
+    """The store and the folder that the page of draft models speaks of."""
+    rng = np.random.default_rng(0)
+    with actshard.create(
+        folder / "data", "deepspec", layers=[2, 18, 33, "last"], d_model=64, dtype="bfloat16"
+    ) as writer:
+        for i in range(40):
+            tokens = 3 + 5 * i % 22
+            ids, mask = rng.integers(0, 1000, tokens).tolist(), rng.integers(0, 2, tokens).tolist()
+            states = rng.normal(size=(4, tokens, 64)).astype(ml_dtypes.bfloat16)
+            writer.append([states], columns={"input_ids": [ids], "loss_mask": [mask]})
+    return {"store": actshard.open(folder / "data"), "folder": folder}
+
+
+@pytest.mark.peers
+def test_the_blocks_of_the_page_of_draft_models_run_as_written(tmp_path: Path) -> None:
+    assert checked_blocks("docs/drafts.md", drafts(tmp_path), heavy=True) > 8
