@@ -155,7 +155,8 @@ def test_the_blocks_of_the_page_of_sequences_run_as_written(tmp_path: Path) -> N
     with actshard.create(tmp_path / "data", "lmprobe", layers=[2, 5], d_model=64) as writer:
         for i in range(300):
             tokens = 1 + 83 * i % 96
-            columns = {"label": [i % 2], "input_ids": [rng.integers(0, 1000, tokens).tolist()]}
+            ids, supervised = rng.integers(0, 1000, tokens), np.arange(tokens) % 10 > 4
+            columns = {"label": [i % 2], "input_ids": [ids.tolist()], "loss_mask": [supervised.astype(int).tolist()]}
             writer.append([rng.normal(size=(2, tokens, 64)).astype(np.float16)], columns=columns)
     assert checked_blocks("docs/sequences.md", {"store": actshard.open(tmp_path / "data")}) > 8
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
     from actshard.staging import Staged, stage
+    from actshard.stream.supervised import up_to_last
 
 __version__ = build_info()["version"]
 
@@ -124,6 +125,7 @@ __all__ = [
     "pair",
     "push",
     "stage",
+    "up_to_last",
     "verify",
 ]
 
@@ -134,6 +136,7 @@ _ON_FIRST_USE = {
     "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
     "Pushed": "pushing", "push": "pushing",
     "Staged": "staging", "stage": "staging",
+    "up_to_last": "stream.supervised",
 }  # fmt: skip
 """Names that load on first use, and their modules: remote data, which most programs do not read, layers as arrays, and mixtures."""
 

@@ -14,6 +14,7 @@ from actshard import _arguments
 from actshard._arguments import is_one_of, listed
 from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError, OutOfRangeError
 from actshard.layers import Layer, plain
+from actshard.stream.supervised import flags_of, is_lists_of_flags, nonzero
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 Tokens = Literal["content", "all", "last", "special"]
 Mask = Any
-"""A bool per example, a bool array per example, a 2-D bool array, or a function of ``store.table`` that returns one of these."""
+"""A bool per example, a bool array per example, a 2-D bool array, the name of a list column whose entries other than 0 are kept, or
+a function of ``store.table`` that returns flags."""
 
 COMPARED = ". Compare a column of store.table: column.to_numpy() == x or pyarrow.compute.equal(column, x); column == x is a bool."
 
@@ -226,7 +228,9 @@ def _unlabelled(
 
 
 def asked(store: Readable, keep: Mask) -> Mask:
-    """Calls ``keep`` with the table, if it is a function."""
+    """Calls ``keep`` with the table, if it is a function; a text is the name of a list column."""
+    if isinstance(keep, str):
+        keep = nonzero(keep)
     if not callable(keep):
         return keep
     ask: Callable[[pa.Table], Any] = keep
@@ -240,7 +244,10 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
     """The user's ``keep`` as one flag per stored token; None keeps all."""
     if keep is None:
         return None
-    keep = column(asked(store, keep))
+    keep = asked(store, keep)
+    if is_lists_of_flags(keep) and len(keep) == len(stored):
+        return flags_of(keep, stored, store.special_tokens)
+    keep = column(keep)
     if isinstance(keep, bool | np.bool_):
         raise ArgumentTypeError(f"keep: expected one flag per example, found {keep}{COMPARED}")
     if not isinstance(keep, np.ndarray) and not (hasattr(keep, "__len__") and hasattr(keep, "__iter__")):

@@ -62,7 +62,8 @@ class StreamVerbs:
             tokens: ``"content"`` (all except special tokens), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
             ignore_labels: patch labels (0 to 255) whose rows are left out (saev).
             keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
-                2-D bool array, or a function of :attr:`Store.table` that returns one of these.
+                2-D bool array, the name of a list column (``"loss_mask"``: tokens whose entry is not 0), or a function of
+                :attr:`Store.table` that returns flags, such as :func:`actshard.up_to_last`.
             max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers: a
                 number, or ``"10x median"``: 10 times the median of the norms of the layer's content rows with finite norms,
                 whatever else is selected (the mean of the middle two, if their number is even). Rows with NaN or infinite
