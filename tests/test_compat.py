@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
+import subprocess
+import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -235,3 +239,31 @@ def test_lmprobe_types_that_a_dataset_lacks_are_left_out_and_poolings_are_checke
     pytest.importorskip("torch")
     found, _ = lmprobe.load_activation_dataset(pooled, tensors=["hidden_layers", "logits_topk"])
     assert sorted(found) == ["hidden.layer_0", "hidden.layer_1", "hidden.layer_2"]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent", "named"),
+    [
+        ("deepspec", "torch", r"actshard\[torch\]"),
+        ("specforge", "torch", r"actshard\[torch\]"),
+        ("speculators", "torch", r"actshard\[torch\]"),
+        ("speculators", "hs_connectors", "pip install speculators"),
+        ("specforge.features", "specforge", "pip install specforge"),
+    ],
+)
+def test_drop_ins_of_draft_trainers_name_what_is_not_installed(module: str, absent: str, named: str) -> None:
+    """In a fresh process, in which the library cannot be imported; where torch is absent too, torch is named."""
+    code = f"""
+        import sys
+        sys.modules[{absent!r}] = None
+        import actshard
+        try:
+            import actshard.compat.{module}
+        except actshard.MissingExtraError as error:
+            print(error)
+    """
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert re.search(rf"{named}|actshard\[torch\]", run.stdout), run.stdout + run.stderr
+    assert run.stdout.count("\n") == 1

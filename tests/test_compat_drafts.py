@@ -14,6 +14,7 @@ import pytest
 
 import actshard
 from draft_files import DRAFT, Expected, edit_json, opened
+from served import served
 
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
@@ -229,3 +230,18 @@ def test_deepspec_damage_is_an_error_and_other_samples_are_read(tmp_path: Path) 
     edit_json(cache / "manifest.json", version=9)
     with pytest.raises(actshard.ActshardError):
         deepspec.CacheDataset(cache)
+
+
+def test_deepspec_trains_from_a_url() -> None:
+    theirs = StatedCache(CACHES[1])
+    with served(DRAFT) as server:
+        ours = deepspec.CacheDataset(server.web(CACHES[1].name))
+        assert same(ours.__getitems__([8, 0]), [theirs[8], theirs[0]])
+        assert ours.cache_dir.endswith(CACHES[1].name)
+
+
+def test_deepspec_closes_its_store() -> None:
+    ours = deepspec.CacheDataset(CACHES[0])
+    ours.close()
+    with pytest.raises(actshard.ClosedError):
+        ours[0]
