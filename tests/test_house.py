@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
-    ("contents", "tables", "target", "report", "kept", "options", "torch_zip"),
+    ("contents", "tables", "target", "report", "kept", "options", "torch_zip", "scales"),
     ("carrying", "merging", "per_token", "draft_examples"),
     ("draft_columns", "draft_writing"),
     ("draft_torch",),

@@ -376,7 +376,7 @@ def test_rows_without_a_mask_are_supervised(tmp_path: Path) -> None:
         ({"metadata": {"features": {}}}, "'features' is written by actshard"),
         ({"part": (0, 2)}, "part: not supported"),
         ({"dtype": "float64"}, "speculators supports bfloat16 or float16 or float32"),
-        ({"scales": "token"}, "'scales' is not an option of speculators"),
+        ({"scale": "token"}, "'scale' is not an option of speculators"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(

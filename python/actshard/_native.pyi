@@ -51,6 +51,7 @@ __all__ = [
     "panic_for_test",
     "parse_safetensors",
     "placed_rows",
+    "quantise",
     "read_array",
     "read_arrays",
     "read_torch",
@@ -174,6 +175,14 @@ def copy_range(
     source: str | PathLike[str], start: int, size: int, target: str | PathLike[str], offset: int
 ) -> None: ...
 def cast_into(source: NDArray[np.uint8], source_dtype: str, target: NDArray[Any], target_dtype: str) -> None: ...
+def quantise(
+    rows: NDArray[np.uint8],
+    shape: tuple[int, int, int],
+    dtype: str,
+    per: tuple[bool, bool, bool],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+) -> tuple[float, float, float, float, int, int, int, int, int | None]: ...
 def count_overflows(array: NDArray[Any], dtype: Any) -> int: ...
 def pack_rows(fields: list[TokenField], most: int, segments: int, overlong: str) -> NDArray[np.int64]: ...
 def run_lengths(segments: NDArray[np.int32], most: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...

@@ -523,6 +523,7 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
         rows = int(np.maximum(lengths, 0).sum())
         wanted = np.empty((rows, target.spec.d_model), target.dtype)
         read(asked, ids, counts, lengths, wanted, lost)
+        wanted = target.as_read(Block(wanted, lengths))
         places = some[at : at + len(ids)]
         held = lengths.reshape(-1) >= 0
         groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]

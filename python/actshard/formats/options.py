@@ -62,6 +62,7 @@ class SpeculatorsOptions(TypedDict, total=False):
     """Options of speculators' training data."""
 
     last: Layer | None
+    scales: Literal["token", "whole", "layer", "channel"]
 
 
 class SpecForgeOptions(TypedDict, total=False):

@@ -278,6 +278,10 @@ class Target(ABC):
         """
         return []
 
+    def as_read(self, block: Block) -> NDArray[Any]:
+        """The rows of a block as the finished dataset returns them; others than the block's if the format stores approximations."""
+        return block.memory
+
     def config(self) -> dict[str, Any]:
         """Settings that must match when a writer resumes. None: not determined yet."""
         return {

@@ -296,6 +296,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::sync_files, m)?)?;
     m.add_function(wrap_pyfunction!(write::copy_range, m)?)?;
     m.add_function(wrap_pyfunction!(write::cast_into, m)?)?;
+    m.add_function(wrap_pyfunction!(write::quantise, m)?)?;
     m.add_function(wrap_pyfunction!(write::count_overflows, m)?)?;
     m.add_class::<tokens::BlockCache>()?;
     m.add_class::<tokens::TokenField>()?;

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::cast;
+use actshard_core::kernels::quantise::Quantised;
+use actshard_core::kernels::scaled::ScaledCode;
 use actshard_core::scan::{self, Oddity};
 use actshard_core::write::{self, Digested, Piece, Target};
 use actshard_core::{Error, Kind};
@@ -113,6 +115,55 @@ pub fn cast_into(
             return Err(errors::raise(py, &Error::new(Kind::Argument, "target: shares memory with the source")));
         }
         detach::detached(py, |watch| cast::cast(how, src, dst.as_mut(), watch))
+    })
+}
+
+/// Codes and scales of an example's bfloat16 rows, `(tokens, layers, width)` as bytes, into `codes` and `scales`. `per` are the axes
+/// along which scales differ. Returns the loss: (largest absolute error, worst error of a row relative to its norm, sum of squared
+/// errors, sum of squares, saturated values, values that became zero, NaN values, refused values, the row of the first of these).
+#[pyfunction]
+#[expect(clippy::type_complexity, reason = "a tuple that one Python function unpacks")]
+pub fn quantise(
+    py: Python<'_>,
+    rows: PyReadonlyArray1<'_, u8>,
+    shape: (usize, usize, usize),
+    dtype: &str,
+    per: (bool, bool, bool),
+    codes: Bound<'_, PyUntypedArray>,
+    scales: Bound<'_, PyUntypedArray>,
+) -> PyResult<(f64, f64, f64, f64, u64, u64, u64, u64, Option<u64>)> {
+    detach::guarded(py, || {
+        let refuse = |what: String| errors::raise(py, &Error::new(Kind::Argument, what));
+        let code = match dtype_of(py, dtype)? {
+            DType::F8E4M3 => ScaledCode::E4M3,
+            DType::F8E5M2 => ScaledCode::E5M2,
+            DType::I8 => ScaledCode::I8,
+            other => return Err(refuse(format!("codes of {}", other.name()))),
+        };
+        let shape = [shape.0, shape.1, shape.2];
+        let how = Quantised { code, shape, per: [per.0, per.1, per.2] };
+        let elements = shape.iter().try_fold(1usize, |n, axis| n.checked_mul(*axis)).filter(|n| *n < 1 << 60);
+        let rows = rows.as_slice()?;
+        let (mut codes, mut scales) = (buffer::Claim::new(&codes, "codes")?, buffer::Claim::new(&scales, "scales")?);
+        if codes.overlaps(rows) || scales.overlaps(rows) {
+            return Err(refuse("codes: share memory with the rows".into()));
+        }
+        let (codes, scales) = (codes.as_mut(), scales.as_mut());
+        let fits =
+            elements.is_some_and(|n| rows.len() == 2 * n && codes.len() == n && scales.len() == 4 * how.scales());
+        if !fits {
+            return Err(refuse(format!("expected rows, codes and scales of {shape:?}")));
+        }
+        let lost = detach::detached(py, |_| {
+            let mut made = vec![0f32; how.scales()];
+            let lost = how.fill(rows, codes, &mut made);
+            for (to, scale) in scales.as_chunks_mut::<4>().0.iter_mut().zip(made) {
+                *to = scale.to_le_bytes();
+            }
+            Ok(lost)
+        })?;
+        let sums = (lost.largest, lost.worst_row, lost.errors, lost.squares);
+        Ok((sums.0, sums.1, sums.2, sums.3, lost.saturated, lost.vanished, lost.nan, lost.refused, lost.first_refused))
     })
 }
 

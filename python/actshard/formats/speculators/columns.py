@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying
-from actshard.formats.speculators.files import LAYERS
+from actshard.formats.speculators.files import LAYERS, SCALED_BY
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
-_OF_FILES = frozenset(("features", "splits", "citation", "description", "homepage", "license", LAYERS))
+_OF_FILES = frozenset(("features", "splits", "citation", "description", "homepage", "license", LAYERS, SCALED_BY))
 """Fields of dataset_info.json that describe the files, or that the writer sets."""
 
 

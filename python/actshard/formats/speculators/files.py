@@ -30,6 +30,8 @@ FLOATS = ("BF16", "F16", "F32")
 FOLDER, INFO, STATE = "hidden_states", "dataset_info.json", "state.json"
 LAYERS = "actshard_layers"
 """Field of dataset_info.json with the names of the layers before the last; ``datasets`` ignores it."""
+SCALED_BY = "actshard_scales"
+"""Field of dataset_info.json with the dtype, the kind of scales and the measured error of states that actshard scaled."""
 _SHOWN = 20
 """Rows of one kind of fault that are named."""
 

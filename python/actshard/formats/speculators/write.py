@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import name_of
+from actshard._arguments import NUMPY_BY_NAME, name_of
+from actshard._json import read_json
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
-from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, STATE, STATES
+from actshard.formats.scales import ScaleLoss, Scaling
+from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
 from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
 from actshard.layers import Layer
+from actshard.location import Location
 from actshard.work import sync_folders, whole_file, write_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +41,8 @@ _FEATURES = {
     "seq_len": {"dtype": "int64", "_type": "Value"},
 }
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
-_RESERVED = ("features", "splits", LAYERS)
+_RESERVED = ("features", "splits", LAYERS, SCALED_BY)
+_MEASURED = frozenset(ScaleLoss.__dataclass_fields__)
 
 
 class SpeculatorsTarget(Target):
@@ -45,7 +51,9 @@ class SpeculatorsTarget(Target):
     format: ClassVar[str] = "speculators"
     makes: ClassVar[tuple[str, ...]] = (FOLDER, _ROWS, INFO, STATE)
     own: ClassVar[Mapping[str, str]] = {
-        "last": f'the layer that is stored as the last hidden state (default: "{LAST}")'
+        "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
+        "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
+        'example, or one for the "whole" example',
     }
     holds_named_layers = True
     takes_shard_bytes = False
@@ -53,6 +61,11 @@ class SpeculatorsTarget(Target):
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     def __init__(self, spec: Spec) -> None:
+        self.scaling = Scaling.asked(spec.dtype, spec.options.get("scales"), self.format)
+        if self.scaling is not None:
+            spec = replace(
+                spec, dtype=NUMPY_BY_NAME["BF16"]
+            )  # that of the rows, which become codes when they are written
         super().__init__(spec)
         if spec.part is not None:
             raise ArgumentError("part: not supported by speculators; write one dataset")
@@ -73,7 +86,33 @@ class SpeculatorsTarget(Target):
         return {self.spec.layers[k]: LAST if k == self.last else self.spec.layers[k] for k in self.order}
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        return made_up_masks(COLUMNS, columns)
+        return made_up_masks(COLUMNS, columns) + self._scaled()
+
+    def _scaled(self) -> list[tuple[str, str]]:
+        if self.scaling is None:
+            return []
+        stored = f"bfloat16 rows are stored as {self.scaling.dtype} with scales ({self.scaling.scales})"
+        if not self.n and (self.root / STATE).is_file():
+            held = read_json(Location.at(self.root / INFO))
+            said = held.get(SCALED_BY) if isinstance(held, dict) else None
+            measured = (
+                {name: value for name, value in said.items() if name in _MEASURED} if isinstance(said, dict) else {}
+            )
+            try:
+                return [("scales", f"{stored}: {ScaleLoss.of(measured)}")] if measured else [("scales", stored)]
+            except TypeError:
+                return [("scales", stored)]
+        return [("scales", f"{stored}: {self.scaling.loss}" if self.n else f"{stored}; convert() measures the error")]
+
+    def as_read(self, block: Block) -> NDArray[Any]:
+        if self.scaling is None:
+            return block.memory
+        made, memory = np.empty_like(block.memory), block.memory
+        for i, (n, starts) in enumerate(zip(block.lengths[:, 0].tolist(), block.starts, strict=True)):
+            again = self.scaling.again(np.stack([memory[at : at + n] for at in starts.tolist()], axis=1), i)
+            for k, at in enumerate(starts.tolist()):
+                made[at : at + n] = again[:, k]
+        return made
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, FLOATS, "speculators", "")
@@ -91,7 +130,8 @@ class SpeculatorsTarget(Target):
         _values(table, first)
 
     def config(self) -> dict[str, Any]:
-        return {**super().config(), "last": self.last}
+        scaled = {} if self.scaling is None else {"scales": [self.scaling.name, self.scaling.scales]}
+        return {**super().config(), "last": self.last, **scaled}
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +140,8 @@ class SpeculatorsTarget(Target):
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
+        if self.scaling is not None and states:
+            self.scaling.loss = ScaleLoss.of(states[-1]["scales"])
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
         folder = self.root / FOLDER
@@ -109,20 +151,43 @@ class SpeculatorsTarget(Target):
                 path.unlink()
 
     def _header(self, tokens: int) -> bytes:
-        """The header of a file, as the safetensors library writes it."""
+        """The header of a file, as the safetensors library writes it: wider types come first."""
         assert self.dtype is not None
-        ids, states = 8 * tokens, tokens * len(self.order) * self.row_bytes
-        tensors = {
-            IDS: {"dtype": "I64", "shape": [tokens], "data_offsets": [0, ids]},
-            STATES: {
-                "dtype": name_of(self.dtype),
-                "shape": [tokens, len(self.order), self.spec.d_model],
-                "data_offsets": [ids, ids + states],
-            },
-        }
-        text = json.dumps(tensors, separators=(",", ":")).encode()
+        shape = (tokens, len(self.order), self.spec.d_model)
+        tensors: dict[str, tuple[str, Sequence[int], int]] = {IDS: ("I64", [tokens], 8)}
+        if self.scaling is None:
+            tensors[STATES] = (name_of(self.dtype), shape, self.itemsize)
+        else:
+            tensors[SCALES] = ("F32", self.scaling.shape(*shape), 4)
+            tensors[STATES] = (self.scaling.name, shape, 1)
+        header, end = {}, 0
+        for name, (dtype, sizes, size) in tensors.items():
+            begin, end = end, end + math.prod(sizes) * size
+            header[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+    def _states_bytes(self, tokens: int) -> int:
+        """Bytes of an example's states and scales."""
+        if self.scaling is None:
+            return tokens * len(self.order) * self.row_bytes
+        shape = (tokens, len(self.order), self.spec.d_model)
+        return math.prod(shape) + 4 * math.prod(self.scaling.shape(*shape))
+
+    def _fill(self, body: NDArray[np.uint8], layers: Sequence[NDArray[Any]], example: int) -> None:
+        """Fills the bytes after the token ids from the states of each layer, ``(tokens, d_model)``."""
+        if self.scaling is None:
+            into = body.reshape(-1, len(layers), self.row_bytes)
+            for k, rows in enumerate(layers):
+                into[:, k] = rows.view(np.uint8)
+            return
+        states = np.stack(layers, axis=1)
+        shape = self.scaling.shape(*states.shape)
+        # Claimed as numbers: a file's header may leave them unaligned.
+        scales = np.empty(shape, np.float32)
+        self.scaling.loss.add(self.scaling.fill(states, body[scales.nbytes :], scales, example))
+        body[: scales.nbytes] = scales.reshape(-1).view(np.uint8)
 
     def write(self, block: Block) -> None:
         tokens = uniform(block.lengths, "speculators", self.spec.layers)
@@ -136,22 +201,19 @@ class SpeculatorsTarget(Target):
             check_counts(counts, tokens, name, self.n)
         headers = [self._header(n) for n in tokens.tolist()]
         sizes = [
-            len(header) + n * (8 + len(self.order) * self.row_bytes)
-            for header, n in zip(headers, tokens.tolist(), strict=True)
+            len(header) + 8 * n + self._states_bytes(n) for header, n in zip(headers, tokens.tolist(), strict=True)
         ]
         firsts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         buffer = np.empty(firsts[-1], np.uint8)
         ids, at = held["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
         memory = block.memory.reshape(-1, self.spec.d_model)
-        rows, starts = memory.view(np.uint8).reshape(len(memory), self.row_bytes), block.starts
+        starts = block.starts
         for i, (n, header) in enumerate(zip(tokens.tolist(), headers, strict=True)):
             into = buffer[firsts[i] : firsts[i + 1]]
             into[: len(header)] = np.frombuffer(header, np.uint8)
             body = into[len(header) :]
             body[: 8 * n] = ids[at[i] : at[i + 1]].astype("<i8").view(np.uint8)
-            states = body[8 * n :].reshape(n, len(self.order), self.row_bytes)
-            for k, layer in enumerate(self.order):
-                states[:, k] = rows[starts[i, layer] : starts[i, layer] + n]
+            self._fill(body[8 * n :], [memory[starts[i, k] : starts[i, k] + n] for k in self.order], self.n + i)
         (self.root / FOLDER).mkdir(exist_ok=True)
         files = [(self._path(self.n + i), 0) for i in range(len(block))]
         self.put([buffer], files, [(0, firsts[i], sizes[i], i, 0) for i in range(len(block))])
@@ -159,7 +221,7 @@ class SpeculatorsTarget(Target):
         self.n += len(block)
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return self._dirty, {}
+        return self._dirty, {} if self.scaling is None else {"scales": asdict(self.scaling.loss)}
 
     def committed(self) -> None:
         self._dirty = []
@@ -171,10 +233,14 @@ class SpeculatorsTarget(Target):
             raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root / FOLDER)
         assert examples.columns is not None
         sync_folders([self.root / FOLDER])
-        write_rows(self.root, examples.columns, [self.spec.layers[k] for k in self.order[:-1]], self.spec.metadata)
+        scaled = {} if self.scaling is None else {SCALED_BY: self.scaling.as_dict()}
+        names = [self.spec.layers[k] for k in self.order[:-1]]
+        write_rows(self.root, examples.columns, names, {**self.spec.metadata, **scaled})
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
+        if self.scaling is not None:
+            row = self._states_bytes(1) // len(self.order)
         each = 8 + len(self.spec.layers) * row
         return len(tokens), len(tokens) + 3, int(tokens.sum()) * (each + 12) + 200 * len(tokens)
 

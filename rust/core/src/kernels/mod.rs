@@ -16,6 +16,7 @@ mod avx512_scaled;
 mod codes;
 mod instructions;
 pub mod portable;
+pub mod quantise;
 pub mod scaled;
 mod stores;
 mod wide;
