@@ -232,3 +232,20 @@ def test_references_are_checked(tmp_path: Path) -> None:
         ours.StoreFeatures(opened(tmp_path / "flash")).refs("eagle3")
     with pytest.raises(AttributeError):
         _ = ours.nothing
+
+
+@pytest.mark.parametrize(("kind", "strategies"), [("dspark", ["dspark"]), ("dflash", ["dflash", "domino"])])
+def test_features_of_a_store_are_those_of_the_files_that_we_write(
+    kind: str, strategies: list[str], tmp_path: Path
+) -> None:
+    from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+
+    store = opened(DRAFT / "deepspec_v2_ranks")
+    last = ["last"] if kind == "dspark" else []
+    layers = store.layers[:-1]
+    made = actshard.convert(store, tmp_path / kind, "specforge", kind=kind, layers=[*layers, *last]).path
+    features = ours.StoreFeatures(store)
+    for strategy in strategies:
+        want = [LocalFeatureStore().get(ref)[0] for ref in reader(strategy, made).read()]
+        got = [features.get(ref)[0] for ref in features.refs(strategy, **OPTIONS)]
+        assert same([got[i] for i in sorted(range(len(store)), key=str)], want)
