@@ -178,8 +178,10 @@ class DraftExamples:
         if not len(groups):
             return np.empty((len(examples), 0), self.state_dtype)
         named = self.layers if groups is self._groups else (self.last,)
-        found = self.store.gather_of(groups, examples, tokens, None, self.dtype, named)
-        return found.reshape(len(examples), len(groups) * self.width)
+        # numpy's allocator keeps the memory of freed samples, which are of similar sizes; new pages cost as much as the copy.
+        out = np.empty((len(examples), len(groups) * self.width), self.state_dtype)
+        found: NDArray[Any] = self.store.gather_of(groups, examples, tokens, out, self.dtype, named)
+        return found
 
     def _columns(self, numbers: NDArray[np.int64]) -> pa.Table:
         """Token ids and masks of examples, as lists."""
