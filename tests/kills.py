@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zarr": {},
     "pickle": {"shard_bytes": 20_000},
     "hf_arrow": {"shard_bytes": 12_000},
+    "npy": {},
 }
 
 

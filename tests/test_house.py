@@ -53,6 +53,8 @@ FORMATS: tuple[tuple[str, ...], ...] = (
     ("draft_torch",),
     ("format",),
     ("registry",),
+    ("plain_folders",),
+    ("plain_writing",),
     ("",),  # the folder itself: imported by plugins
     ("*",),  # a format's folder
 )
@@ -237,6 +239,7 @@ ON_PATHS = {
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",
     "formats.draft_writing": "writes",
+    "formats.plain_writing": "writes",
     "staging": "copies to this machine's disk",
     "caching": "a folder of this machine",
     "compat.speculators.transfer": "writes rows for speculators beside a store",

@@ -20,7 +20,7 @@ from actshard.writing.sink import Sink
 from conftest import refuses
 
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
-FORMATS = (*MERGED, "hf_arrow")
+FORMATS = (*MERGED, "hf_arrow", "npy", "safetensors")
 LAYERS, WIDTH = [3, 7], 8
 
 

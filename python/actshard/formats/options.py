@@ -109,6 +109,14 @@ class HfArrowOptions(TypedDict, total=False):
     rows: Literal["sequences", "vectors"]
 
 
+class NpyOptions(TypedDict, total=False):
+    """Folders of .npy files have no options."""
+
+
+class SafetensorsOptions(TypedDict, total=False):
+    """Folders of .safetensors files have no options."""
+
+
 class FormatOptions(
     SaevOptions,
     LmprobeOptions,
@@ -122,6 +130,8 @@ class FormatOptions(
     AngelSlimOptions,
     EagleOptions,
     HfArrowOptions,
+    NpyOptions,
+    SafetensorsOptions,
     total=False,
 ):
     """The options of all formats that are written."""

@@ -478,6 +478,20 @@ def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
     return pa.field(name, column.type, metadata=metadata), column
 
 
+def without_arrow_type(schema: pa.Schema) -> dict[str, str]:
+    """Columns of :func:`list_column` whose dtype Arrow lacks, with the dtype."""
+    said = {field.name: (field.metadata or {}).get(b"dtype") for field in schema}
+    return {name: dtype.decode(errors="replace") for name, dtype in said.items() if dtype is not None}
+
+
+def as_float32(table: pa.Table) -> pa.Table:
+    """Casts the columns of :func:`without_arrow_type`."""
+    for name in without_arrow_type(table.schema):
+        field, column = list_column(name, arrays_in(table, name).astype(np.float32))
+        table = table.set_column(table.schema.get_field_index(name), field, column)
+    return table
+
+
 def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Returns tokens per example, for formats in which all layers have the same tokens."""
     first = lengths[:, 0]

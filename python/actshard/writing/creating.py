@@ -139,8 +139,8 @@ def create(
             ``path/<HASH>``, which :attr:`Writer.path` contains after closing. Or a URL, ``s3://``, ``gs://``, ``az://`` or
             ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` when it is closed, and removed
             there. That takes as much disk as the dataset.
-        format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"``, ``"hf_arrow"`` or a format of draft models (``"deepspec"``,
-            ``"speculators"``).
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"``, ``"hf_arrow"``, ``"npy"``, ``"safetensors"``, or a format of
+            draft models, such as ``"deepspec"``.
         layers: names of the layers, in the order of the arrays' layer axis: integers, or texts for formats that store
             them (zarr, hf_arrow).
         d_model: elements per row.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from actshard.errors import ArgumentError
+from actshard.formats.target import without_arrow_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,12 +68,9 @@ def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
     """Raises ArgumentError for columns that an Arrow directory cannot store next to columns of these layers."""
     if taken := sorted(set(layers) & set(schema.names)):
         raise ArgumentError(f"columns: {taken[0]!r} is the name of a layer's column; rename one of them")
+    for name, dtype in without_arrow_type(schema).items():
+        raise ArgumentError(f"columns: {name!r}: Arrow has no {dtype}; convert the values to float32")
     for field in schema:
-        said = (field.metadata or {}).get(b"dtype")
-        if said is not None:
-            raise ArgumentError(
-                f"columns: {field.name!r}: Arrow has no {said.decode(errors='replace')}; convert the values to float32"
-            )
         feature_of(field.name, field.type)
 
 

@@ -28,7 +28,17 @@ from actshard.errors import ArgumentError, FormatError
 from actshard.formats.hf_arrow.features import check_features
 from actshard.formats.hf_arrow.messages import END, MOST_VALUES, ArrowColumns, arrays_of, info_of, same_types, usual
 from actshard.formats.hf_arrow.read import OWN
-from actshard.formats.target import AllExamples, Block, Spec, Target, arrays_in, list_column, only, positive, uniform
+from actshard.formats.target import (
+    AllExamples,
+    Block,
+    Spec,
+    Target,
+    as_float32,
+    only,
+    positive,
+    uniform,
+    without_arrow_type,
+)
 from actshard.work import rename, sync_folders, whole_file, write_bytes
 
 if TYPE_CHECKING:
@@ -132,18 +142,13 @@ class HfArrowTarget(Target):
         check_features(schema, self.columns)
 
     def turned(self, schema: pa.Schema) -> dict[str, str]:
-        said = {field.name: (field.metadata or {}).get(b"dtype") for field in schema}
         return {
-            name: f"{name} is converted to float32, because Arrow has no {dtype.decode(errors='replace')}"
-            for name, dtype in said.items()
-            if dtype is not None
+            name: f"{name} is converted to float32, because Arrow has no {dtype}"
+            for name, dtype in without_arrow_type(schema).items()
         }
 
     def turn(self, table: pa.Table) -> pa.Table:
-        for name in self.turned(table.schema):
-            field, column = list_column(name, arrays_in(table, name).astype(np.float32))
-            table = table.set_column(table.schema.get_field_index(name), field, column)
-        return table
+        return as_float32(table)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "rows": self.rows, "limit": self.limit}

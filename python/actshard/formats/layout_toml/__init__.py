@@ -9,7 +9,7 @@ from actshard.formats.format import Format, Room
 
 
 class LayoutFormat(Format):
-    """Folders with a layout description. Read, verified and converted from, but not written."""
+    """Folders with a layout description. Written with a mark, as the formats npy and safetensors."""
 
     name: ClassVar[str] = "layout_toml"
     description: ClassVar[str] = "folders of .pt, .npy, .npz, .safetensors or raw files with a layout.toml"

@@ -8,9 +8,9 @@ from actshard.containers import read_torch
 from actshard.errors import ActshardError
 from actshard.formats.format import Tell
 from actshard.formats.layout_toml import description
-from actshard.formats.layout_toml.detect import NAME
 from actshard.formats.layout_toml.files import kind_of, matches, open_files
 from actshard.formats.layout_toml.index import build
+from actshard.formats.plain_folders import NAME
 from actshard.formats.report import Report
 from actshard.location import Location
 

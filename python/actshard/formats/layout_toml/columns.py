@@ -12,7 +12,7 @@ from actshard._json import utf8
 from actshard._native import StoredArray
 from actshard.errors import FormatError, NotStoredError
 from actshard.formats.layout_toml.description import Description, Part
-from actshard.formats.layout_toml.files import is_lines, lines_of, open_files
+from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of
 from actshard.formats.layout_toml.index import (
     RowIndex,
     _key,
@@ -40,7 +40,7 @@ class FolderColumns:
         self.root, self.description, self.index = root, description, index
         self._lines: dict[str, list[dict[str, Any]]] = {}
         self._fields: dict[str, Part] = {}
-        self._read: dict[str, Callable[[], list[Any]]] = {}
+        self._read: dict[str, Callable[[], Sequence[Any]]] = {}
         if index.numbered:
             self._read[ID] = lambda: list(index.ids)
         if description.tokens is not None:
@@ -75,6 +75,10 @@ class FolderColumns:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line if key != part.by):
                 self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # a lambda's default has no type
+        elif part.files is not None and part.files.text.lower().endswith(".parquet") and not part.tensor:
+            held = parquet_of(self.root.joinpath(*part.files.text.split("/")))
+            for name in held.column_names:  # as stored: values of Python would lose their types
+                self._put(name, part, lambda name=name: self._aligned(array_in(held, name), part))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and is_lines(part.files.text) and not part.tensor:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line):
@@ -83,7 +87,7 @@ class FolderColumns:
             fallback = part.files.text.rpartition("/")[2].partition(".")[0] if part.files else part.table
             self._put(part.name or fallback, part, lambda: self._of_arrays(part))
 
-    def _put(self, name: str, part: Part, read: Callable[[], list[Any]]) -> None:
+    def _put(self, name: str, part: Part, read: Callable[[], Sequence[Any]]) -> None:
         if name in self._read:
             raise FormatError(f"columns: two columns are named {name!r}; choose another with 'name'", path=self.root)
         self._read[name] = read
@@ -105,7 +109,7 @@ class FolderColumns:
             made[example] = line.get(name)
         return [made.get(example) if type(example) is int else None for example in self.index.ids]
 
-    def _aligned(self, values: list[Any], part: Part) -> list[Any]:
+    def _aligned(self, values: Sequence[Any], part: Part) -> Sequence[Any]:
         if len(values) != len(self.index.ids):
             raise FormatError(
                 f"{part.table}: expected {len(self.index.ids)} values, one per example, found {len(values)}",

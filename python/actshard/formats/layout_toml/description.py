@@ -18,8 +18,8 @@ from typing import Any
 from actshard._arguments import name_of, numpy_type
 from actshard._json import read_json, show
 from actshard.errors import ActshardError, ArgumentError, FormatError
-from actshard.formats.layout_toml.detect import NAME
 from actshard.formats.layout_toml.known import find
+from actshard.formats.plain_folders import NAME
 from actshard.location import Location
 
 LARGEST = 1 << 20

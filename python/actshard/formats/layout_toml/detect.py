@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from actshard.errors import boundary
 from actshard.formats.contents import Evidence
 from actshard.formats.layout_toml.known import find
+from actshard.formats.plain_folders import NAME, beginning, marked
 from actshard.location import Location
 
-NAME = "layout.toml"
 _LOOKED_FOR = f"a folder with a {NAME}, or of probelab, icalens or activault, or layout="
 
 
@@ -20,8 +19,9 @@ def detect(path: Location) -> Evidence:
         if known is None:
             return Evidence(False, _LOOKED_FOR, f"no {NAME}")
         return Evidence(True, _LOOKED_FOR, f"{known.manifest.name} of {known.program}")
-    if path.is_remote:  # some web servers answer every name with JSON or a page
-        with boundary(path / NAME, "read"), (path / NAME).open("read") as file:
-            if file.read(512).lstrip()[:1] in (b"{", b"<"):
-                return Evidence(False, _LOOKED_FOR, f"no TOML in {NAME}")
+    if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"{", b"<"):
+        # some web servers answer every name with JSON or a page
+        return Evidence(False, _LOOKED_FOR, f"no TOML in {NAME}")
+    if (format := marked(path / NAME)) is not None:
+        return Evidence(False, _LOOKED_FOR, f"a {NAME} of the format {format}")
     return Evidence(True, _LOOKED_FOR, f"a {NAME}")

@@ -13,7 +13,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from actshard.errors import ActshardError, FormatError, MissingExtraError, Missi
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _TORCH = (".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz", ".bin.gz")
 _MOST_TEXT = 1 << 30
@@ -278,6 +281,24 @@ def order_of(values: Mapping[str, Name]) -> tuple[Any, ...]:
     )
 
 
+def parquet_of(path: Location) -> pa.Table:
+    """Reads a parquet file."""
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path.arrow())
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+        raise FormatError(f"expected a parquet file: {error}", path=path) from error
+
+
+def array_in(table: pa.Table, name: str) -> pa.Array:
+    """A column as one array."""
+    import pyarrow as pa
+
+    made = table[name].combine_chunks()
+    return pa.concat_arrays(made.chunks) if isinstance(made, pa.ChunkedArray) else made
+
+
 def lines_of(path: Location) -> list[dict[str, Any]]:
     """The lines of a ``.jsonl`` or ``.csv`` file, or the objects of a list in a ``.json`` file."""
     lower = path.name.lower()
@@ -295,13 +316,7 @@ def lines_of(path: Location) -> list[dict[str, Any]]:
             return value
         raise FormatError("expected a list of objects", path=path)
     if lower.endswith(".parquet"):
-        import pyarrow.parquet as pq
-
-        try:
-            table = pq.read_table(path.arrow())
-        except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-            raise FormatError(f"expected a parquet file: {error}", path=path) from error
-        return list(table.to_pylist())
+        return list(parquet_of(path).to_pylist())
     raise UnsupportedError("expected a .jsonl, .csv, .tsv, .json or .parquet file of lines", path=path)
 
 

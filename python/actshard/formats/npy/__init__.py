@@ -1,0 +1,31 @@
+"""Folders of plain .npy files, one per layer, with a layout.toml; see docs/formats/plain.md.
+
+They are described folders that actshard wrote: the reader is that of ``layout_toml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.formats.format import Format, Room
+
+
+class NpyFormat(Format):
+    """A folder with a .npy file per layer, for readers without actshard."""
+
+    name: ClassVar[str] = "npy"
+    description: ClassVar[str] = "a folder with a .npy file per layer, and a layout.toml"
+    manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
+    order: ClassVar[int] = 46
+    writes: ClassVar[bool] = True
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".read:detect",
+        "open": ".read:open",
+        "target": ".write:NpyTarget",
+        "check": ".read:check",
+        "carrying": ".read:PlainCarrying",
+    }
+
+
+FORMAT = NpyFormat()

@@ -1,0 +1,73 @@
+"""Folders that actshard writes as plain files, formats ``npy`` and ``safetensors``: their description begins with a mark.
+
+.. code-block:: text
+
+    layout.toml                 # actshard: npy
+    activations/LAYER.npy       (examples, tokens, d_model); or (rows, d_model), and
+    lengths.npy                 int64 (examples,): rows of each example
+    columns.parquet             a row per example, if there are columns
+    metadata.json               if there are metadata
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from actshard._json import Fields, read_json
+from actshard.errors import boundary
+from actshard.formats import registry
+from actshard.formats.carrying import Carrying
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Tell
+from actshard.formats.report import Report
+from actshard.location import Location
+
+NAME, COLUMNS, METADATA = "layout.toml", "columns.parquet", "metadata.json"
+MARK = "# actshard: "
+"""The beginning of a description that actshard wrote with a dataset; the format's name follows."""
+
+
+def plain_evidence(path: Location, format: str) -> Evidence:
+    """Checks for a description with the mark of a format."""
+    looked_for = f'a folder whose {NAME} begins with "{MARK}{format}", as convert(..., "{format}") writes it'
+    if path.kind() != "folder" or (path / NAME).kind() != "file":
+        return Evidence(False, looked_for, f"no {NAME}")
+    found = marked(path / NAME)
+    return Evidence(found == format, looked_for, f"the mark {found!r}" if found else f"a {NAME} without a mark")
+
+
+def plain_contents(path: Location, options: Options, format: str) -> Contents:
+    """The contents of the described folder, with its metadata."""
+    made = registry.get(registry.described()).open(path, options)
+    held: dict[str, Any] = {}
+    if (path / METADATA).kind() == "file":
+        held = Fields(read_json(path / METADATA), path / METADATA).value
+    return replace(made, format=format, metadata=held)
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks the files against the description."""
+    registry.get(registry.described()).check(root, report, tell)
+
+
+def beginning(path: Location) -> bytes:
+    """The first bytes of a description."""
+    with boundary(path, "read"), path.open("read") as file:
+        return bytes(file.read(512))
+
+
+def marked(path: Location) -> str | None:
+    """The format that a description is a part of, by its first line; None for any other description."""
+    first = beginning(path).partition(b"\n")[0].decode(errors="replace").rstrip()
+    return first.removeprefix(MARK) if first.startswith(MARK) else None
+
+
+class PlainCarrying(Carrying):
+    """All columns and metadata are the user's."""
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return dict(metadata), {}

@@ -1,0 +1,39 @@
+"""Writes folders of .safetensors files; see docs/formats/plain.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+import numpy as np
+
+from actshard._arguments import name_of
+from actshard.formats.plain_writing import KEY, LARGEST, PlainTarget
+from actshard.formats.target import FLOATS, only
+
+
+class SafetensorsTarget(PlainTarget):
+    """Writes .safetensors files with one tensor each, named ``activations``."""
+
+    format: ClassVar[str] = "safetensors"
+    suffix: ClassVar[str] = ".safetensors"
+    hint: ClassVar[str] = f'safetensors.safe_open("{{file}}", "pt").get_slice("{KEY}")'
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, FLOATS, "safetensors", "")
+
+    def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+        """A header with room for any shape, filled with spaces."""
+        name = "I64" if dtype.kind == "i" else name_of(dtype)
+        made, largest = (
+            json.dumps({key: {"dtype": name, "shape": list(of), "data_offsets": [0, end]}}, separators=(",", ":"))
+            for of, end in (
+                (shape, int(np.prod(shape, dtype=object)) * dtype.itemsize),
+                ((*LARGEST, *shape[-1:]), 10**18),
+            )
+        )
+        text = made.encode().ljust(-(-len(largest) // 64) * 64 + 56)
+        return len(text).to_bytes(8, "little") + text
+
+    def more_lines(self, key: str) -> list[str]:
+        return [f'tensor = "{key}"']
