@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,36 @@ def unended(folder: Path) -> Path:
     file = written(folder / "d", [[batch]]) / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:-8])
     return file.parent
+
+
+def enlarged(
+    folder: Path, batch: pa.RecordBatch, numbers: Mapping[int, int], pieces: Mapping[int, bytes], size: int
+) -> Path:
+    """A directory with one batch that claims other sizes, in a sparse file.
+
+    Args:
+        numbers: numbers of the batch's header to replace, each of which it contains.
+        pieces: bytes of the body, by their offset in it.
+        size: bytes of the body.
+    """
+    folder.mkdir()
+    message = batch.serialize().to_pybytes()
+    (length,) = struct.unpack_from("<i", message, 4)
+    header = bytearray(message[: 8 + length])
+    for old, new in numbers.items():
+        places = [at for at in range(8, len(header) - 7, 8) if struct.unpack_from("<q", header, at)[0] == old]
+        assert places, f"the header lacks {old}"
+        for at in places:
+            struct.pack_into("<q", header, at, new)
+    schema = batch.schema.serialize().to_pybytes()
+    begin = len(schema) + len(header)
+    with (folder / "data-00000-of-00001.arrow").open("wb") as file:
+        file.write(schema + header)
+        for at, data in pieces.items():
+            file.seek(begin + at)
+            file.write(data)
+        file.seek(begin + size)
+        file.write(b"\xff\xff\xff\xff\0\0\0\0")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    return folder

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from arrow_files import written
+from arrow_files import enlarged, written
 from conftest import GOLDEN, bits, refuses
 
 FOLDERS = sorted(p.parent for p in (GOLDEN / "hf_arrow").glob("*/*/state.json"))
@@ -95,6 +95,59 @@ def test_every_kind_of_list_comes_back(kind: str, dtype: str, tmp_path: Path) ->
     assert np.array_equal(store.gather("acts", picks, -1), np.stack([values[i][-1] for i in picks]))
     assert store.table.to_pydict() == {"text": [f"t{i}" for i in range(9)], "n": list(range(9))}
     assert actshard.verify(folder, deep=True).ok
+
+
+@pytest.mark.parametrize("first", [(1 << 31) - 6, (1 << 31) + 7, (1 << 32) - 6, (1 << 32) + 7])
+def test_offsets_of_64_bits_are_not_wrapped(first: int, tmp_path: Path, io: str) -> None:
+    """Vectors that begin past value 2^31 or 2^32 of a large_list, in a sparse file of up to 8 GiB."""
+    rows, width = 1001, 7
+    want = np.arange(rows * width, dtype=np.float16).reshape(rows, width)
+    kind = pa.large_list(pa.float16())
+    batch = pa.record_batch({"acts": pa.array(list(want), kind)})
+    values, ends = rows * width, 8 * (rows + 1)
+    padded = -(-2 * (first + values) // 8) * 8
+    numbers = {values: first + values, 2 * values: 2 * (first + values), ends + -(-2 * values // 8) * 8: ends + padded}
+    offsets = first + width * np.arange(rows + 1, dtype="<i8")
+    body = {0: offsets.tobytes(), ends + 2 * first: want.tobytes()}
+    store = actshard.open(enlarged(tmp_path / "d", batch, numbers, body, ends + padded), io=io)
+    assert np.array_equal(store.gather("acts", np.arange(rows), 0), want)
+    assert np.array_equal(store.sequence(rows - 1, "acts"), want[-1:])
+
+
+def test_offsets_of_32_bits_reach_their_last_value(tmp_path: Path, io: str) -> None:
+    """Array2D whose last value is number 2^31 - 2, 8 GiB into a sparse file."""
+    rows, tokens, width = 101, 3, 7
+    want = np.arange(rows * tokens * width, dtype=np.float32).reshape(rows, tokens, width)
+    batch = pa.record_batch({"acts": pa.array(want.tolist(), pa.list_(pa.list_(pa.float32())))})
+    values, ends = want.size, 4 * (rows + 1) + 4 * (rows * tokens + 1)
+    first = (1 << 31) - 1 - values
+    assert ends % 8 == 0
+    padded = -(-4 * (first + values) // 8) * 8
+    numbers = {values: first + values, 4 * values: 4 * (first + values), ends + -(-4 * values // 8) * 8: ends + padded}
+    outer = tokens * np.arange(rows + 1, dtype="<i4")
+    inner = (first + width * np.arange(rows * tokens + 1, dtype=np.int64)).astype("<i4")
+    body = {0: outer.tobytes(), outer.nbytes: inner.tobytes(), ends + 4 * first: want.tobytes()}
+    store = actshard.open(enlarged(tmp_path / "d", batch, numbers, body, ends + padded), io=io)
+    picks = np.arange(rows)[::-1]
+    assert np.array_equal(store.gather("acts", picks, -1), want[picks, -1])
+    assert np.array_equal(store.sequence(rows - 1, "acts"), want[-1])
+
+
+@pytest.mark.parametrize("values", [1 << 31, 1 << 32])
+def test_rows_past_31_and_32_bits_of_values_are_theirs(values: int, tmp_path: Path, io: str) -> None:
+    """Fixed-size lists: one batch of a sparse file of up to 8 GiB. Rows on both sides of the boundary."""
+    few, width = 1001, 4096
+    boundary = values // width
+    rows = boundary + 5
+    batch = pa.record_batch({"acts": pa.array([[0.0] * width] * few, pa.list_(pa.float16(), width))})
+    numbers = {few: rows, few * width: rows * width, few * width * 2: rows * width * 2}
+    want = np.arange(10 * width, dtype=np.uint16).view(np.float16).reshape(10, width)
+    body = {(boundary - 5) * width * 2: want.tobytes()}
+    store = actshard.open(enlarged(tmp_path / "d", batch, numbers, body, rows * width * 2), io=io)
+    assert len(store) == rows
+    for i in range(10):
+        assert np.array_equal(bits(store.sequence(boundary - 5 + i, "acts")), bits(want[i : i + 1]))
+    assert np.array_equal(bits(store.gather("acts", np.arange(boundary - 5, rows), 0)), bits(want))
 
 
 @pytest.mark.parametrize("where", ["row", "vector", "element"])

@@ -253,14 +253,31 @@ def test_unsupported_data_are_refused_before_anything_is_written(tmp_path: Path)
     check(tmp_path / "d", examples, None)
 
 
-def test_an_example_of_more_values_than_offsets_reach_is_refused() -> None:
+def target(width: int, layers: int = 1, shard_bytes: int | None = None) -> Any:
     from actshard.formats.hf_arrow.write import HfArrowTarget
     from actshard.formats.target import Spec
 
-    spec = Spec(Path("x"), (0,), 4096, np.dtype("f4"), {}, None, None, None, None)
-    most = HfArrowTarget(spec).most_tokens
-    assert most is not None
-    assert most[0] * 4096 < 2**31 <= (most[0] + 1) * 4096
+    return HfArrowTarget(
+        Spec(Path("x"), tuple(range(layers)), width, np.dtype("f4"), {}, None, None, shard_bytes, None)
+    )
+
+
+def test_an_example_of_more_values_than_offsets_reach_is_refused() -> None:
+    most, why = target(4096).most_tokens
+    assert most * 4096 < 2**31 <= (most + 1) * 4096
+    assert "32-bit offsets" in why
+
+
+def test_a_batch_has_fewer_than_2_31_values_of_each_layer() -> None:
+    """Numbers of tokens alone: the rows would take 200 GB."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 500_000, 200)
+    cuts = list(target(1024, 3, 1 << 45)._cuts(tokens, None))
+    assert [first for first, _ in cuts] == [0, *(last for _, last in cuts[:-1])]
+    assert cuts[-1][1] == len(tokens)
+    values = [int(tokens[first:last].sum()) * 1024 for first, last in cuts]
+    assert max(values) < 2**31
+    assert all(a + int(tokens[last]) * 1024 >= 2**31 for a, (_, last) in zip(values, cuts[:-1], strict=False))
 
 
 def test_conversions_there_and_back_are_equal(tmp_path: Path) -> None:

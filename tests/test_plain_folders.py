@@ -198,6 +198,27 @@ def test_a_writer_that_is_interrupted_while_it_finishes_continues(
     assert at >= 6
 
 
+@pytest.mark.parametrize("values", [1 << 31, 1 << 32])
+def test_rows_past_31_and_32_bits_of_values_are_theirs(tmp_path: Path, values: int, io: str) -> None:
+    """A file with the header of a larger array, made sparse: up to 8 GiB."""
+    from actshard.formats.npy.write import NpyTarget
+    from actshard.formats.target import Spec
+
+    width = 4096
+    boundary = values // width
+    own = NpyTarget(Spec(tmp_path, (5,), width, np.dtype("f2"), {}, None, None, None, None))
+    with actshard.create(tmp_path / "d", "npy", layers=[5], d_model=width) as writer:
+        writer.append(np.zeros((2, 1, width), np.float16))
+    want = np.arange(10 * width, dtype=np.uint16).view(np.float16).reshape(10, width)
+    with (tmp_path / "d/activations/5.npy").open("r+b") as file:
+        file.write(own.header("activations", np.dtype("f2"), (boundary + 5, width)))
+        file.seek(own.room + (boundary - 5) * width * 2)
+        file.write(want.tobytes())
+    store = actshard.open(tmp_path / "d", io=io)
+    assert np.array_equal(bits(store.gather(5, np.arange(boundary - 5, boundary + 5), 0)), bits(want))
+    assert np.array_equal(bits(np.load(tmp_path / "d/activations/5.npy", mmap_mode="r")[-10:]), bits(want))
+
+
 def test_unsupported_data_are_refused(tmp_path: Path) -> None:
     for format, own, said in (
         ("npy", {"dtype": "bfloat16"}, "because .npy files have no such type; safetensors files have"),
