@@ -28,6 +28,7 @@ from arrow_files import unended, with_null
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
 from served import served
+from test_speculators import write
 from test_verifying import CASES, put
 
 SOURCES = Path(actshard.__file__).parent
@@ -130,6 +131,23 @@ def torch_folder(name: str, tensor: str) -> Callable[[Path], Path]:
 
 
 IDS = {"input_ids": np.int32}
+
+
+def scaled(scale: float, code: int) -> Callable[[Path], Path]:
+    """A file of vLLM's connector with one scale and one code."""
+
+    def make(folder: Path) -> Path:
+        tensors = {
+            "token_ids": np.arange(64),
+            "hidden_states_scales": np.array([1.0] * 63 + [scale], np.float32).reshape(64, 1, 1),
+            "hidden_states": np.full((64, 2, 16), code, np.uint8),
+        }
+        write(folder / "request.safetensors", tensors)
+        return folder
+
+    return make
+
+
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "unknown-format": unknown,
     "not-listed": on_the_web,
@@ -151,6 +169,8 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
     "null-row": with_null,
     "end-marker": unended,
+    "scale-value": scaled(np.nan, 3),
+    "saturated-codes": scaled(0.5, 0x7E),
     "row-lengths-differ": cache(IDS | {"loss_weights": np.float32}, {"input_ids": [1, 2], "loss_weights": [1.0]}),
 }
 """Datasets that raise the findings tested neither by golden datasets nor by test_verifying.py."""

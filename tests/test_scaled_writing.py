@@ -225,3 +225,24 @@ def test_the_error_is_not_carried_to_a_dataset_without_scales(tmp_path: Path) ->
     actshard.convert(path, tmp_path / "plain", "speculators")
     assert "actshard_scales" not in opened(tmp_path / "plain").metadata
     assert read_tensors(tmp_path / "plain/hidden_states/hs_0.safetensors")["hidden_states"].dtype == np.uint16
+
+
+@pytest.mark.parametrize("scales", AXES)
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_verify_reports_scales_that_are_not_positive_and_clipped_codes(tmp_path: Path, dtype: str, scales: str) -> None:
+    """What is written has no such finding, whatever shares a scale."""
+    random = np.random.default_rng(1)
+    path = written(tmp_path / "out", [random.normal(size=(9, 4, 64)).astype(BF16)], dtype, scales)
+    assert actshard.verify(path).ok
+    assert actshard.verify(path).codes() <= {"no-checksum"}
+    file = path / "hidden_states/hs_0.safetensors"
+    data = bytearray(file.read_bytes())
+    codes = np.frombuffer(data, np.uint8)[-9 * 4 * 64 :]
+    codes[: len(codes) // 2] = {"float8_e4m3fn": 0xFE, "float8_e5m2": 0x7B, "int8": 0x81}[dtype]
+    begin = len(data) - 9 * 4 * 64 - 4 * {"token": 9, "whole": 1, "layer": 4, "channel": 64}[scales]
+    data[begin : begin + 4] = np.float32(-1).tobytes()
+    file.write_bytes(data)
+    found = {finding.code: str(finding) for finding in actshard.verify(path).findings}
+    assert "1 of" in found["scale-value"]
+    assert "the first is -1.0" in found["scale-value"]
+    assert "have the largest magnitude" in found["saturated-codes"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from actshard.codes import Code
 from actshard.formats.format import Format, Room
+from actshard.formats.speculators import codes
 
 
 class SpeculatorsFormat(Format):
@@ -16,6 +18,7 @@ class SpeculatorsFormat(Format):
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
     order: ClassVar[int] = 60
     writes: ClassVar[bool] = True
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 
 import numpy as np
+from numpy.typing import NDArray
 
+import actshard._native as _native
+from actshard.errors import ActshardError
 from actshard.formats.format import Tell
 from actshard.formats.per_token import wrong_values
 from actshard.formats.report import Report
-from actshard.formats.speculators.files import FOLDER
+from actshard.formats.speculators.files import FOLDER, SCALED, SCALES, STATES
 from actshard.formats.speculators.read import lists_of, table_of_rows
 from actshard.location import Location
 
 _STATES = re.compile(r"hs_(\d+)\.safetensors")
 _SHOWN = 20
+_CODES = 1 << 16
+"""Codes of a file that are looked at."""
+_MANY = 0.01
+"""Share of codes of the largest magnitude that is reported."""
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks per-token columns (equal lengths, token ids, masks), and lists files of hidden states that belong to no row."""
     if (root / "state.json").kind() is None:
-        report.count("files", len(root.entries("*.safetensors")))
+        entries = root.entries("*.safetensors")
+        report.count("files", len(entries))
+        for entry in entries:
+            _scales(root / entry.name, report)
         return
     with report.noting(root):
         table = table_of_rows(root)
@@ -47,3 +59,35 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             named = _STATES.fullmatch(entry.name)
             if named is None or int(named[1]) >= len(table):
                 report.add("unlisted-file", root / FOLDER / entry.name, f"a file for none of the {len(table)} rows")
+            _scales(root / FOLDER / entry.name, report)
+
+
+def _scales(path: Location, report: Report) -> None:
+    """Checks the scales of a file, if it has any, and its first codes. Opening reports files that are not usable."""
+    with contextlib.suppress(ActshardError):
+        tensors, _, data = _native.safetensors_header(path)
+        found = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
+        if SCALES not in found or found[SCALES][0] != "F32" or found.get(STATES, ("", (), 0))[0] not in SCALED:
+            return
+        (_, ones, at), (dtype, shape, first) = found[SCALES], found[STATES]
+        scales = np.frombuffer(path.read(at, 4 * math.prod(ones)), "<f4")
+        bad = np.flatnonzero(~(np.isfinite(scales) & (scales > 0)))
+        if bad.size:
+            said = f"{bad.size:,} of {scales.size:,} scales are not positive finite numbers"
+            report.add("scale-value", path, f"{said}; the first is {scales[bad[0]]}", place=f"scale {bad[0]}")
+        size = math.prod(shape)
+        some = np.frombuffer(path.read(first, min(size, _CODES)), np.uint8)
+        # Each scale is that of its largest value, which has the largest code.
+        expected = 1 + scales.size * some.size // max(size, 1)
+        largest = int(_largest(dtype, some).sum())
+        if largest > max(_MANY * some.size, 4 * expected):
+            report.add(
+                "saturated-codes", path, f"{largest:,} of the first {some.size:,} codes have the largest magnitude"
+            )
+
+
+def _largest(dtype: str, codes: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Codes of the largest finite magnitude."""
+    if dtype == "I8":
+        return np.isin(codes, (0x7F, 0x80, 0x81))
+    return np.isin(codes & 0x7F, 0x7E if dtype == "F8_E4M3" else 0x7B)
