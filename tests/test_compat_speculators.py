@@ -96,6 +96,16 @@ def test_the_original_reads_what_we_write_and_the_drop_in_needs_no_conversion(na
         ours.write_rows(store, rows)
 
 
+@pytest.mark.parametrize("name", ["deepspec_v2_ranks", "modelopt_hf"])
+def test_the_original_reads_the_float8_states_that_we_write(name: str, tmp_path: Path) -> None:
+    """With its own scales, one per token: the same products in bfloat16."""
+    options: dict[str, Any] = {"dtype": "float8_e4m3fn", "scales": "token"}
+    made = actshard.convert(opened(DRAFT / name), tmp_path / "made", "speculators", **options).path
+    want = items(original(made))
+    assert len(want) > 1
+    assert same(items(ours.ArrowDataset(MOST, made)), want)
+
+
 def test_states_of_another_row_are_refused_by_the_original() -> None:
     from speculators.train.recovery import SampleUnavailable
 
