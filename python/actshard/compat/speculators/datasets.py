@@ -11,7 +11,14 @@ from numpy.typing import DTypeLike
 
 from actshard import Layer, Store
 from actshard.compat.drafts import DraftExamples, DraftSample, Layers
-from actshard.errors import ArgumentError, MissingExtraError, MissingFileError, OutOfRangeError, UnsupportedError
+from actshard.errors import (
+    ActshardWarning,
+    ArgumentError,
+    MissingExtraError,
+    MissingFileError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 from actshard.torch._tensors import tensor, torch
 
 try:
@@ -103,7 +110,8 @@ class ArrowDataset(BaseDataset):
                 raise
             if self.on_missing == "skip":
                 return SampleUnavailable()
-            warnings.warn(f"Failed to load hidden states for sample {index}. Skipping...", stacklevel=1)
+            said = f"Failed to load hidden states for sample {index}. Skipping..."
+            warnings.warn(ActshardWarning(said, code="missing-file"), stacklevel=1)
             return SampleUnavailable(reason=f"Hidden states unavailable for sample {index}")
 
     def _number(self, index: int) -> int:
