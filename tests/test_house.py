@@ -49,7 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report", "kept", "options", "torch_zip", "scales"),
     ("carrying", "merging", "per_token", "draft_examples"),
-    ("draft_columns", "draft_writing"),
+    ("draft_columns", "draft_keeping", "draft_writing"),
     ("draft_torch",),
     ("format",),
     ("registry",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from actshard._arguments import stored
 from actshard._native import Rows, StoredArray
 from actshard.errors import NotStoredError
 from actshard.formats.contents import Options
-from actshard.formats.draft_examples import DraftExample, PlacedTensor
+from actshard.formats.draft_examples import DraftExample, PlacedTensor, PlacedTensors
 from actshard.formats.per_token import TokenColumns
 from actshard.formats.tables import table_of
 from actshard.location import Location
@@ -53,6 +53,13 @@ class PlaceTable:
             self._files.append((self._paths[example], row if apart else step, swapped, gzipped, decoded))
         return number, offset + (0 if apart else part.array.offset)
 
+    def add(self, steps: NDArray[np.uint64], swapped: NDArray[np.uint8]) -> int:
+        """Adds every path once, with the bytes between its rows; returns the number of the first."""
+        first = len(self._files)
+        each = zip(self._paths, steps.tolist(), (swapped != 0).tolist(), strict=True)
+        self._files += [(path, step, swap, False, None) for path, step, swap in each]
+        return first
+
     def unread(self, example: int) -> int:
         """Returns the number of a file from which no rows are read."""
         self._files.append((self._paths[example], 1 << 20, False, False, None))
@@ -84,34 +91,66 @@ class PlaceTable:
         )
 
 
-class DraftColumns:
-    """Columns of a folder of examples. Examples that cannot be read have empty lists."""
-
-    def __init__(
-        self, root: Location, paths: Sequence[Location], examples: Sequence[DraftExample | None], options: Options
-    ) -> None:
-        self._root, self._paths, self._examples = root, paths, examples
-        first = next(example for example in examples if example is not None)
-        rows = {key: self._rows(key, part.array.dtype, options) for key, part in first.columns.items()}
-        self._tokens = TokenColumns(rows, len(paths), root.place)
-        values: dict[str, None] = {}
-        for example in examples:
-            values |= dict.fromkeys(() if example is None else example.values)
-        self._values = [name for name in values if name not in (*self._tokens.names, _FILE)]
-        self.names = (*self._tokens.names, *self._values, _FILE)
-        self.per_token = self._tokens.names
-
-    def _rows(self, key: str, dtype: str, options: Options) -> Rows:
-        table = PlaceTable(self._paths)
-        n = len(self._paths)
+def rows_of_columns(
+    paths: Sequence[Location], examples: Sequence[DraftExample | None], options: Options
+) -> dict[str, Rows]:
+    """Rows of token ids and masks, by name."""
+    n = len(paths)
+    first = next(example for example in examples if example is not None)
+    made = {}
+    for key, part in first.columns.items():
+        table = PlaceTable(paths)
         numbers, starts, tokens = np.zeros((1, n), np.uint32), np.zeros((1, n), np.uint64), np.zeros(n, np.uint32)
-        for e, example in enumerate(self._examples):
+        for e, example in enumerate(examples):
             if example is None:
                 numbers[0, e] = table.unread(e)
                 continue
             numbers[0, e], starts[0, e] = table.place(e, example.columns[key], example.gzipped, 0)
             tokens[e] = example.tokens
-        return table.open(numbers, starts, tokens, 1, dtype, options)
+        made[key] = table.open(numbers, starts, tokens, 1, part.array.dtype, options)
+    return made
+
+
+def rows_of_parts(
+    paths: Sequence[Location],
+    groups: Sequence[tuple[PlacedTensors, int]],
+    tokens: NDArray[np.uint32],
+    width: int,
+    options: Options,
+) -> Rows:
+    """Rows of tensors that all files have: a group for each tensor and first byte within its rows."""
+    dtype = groups[0][0].dtype
+    item, table = stored(dtype).itemsize, PlaceTable(paths)
+    firsts: dict[int, int] = {}
+    for part, _ in groups:
+        if id(part) not in firsts:
+            firsts[id(part)] = table.add(
+                np.where(tokens > 1, part.steps, np.uint64(part.width)) * np.uint64(item), part.swapped
+            )
+    each = np.arange(len(paths), dtype=np.uint32)
+    numbers = np.stack([each + np.uint32(firsts[id(part)]) for part, _ in groups])
+    starts = np.stack([part.offsets + np.uint64(offset) for part, offset in groups])
+    return table.open(numbers, starts, tokens, width, dtype, options)
+
+
+class DraftColumns:
+    """Columns of a folder of examples. Examples that cannot be read have empty lists.
+
+    Args:
+        root: the folder.
+        paths: the examples' files.
+        rows: rows of token ids and masks.
+        values: numbers and texts of the files, None where a file has none.
+    """
+
+    def __init__(
+        self, root: Location, paths: Sequence[Location], rows: Mapping[str, Rows], values: Mapping[str, Sequence[Any]]
+    ) -> None:
+        self._root, self._paths = root, paths
+        self._tokens = TokenColumns(rows, len(paths), root.place)
+        self._values = {name: each for name, each in values.items() if name not in (*self._tokens.names, _FILE)}
+        self.names = (*self._tokens.names, *self._values, _FILE)
+        self.per_token = self._tokens.names
 
     def columns(self, wanted: Sequence[str]) -> pa.Table:
         """Reads columns of all examples."""
@@ -142,5 +181,5 @@ class DraftColumns:
     def _plain(self, name: str, numbers: Sequence[int]) -> list[Any]:
         if name == _FILE:
             return [self._paths[i].relative_to(self._root) for i in numbers]
-        examples = [self._examples[i] for i in numbers]
-        return [None if example is None else example.values.get(name) for example in examples]
+        values = self._values[name]
+        return [values[i] for i in numbers]

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch
 from actshard.errors import ActshardError, FileAccessError, FormatError, MissingFileError, UnsupportedError
 from actshard.location import Location
@@ -23,7 +26,7 @@ from actshard.location import Location
 IDS = "input_ids"
 MASKS = ("loss_mask", "attention_mask")
 FLOATS = ("BF16", "F16", "F32", "F64")
-_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 _AT_ONCE = 512
 _GZIPPED_AT_ONCE = 16
 """Gzipped files read together: each is in memory, inflated, until its tensors are found."""
@@ -74,6 +77,25 @@ class PlacedTensor:
     stride: int
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedTensors:
+    """A tensor that all files of a folder have, with elements side by side: arrays over the files.
+
+    Attributes:
+        dtype: safetensors name.
+        width: elements of a row.
+        offsets: the first byte, uint64.
+        steps: elements from one token's row to the next, uint64.
+        swapped: whether elements are byte-swapped, uint8.
+    """
+
+    dtype: str
+    width: int
+    offsets: NDArray[np.uint64]
+    steps: NDArray[np.uint64]
+    swapped: NDArray[np.uint8]
+
+
 @dataclass(frozen=True)
 class DraftExample:
     """The tensors of one file."""
@@ -87,6 +109,12 @@ class DraftExample:
     values: dict[str, Any] = field(default_factory=dict)
     """Numbers and texts of the file, such as ``conversation_id``."""
     sizes: tuple[int, int] = (0, 0)
+
+
+def values_of_files(examples: Sequence[DraftExample | None]) -> dict[str, list[Any]]:
+    """Numbers and texts of files, by name; None where a file has none."""
+    names = dict.fromkeys(name for example in examples if example is not None for name in example.values)
+    return {name: [None if example is None else example.values.get(name) for example in examples] for name in names}
 
 
 def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
@@ -188,7 +216,7 @@ def _squeezed(file: TorchFile, key: str, array: StoredArray, axes: int) -> tuple
 
 
 def _flat(file: TorchFile, key: str, array: StoredArray) -> PlacedTensor:
-    if array.dtype not in _INTEGERS:
+    if array.dtype not in INTEGERS:
         raise FormatError(f"{key}: expected integers, found {array.dtype}", path=file.path)
     (tokens,), (stride,) = _squeezed(file, key, array, 1)
     return PlacedTensor(array, tokens, 1, stride, 1)

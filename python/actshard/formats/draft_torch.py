@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actshard import layers as names_of_layers
 from actshard._arguments import stored
@@ -20,8 +21,10 @@ from actshard.codes import Remark
 from actshard.containers import TorchFile, read_torch
 from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError
 from actshard.formats.contents import Contents, Evidence, Options
-from actshard.formats.draft_columns import DraftColumns, PlaceTable
-from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each
+from actshard.formats.draft_columns import DraftColumns, PlaceTable, rows_of_columns, rows_of_parts
+from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each, values_of_files
+from actshard.formats.draft_keeping import KeptExamples, place_of, restored, stored_of
+from actshard.formats.kept import KeptIndex
 from actshard.formats.per_token import LAST, wrong_values
 from actshard.formats.report import Report
 from actshard.layers import Layer
@@ -146,7 +149,11 @@ class DraftFolder:
                 continue
             seen[key] = path
             made.paths.append(path)
-        made.read(options.decoded_memory)
+        kept = place_of(root, self.format, made.paths, options.keep)
+        index = None if kept is None else kept.load()
+        if index is None or not made.restore(*index):
+            made.read(options.decoded_memory)
+            made.keep(kept)
         return made
 
     def open(self, root: Location, options: Options) -> Contents:
@@ -198,6 +205,8 @@ class DraftDataset:
     warnings: list[Remark] = field(default_factory=list)
     keys: DraftKeys | None = None
     shape: _Shape = (0, 0, "")
+    kept: KeptExamples | None = None
+    """The examples, if they are those of a kept index; :attr:`examples` is then empty."""
 
     def read(self, limit: int) -> None:
         """Reads the pickles, chooses the kind and shape that most files have, and names the others as faults."""
@@ -226,6 +235,27 @@ class DraftDataset:
         if len(self.faults) > _SHOWN:
             text = f"{len(self.faults)} of {len(self.paths)} examples cannot be read; the first {_SHOWN} are named"
             self.warnings.append(Remark("format", text))
+
+    def keep(self, place: KeptIndex | None) -> None:
+        """Keeps an index of what was read, if there is a place for it."""
+        if place is None or self.faults or self.keys is None:
+            return
+        index = stored_of(self.keys, self.examples)
+        if index is not None:
+            place.save(*index)
+
+    def restore(self, header: dict[str, Any], arrays: list[NDArray[Any]]) -> bool:
+        """Takes what was kept instead of reading files; False if it does not fit."""
+        found = restored(self.folder.kinds, len(self.paths), header, arrays)
+        if found is None:
+            return False
+        states = [found.parts.get(name) for name in ("aux", "last")]
+        aux, last = (0 if part is None else part.width for part in states)
+        dtypes = {part.dtype for part in states if part is not None}
+        if len(dtypes) != 1 or (last and aux % last):
+            return False
+        self.keys, self.kept, self.shape = found.keys, found, (aux, last, dtypes.pop())
+        return True
 
     def _agree(self, kinds: dict[int, DraftKeys]) -> None:
         """Chooses the most common kind, shape and dtypes of columns. Files with others are faults."""
@@ -289,8 +319,8 @@ class DraftDataset:
         assert self.keys is not None
         layers, width = self.layers(options)
         dtype = self.shape[2]
-        counts = np.array([1 if example is None else example.tokens for example in self.examples], np.int64)
-        columns = DraftColumns(self.root, self.paths, self.examples, options)
+        counts = self.counts()
+        columns = DraftColumns(self.root, self.paths, *self.columns(options))
         beside = [name for name in self.folder.beside if (self.root.joinpath(name)).exists()]
         return Contents(
             format=self.folder.format,
@@ -300,7 +330,7 @@ class DraftDataset:
             d_model=width,
             dtype=stored(dtype),
             num_examples=len(counts),
-            token_counts=counts.copy,
+            token_counts=lambda: counts.astype(np.int64),
             rows=self.rows(width, options),
             column_names=columns.names,
             columns=columns.columns,
@@ -314,10 +344,30 @@ class DraftDataset:
             warnings=tuple(self.warnings),
         )
 
+    def counts(self) -> NDArray[np.uint32]:
+        """Number of tokens of each example; 1 of damaged ones."""
+        if self.kept is not None:
+            return self.kept.tokens
+        return np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
+
+    def columns(self, options: Options) -> tuple[dict[str, Rows], dict[str, list[Any]]]:
+        """Rows of token ids and masks, and values of files, by name."""
+        if self.kept is None:
+            return rows_of_columns(self.paths, self.examples, options), values_of_files(self.examples)
+        parts = {name: part for name, part in self.kept.parts.items() if name not in ("aux", "last")}
+        rows = {
+            name: rows_of_parts(self.paths, [(part, 0)], self.kept.tokens, 1, options) for name, part in parts.items()
+        }
+        return rows, self.kept.values
+
     def rows(self, width: int, options: Options) -> Rows:
         """Rows of hidden states: a group per layer, then the last."""
         aux, last, dtype = self.shape
         groups = [("aux", k * width) for k in range(aux // width)] + ([("last", 0)] if last else [])
+        if self.kept is not None:
+            item = stored(dtype).itemsize
+            placed = [(self.kept.parts[name], offset * item) for name, offset in groups]
+            return rows_of_parts(self.paths, placed, self.kept.tokens, width, options)
         table = PlaceTable(self.paths)
         numbers = np.zeros((len(groups), len(self.paths)), np.uint32)
         starts = np.zeros((len(groups), len(self.paths)), np.uint64)
@@ -334,8 +384,7 @@ class DraftDataset:
         faults = [
             (e, error.kind, error.detail, error.path or self.paths[e].place) for e, error in sorted(self.faults.items())
         ]
-        tokens = np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
-        return table.open(numbers, starts, tokens, width, dtype, options, faults)
+        return table.open(numbers, starts, self.counts(), width, dtype, options, faults)
 
 
 _CODES = {

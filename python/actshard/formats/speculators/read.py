@@ -20,6 +20,7 @@ from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
 from actshard.formats.speculators.files import FOLDER, IDS, INFO, LAYERS, STATES, AllStates, all_states, data_files
+from actshard.formats.speculators.keeping import states_of_rows
 from actshard.formats.tables import picked
 from actshard.layers import Layer, is_one, stored
 from actshard.location import Location
@@ -136,8 +137,15 @@ def open(path: Location, options: Options) -> Contents:
             raise FormatError(f"expected a column {name!r}, found {', '.join(table.column_names)}", path=path)
     offsets, values = lists_of(table, "input_ids", path)
     paths = [path / FOLDER / f"hs_{row}.safetensors" for row in range(len(table))]
-    states = all_states(paths, lambda row: values[offsets[row] : offsets[row + 1]], "row")
-    tokens = np.diff(offsets).astype(np.uint32)
+    counts = np.diff(offsets)
+    states = states_of_rows(
+        path,
+        paths,
+        counts,
+        options.keep,
+        lambda: all_states(paths, lambda row: values[offsets[row] : offsets[row + 1]], "row"),
+    )
+    tokens = counts.astype(np.uint32)
 
     def columns(wanted: Sequence[str]) -> pa.Table:
         for name in wanted:

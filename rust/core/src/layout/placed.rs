@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 
-/// Offsets below this are supported: 2^60 bytes.
-const MOST: u64 = 1 << 60;
+/// Offsets below this are supported: a gather plans with addresses of 40 bits, and larger files are refused when they are opened.
+const MOST: u64 = 1 << 40;
 
 /// The layout.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Placed {
             };
             let end = step.checked_mul(u64::from(tokens[example])).and_then(|n| n.checked_add(*start));
             if end.is_none_or(|end| end >= MOST) {
-                return refuse(format!("example {example}, layer {group}: rows end beyond byte 2^60"));
+                return refuse(format!("example {example}, layer {group}: rows end beyond byte 2^40"));
             }
         }
         Ok(Placed { groups, files, starts, tokens, steps, faults: BTreeMap::new() })
@@ -161,6 +161,8 @@ mod tests {
         assert!(!made(&[0, 0], &[0], &[1], &[4]));
         assert!(!made(&[0], &[0], &[1, 1], &[4]));
         assert!(!made(&[0], &[u64::MAX], &[1], &[4]));
+        assert!(made(&[0], &[(1 << 40) - 5], &[1], &[4]));
+        assert!(!made(&[0], &[(1 << 40) - 4], &[1], &[4]), "an address of 41 bits would name another file");
         assert!(!made(&[0], &[0], &[u32::MAX], &[1 << 40]));
         assert!(Placed::new(0, vec![], vec![], vec![], vec![]).is_err());
     }

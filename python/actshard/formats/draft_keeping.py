@@ -1,0 +1,144 @@
+"""The kept index of a folder of draft-model examples: what :mod:`actshard.formats.kept` stores of :class:`DraftExample` objects.
+
+Names and order of files follow from the folder's listing. So an index has only the number of tokens of each example, and for each
+of its tensors the first byte, bytes between rows and byte order; shapes and dtypes are the same in all files. Folders with damaged
+or gzipped files, or with tensors that are decoded as a whole, are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.formats.draft_examples import (
+    FLOATS,
+    IDS,
+    INTEGERS,
+    MASKS,
+    DraftExample,
+    DraftKeys,
+    PlacedTensor,
+    PlacedTensors,
+    values_of_files,
+)
+from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
+from actshard.location import Location
+
+_VERSION = 1
+_STATES = ("aux", "last")
+_WIDEST = 1 << 32
+"""Elements between neighbours, and of a row, are fewer."""
+_FURTHEST = 1 << 40
+"""Offsets are below."""
+
+
+def place_of(root: Location, format: str, paths: Sequence[Location], keep: bool) -> KeptIndex | None:
+    """The place of a folder's index; None if none is kept. Lists the folders of all files."""
+    if not keep or not root.is_local or len(paths) < LEAST_FILES:
+        return None
+    listing = Listing(root)
+    for folder in dict.fromkeys((root.key, *(path.parent.key for path in paths))):
+        listing.entries(Location.at(folder), "")
+    return KeptIndex(listing, format, _VERSION)
+
+
+def stored_of(
+    keys: DraftKeys, examples: Sequence[DraftExample | None]
+) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
+    """The header and arrays that are kept; None if an example is damaged, or has to be inflated or decoded."""
+    whole = [example for example in examples if example is not None]
+    if len(whole) < len(examples):
+        return None
+    parts = {name: [_parts(example)[name] for example in whole] for name in _parts(whole[0])}
+    every = [part for each in parts.values() for part in each]
+    if any(example.gzipped for example in whole) or any(map(_is_decoded, every)):
+        return None
+    header = {
+        "kind": keys.kind,
+        "parts": [[name, each[0].array.dtype, each[0].width] for name, each in parts.items()],
+        "values": values_of_files(whole),
+    }
+    arrays = [np.array([example.tokens for example in whole], np.uint32)]
+    for each in parts.values():
+        arrays.append(np.array([part.array.offset for part in each], np.uint64))
+        arrays.append(np.array([part.token_stride for part in each], np.uint64))
+        arrays.append(np.array([part.array.swapped for part in each], np.uint8))
+    return header, arrays
+
+
+def _parts(example: DraftExample) -> dict[str, PlacedTensor]:
+    states = {name: part for name, part in zip(_STATES, (example.aux, example.last), strict=True) if part is not None}
+    return {**states, **example.columns}
+
+
+def _is_decoded(part: PlacedTensor) -> bool:
+    """Whether the core decodes the tensor as a whole, for which its stored shape is needed."""
+    apart = (part.stride != 1 and part.width > 1) or (part.tokens > 1 and part.token_stride < part.width)
+    return apart or part.array.deflated is not None
+
+
+@dataclass(frozen=True)
+class KeptExamples:
+    """The examples of an index. ``parts`` are tensors: ``"aux"``, ``"last"``, and columns; ``values`` are numbers and texts."""
+
+    keys: DraftKeys
+    tokens: NDArray[np.uint32]
+    parts: dict[str, PlacedTensors]
+    values: dict[str, list[Any]]
+
+
+def restored(
+    kinds: Sequence[DraftKeys], n: int, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]
+) -> KeptExamples | None:
+    """The examples of n files; None if a number does not fit. Offsets are checked against files when rows are read."""
+    keys = next((keys for keys in kinds if keys.kind == header.get("kind")), None)
+    parts = _checked_parts(keys, header.get("parts"))
+    values = _checked_values(header.get("values"), n)
+    if keys is None or parts is None or values is None or len(arrays) != 1 + 3 * len(parts):
+        return None
+    types = ("<u4", *("<u8", "<u8", "|u1") * len(parts))
+    if any(a.dtype.newbyteorder("<").str != kind or len(a) != n for a, kind in zip(arrays, types, strict=True)):
+        return None
+    tokens = arrays[0]
+    if not tokens.all() or any((a >= (_FURTHEST, _WIDEST, 2)[k % 3]).any() for k, a in enumerate(arrays[1:])):
+        return None
+    made = {}
+    for k, (name, dtype, width) in enumerate(parts):
+        made[name] = PlacedTensors(dtype, width, *arrays[1 + 3 * k : 4 + 3 * k])
+        if ((tokens > 1) & (made[name].steps < width)).any():
+            return None
+    return KeptExamples(keys, tokens, made, values)
+
+
+def _checked_parts(keys: DraftKeys | None, found: Any) -> list[tuple[str, str, int]] | None:
+    """Names, dtypes and widths of tensors: those of the kind, in the order in which files are read."""
+    if keys is None or not isinstance(found, list):
+        return None
+    made: list[tuple[str, str, int]] = []
+    for each in found:
+        if not isinstance(each, list) or len(each) != 3 or type(each[2]) is not int or not isinstance(each[0], str):
+            return None
+        name, dtype, width = each
+        sound = dtype in (FLOATS if name in _STATES else INTEGERS) and 0 < width < 1 << 31
+        if not sound or (name not in _STATES and (name not in (IDS, *MASKS) or width != 1)):
+            return None
+        made.append((name, dtype, width))
+    names = [name for name, _, _ in made]
+    states = [name for name in names if name in _STATES]
+    wanted = [name for name, key in zip(_STATES, (keys.aux, keys.last), strict=True) if key is not None]
+    if len(set(names)) < len(names) or not {IDS, *keys.masks} <= set(names) or states not in (wanted, ["last"]):
+        return None
+    return None if "last" in wanted and "last" not in states else made
+
+
+def _checked_values(values: Any, n: int) -> dict[str, list[Any]] | None:
+    """A number, a text or nothing for each of n examples, by name."""
+    sound = isinstance(values, dict) and all(
+        isinstance(each, list) and len(each) == n and all(x is None or type(x) in (str, int, float, bool) for x in each)
+        for each in values.values()
+    )
+    return values if sound else None

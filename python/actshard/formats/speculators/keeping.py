@@ -1,0 +1,62 @@
+"""The kept index of speculators' training data: numbers of tokens and first bytes of states, if all files are usable and plain.
+
+The shape and dtype are the same in all files. Offsets are checked against files when rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
+from actshard.formats.speculators.files import FLOATS, FOLDER, AllStates, StatesFile, data_files
+from actshard.location import Location
+
+_VERSION = 1
+_FURTHEST = 1 << 40
+
+
+def states_of_rows(
+    root: Location, paths: Sequence[Location], tokens: NDArray[np.int64], keep: bool, read: Callable[[], AllStates]
+) -> AllStates:
+    """The states of all rows: those that are kept, or those that ``read`` returns, which are then kept."""
+    if not keep or not root.is_local or len(paths) < LEAST_FILES:
+        return read()
+    listing = Listing(root)
+    listing.entries(root / FOLDER, "hs_")
+    for file in (root / "state.json", *data_files(root)):  # the rows' token ids were compared with those of the files
+        listing.exists(file)
+    place = KeptIndex(listing, "speculators", _VERSION)
+    index = place.load()
+    found = None if index is None else _restored(tokens, *index)
+    if found is not None:
+        return found
+    states = read()
+    files = [file for file in states.files if file is not None and file.scaled is None]
+    if len(files) == len(paths):
+        header = {"layers": states.layers, "width": states.width, "dtype": states.dtype}
+        columns = ([file.tokens for file in files], [file.start for file in files], [file.ids_start for file in files])
+        place.save(header, [np.array(each, np.uint64) for each in columns])
+    return states
+
+
+def _restored(tokens: NDArray[np.int64], header: dict[str, Any], arrays: list[NDArray[Any]]) -> AllStates | None:
+    """The states; None if a number does not fit."""
+    layers, width, dtype = header.get("layers"), header.get("width"), header.get("dtype")
+    if type(layers) is not int or type(width) is not int or dtype not in FLOATS:
+        return None
+    if not 0 < layers < 1 << 20 or not 0 < width < 1 << 31 or len(arrays) != 3:
+        return None
+    for each in arrays:
+        if each.dtype != np.uint64 or len(each) != len(tokens) or (each >= _FURTHEST).any():
+            return None
+    if not np.array_equal(arrays[0], tokens.astype(np.uint64)):
+        return None
+    counts, starts, ids = (each.tolist() for each in arrays)
+    files: list[StatesFile | None] = [
+        StatesFile(count, layers, width, dtype, start, at) for count, start, at in zip(counts, starts, ids, strict=True)
+    ]
+    return AllStates(files, layers, width, dtype, faults={}, warnings=[])
