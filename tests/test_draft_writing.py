@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,14 @@ REASONS = {
     ),
 }
 """Refusals of whole datasets, and when each is right."""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """An empty folder, in memory where that can be: each of thousands of files is synced to the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
+        yield Path(made)
 
 
 def tensors(path: Path) -> list[tuple[str, dict[str, Any]]]:
