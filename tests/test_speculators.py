@@ -223,9 +223,25 @@ def test_folders_without_states_or_rows_are_not_taken(tmp_path: Path) -> None:
         opened(tmp_path / "other")
 
 
+def test_numbers_of_layers_can_be_given_where_the_source_has_positions(tmp_path: Path) -> None:
+    """DeepSpec compares target_layer_ids with the draft model's: positions would be taken for numbers."""
+    done = actshard.convert(ROWS, tmp_path / "cache", "deepspec", layers={0: 2, 1: 18, 2: 33, "last": "last"})
+    assert [loss.what for loss in done.losses] == ["masks"]
+    store, want = opened(done.path), opened(ROWS)
+    assert store.layers == (2, 18, 33, "last")
+    assert np.array_equal(store.sequence(0, 18).view(np.uint16), want.sequence(0, 1).view(np.uint16))
+    ids = actshard.convert(ROWS, tmp_path / "ids", "deepspec", layer_ids=[2, 18, 33])
+    assert [loss.what for loss in ids.losses] == ["masks"]
+    assert [loss.what for loss in actshard.convert(ROWS, tmp_path / "same", "speculators").losses] == []
+
+
 def test_caches_are_converted_among_each_other(tmp_path: Path) -> None:
     done = actshard.convert(ROWS, tmp_path / "cache", "deepspec", verify=True)
-    assert list(map(str, done.losses)) == ["masks: the source has no attention_mask: it is written as ones"]
+    assert list(map(str, done.losses)) == [
+        "masks: the source has no attention_mask: it is written as ones",
+        "layers: 0, 1, 2 are positions: speculators does not store the layers' numbers in the model. Give them: "
+        "convert(layers={0: NUMBER, ...})",
+    ]
     store, want = opened(done.path), opened(ROWS)
     assert store.layers == want.layers
     for layer in store.layers:

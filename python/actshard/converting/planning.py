@@ -460,12 +460,24 @@ def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
     """Losses that the format tells, and metadata without a place."""
     written = columns.names if asked.columns is None else list(asked.columns.values())
     made = [Loss(what, detail) for what, detail in target.further_losses(written)]
+    made += _positions(asked, target)
     if not target.holds_metadata and asked.store.format != asked.format:
         own = columns.carrying
         kept = [name for name in own.metadata_kept(asked.store.contents) if name not in own.of_files]
         more = ", ..." if len(kept) > 12 else ""
         made += [Loss("metadata", f"{asked.format} has no place for it: {', '.join(kept[:12])}{more}")] if kept else []
     return made
+
+
+def _positions(asked: Asked, target: Target) -> list[Loss]:
+    """Positions of layers that become numbers, which readers of the result take for those of the model."""
+    counted = [a for a, b in zip(asked.layers, asked.names, strict=True) if a == b and isinstance(a, int)]
+    known = "layers" not in asked.store.contents.provenance or "layer_ids" in target.spec.options
+    if known or not counted or not target.numbers_layers:
+        return []
+    shown = ", ".join(map(str, counted))
+    text = f"{shown} are positions: {asked.store.format} does not store the layers' numbers in the model"
+    return [Loss("layers", f"{text}. Give them: convert(layers={{{counted[0]}: NUMBER, ...}})")]
 
 
 def _renamed(asked: Asked) -> list[Loss]:

@@ -88,6 +88,7 @@ class DraftTarget(Target):
     file: ClassVar[re.Pattern[str]]
     """Relative paths of files; group 1 is the example's number."""
     holds_named_layers = True
+    numbers_layers = False
     holds_metadata = False
     takes_shard_bytes = False
     needs_columns: ClassVar[tuple[str, ...]] = (IDS,)

@@ -130,6 +130,8 @@ class Target(ABC):
     """Whether an example may lack a layer, or have different tokens in different layers."""
     holds_named_layers = False
     """Whether layers may have texts as names; otherwise they are integers."""
+    numbers_layers = True
+    """Whether integers as names of layers are taken for their numbers in the model, by the format's own readers or by people."""
     holds_labels = False
     """Whether patch labels have a separate place."""
     holds_metadata = True

@@ -56,6 +56,7 @@ class SpeculatorsTarget(Target):
         'example, or one for the "whole" example',
     }
     holds_named_layers = True
+    numbers_layers = False
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
