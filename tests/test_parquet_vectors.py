@@ -127,7 +127,7 @@ def test_offsets_beyond_32_bits_are_not_wrapped(first: int, tmp_path: Path) -> N
     chunk = pa.LargeListArray.from_arrays(offsets, values)
     column = rooms.VectorColumn("vector", "v.list.element", 0, 1, "halffloat", width, 1)
     made = np.empty((rows, 1, width), np.float16)
-    rooms.fill(made, chunk, column, 0, Location.at("/x"))
+    rooms.fill(made, np.ones(rows, np.int64), chunk, column, 0, Location.at("/x"))
     assert np.array_equal(made[:, 0], want)
 
 
@@ -264,3 +264,97 @@ def test_conversion_keeps_rows_and_columns(tmp_path: Path) -> None:
         bits(after.gather(after.layers[0], np.arange(10), 0)), bits(before.gather("vector", np.arange(10), 0))
     )
     assert after.table["pos"].to_pylist() == before.table["pos"].to_pylist()
+
+
+SEQUENCES = pa.list_(pa.list_(pa.float32()))
+
+
+def test_layers_with_other_lengths_are_errors_not_zeros(tmp_path: Path) -> None:
+    """The lengths of examples are those of the first layer: rows of others were padded or cut to them."""
+    first = [[[1.0, 1.0], [2.0, 2.0]], [[3.0, 3.0]]]
+    table = {"hidden_a": pa.array(first, SEQUENCES), "hidden_b": pa.array(first[::-1], SEQUENCES)}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    store = actshard.open(tmp_path / "a.parquet")
+    assert store.sequence(example=0, layer="hidden_a").tolist() == first[0]
+    for example in (0, 1):
+        with refuses(
+            actshard.FormatError, tmp_path / "a.parquet", "row 0: column 'hidden_b': expected 2 vectors, found 1"
+        ):
+            store.sequence(example=example, layer="hidden_b")
+    assert actshard.verify(tmp_path / "a.parquet").errors
+
+
+@pytest.mark.parametrize("kind", ["sequences", "vectors"])
+@pytest.mark.parametrize("first", [None, []], ids=["null", "empty"])
+def test_a_first_row_without_values_hides_no_other(kind: str, first: Any, tmp_path: Path) -> None:
+    """d_model is that of the first vector of any row group: layers disappeared, or all rows were refused."""
+    rows = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    whole = [first, *([[row] for row in rows] if kind == "sequences" else rows)]
+    values = pa.array(whole, SEQUENCES if kind == "sequences" else pa.list_(pa.float32()))
+    for size in (1, 3):
+        path = tmp_path / f"{size}.parquet"
+        pq.write_table(pa.table({"activation": values}), path, row_group_size=size)
+        store = actshard.open(path)
+        assert (store.layers, store.d_model) == (("activation",), 3)
+        if size == 1:
+            assert [store.sequence(example=i, layer="activation").tolist() for i in (1, 2)] == [[row] for row in rows]
+
+
+@pytest.mark.parametrize("shape", [[1 << 70, 2], [1 << 40, 1 << 40], [1, 1 << 62], [True, "2"], [2, 1 << 70], [1, 3]])
+def test_sizes_of_features_are_hints(shape: Any, tmp_path: Path) -> None:
+    values = pa.array([[[1.0, 2.0]], [[3.0, 4.0]]], SEQUENCES)
+    features = {"info": {"features": {"v": {"shape": shape}}}}
+    table = pa.table({"v": values}).replace_schema_metadata({"huggingface": json.dumps(features)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    store = actshard.open(tmp_path / "a.parquet")
+    if shape == [1, 3]:
+        with refuses(actshard.FormatError, tmp_path / "a.parquet", "expected vectors of 3 values, found 2"):
+            store.sequence(example=1, layer="v")
+    else:
+        assert store.sequence(example=1, layer="v").tolist() == [[3.0, 4.0]]
+
+
+def test_tensors_of_two_axes_are_sequences(tmp_path: Path) -> None:
+    """An example of (T, d_model) was read as one vector of T * d_model."""
+    values = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    array = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    pq.write_table(pa.table({"x": array}), tmp_path / "a.parquet", row_group_size=1)
+    store = actshard.open(tmp_path / "a.parquet")
+    assert (store.d_model, store.sequence(example=1, layer="x").tolist()) == (3, values[1].tolist())
+    turned = pa.fixed_shape_tensor(pa.float32(), [2, 3], permutation=[1, 0])
+    other = pa.ExtensionArray.from_storage(turned, array.storage)
+    pq.write_table(pa.table({"x": other}), tmp_path / "b.parquet")
+    with pytest.raises(actshard.UnknownFormatError, match=r"b\.parquet without such a column"):
+        actshard.open(tmp_path / "b.parquet")
+
+
+UPLOADS = {
+    "train.parquet test.parquet": "several splits \\(test, train\\)",
+    "acts_val.parquet acts_training.parquet": "several splits \\(train, valid\\)",
+    "train-00000-of-00001-01ab.parquet train-00000-of-00001-02ab.parquet": "several uploads",
+    "train-00000-of-00001.parquet train-00001-of-00002.parquet": "several uploads",
+}
+
+
+@pytest.mark.parametrize("names", UPLOADS)
+def test_files_that_are_not_one_dataset_are_refused(names: str, tmp_path: Path) -> None:
+    for name in names.split():
+        written(tmp_path / name, [[1.0, 2.0]], pa.list_(pa.float32(), 2))
+    with pytest.raises(actshard.UnknownFormatError, match=UPLOADS[names]):
+        actshard.open(tmp_path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    for number in (0, 3):
+        written(tmp_path / f"train-{number:05}-of-00004.parquet", [[1.0, 2.0]], pa.list_(pa.float32(), 2))
+    (tmp_path / "._train-00000-of-00004.parquet").write_bytes(bytes(64))  # of macOS
+    with pytest.warns(actshard.ActshardWarning, match=r"2 of the files .* are missing: 00001, 00002"):
+        assert len(actshard.open(tmp_path)) == 2
+    assert [found.code for found in actshard.verify(tmp_path).errors] == ["missing-file"]
+
+
+@pytest.mark.parametrize("layer", [-1, 1 << 40])
+def test_a_layer_that_is_no_layer_is_no_name(layer: int, tmp_path: Path) -> None:
+    values = pa.array([[1.0, 2.0]], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"activation_layer": [layer], "activation": values}), tmp_path / "a.parquet")
+    assert actshard.open(tmp_path / "a.parquet").layers == ("activation",)

@@ -20,10 +20,10 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     report.count("files", len(found.files))
     for number, ((file, group), first) in enumerate(zip(found.groups, found.firsts.tolist(), strict=False)):
         tell("row groups", number, len(found.groups))
-        tokens = found.most_tokens(number)
+        lengths = found.lengths_in(number)
         for column in found.columns_found:
             with report.noting(file.path):
-                file.decode(group, column, first, tokens, found.d_model)
+                file.decode(group, column, first, lengths, found.d_model)
         with report.noting(file.path):
             file.read(group, list(found.column_names))
         report.count("examples", file.group_rows(group))

@@ -28,7 +28,13 @@ FLOATS = {"halffloat": ("F16", "<f2"), "float": ("F32", "<f4"), "double": ("F64"
 MOST_GROUP = 1 << 36
 """Maximum size of a decoded row group, in bytes."""
 _NAMED = re.compile(r"activation|vector|hidden|embedding|hook", re.IGNORECASE)
-_SPLIT = re.compile(r"(.*?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.parquet")
+_SPLIT = re.compile(r"(.*?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.parquet")
+_WORD = re.compile(
+    r"(?<![a-z0-9])(train|valid|dev|test|eval)(?:ing|ation|uation|idation)?(?![a-z])|(?<![a-z0-9])(val)(?![a-z])"
+)
+_SAME = {"val": "valid", "dev": "valid", "eval": "test"}
+_LARGEST = 1 << 31
+"""Sizes that features state are smaller."""
 
 
 def parquet_files(path: Location) -> list[Location]:
@@ -42,19 +48,31 @@ def parquet_files(path: Location) -> list[Location]:
     for folder in (path, path / "data"):
         if folder.kind() != "folder":
             continue
-        found = [folder / entry.name for entry in folder.entries("*.parquet") if entry.kind == "file"]
+        found = [
+            folder / entry.name
+            for entry in folder.entries("*.parquet")
+            if entry.kind == "file" and not entry.name.startswith(".")
+        ]
         if found:
             return found
     return []
 
 
 def check_one_dataset(path: Location, files: list[Location]) -> None:
-    """Raises UnknownFormatError for files of several splits, or several files with a description each."""
-    splits = {match[1] if (match := _SPLIT.fullmatch(file.name)) else None for file in files}
-    if len(splits) > 1 and splits != {None}:
-        named = ", ".join(sorted(str(split) for split in splits if split is not None))
+    """Raises UnknownFormatError for files of several splits or uploads, or several files with a description each."""
+    matches = [_SPLIT.fullmatch(file.name) for file in files]
+    splits = {None if match is None else match[1] for match in matches}
+    words = {_word(file.name) for file, match in zip(files, matches, strict=True) if match is None} - {None}
+    if len(splits) > 1 or len(words) > 1:
+        named = ", ".join(sorted(str(split) for split in splits | words if split is not None))
         raise UnknownFormatError(
             f"contains files of several splits ({named}). Open one of its files, or a folder with one split", path=path
+        )
+    parts = [(match[2], match[3]) for match in matches if match is not None]
+    if len({count for _, count in parts}) > 1 or len(set(parts)) < len(parts):
+        shown = ", ".join(file.name for file in files[:4])
+        raise UnknownFormatError(
+            f"contains the files of several uploads ({shown}), in which rows may repeat. Keep those of one", path=path
         )
     described = [file.name for file in files if sidecar(file).exists()]
     if len(files) > 1 and described:
@@ -62,6 +80,20 @@ def check_one_dataset(path: Location, files: list[Location]) -> None:
             f"contains {len(files)} parquet files with descriptions of their own. Open one: {', '.join(described[:10])}",
             path=path,
         )
+
+
+def _word(name: str) -> str | None:
+    """The split that a name without numbers states: ``train.parquet``, ``acts_test.parquet``."""
+    found = _WORD.search(name.lower())
+    word = None if found is None else found[1] or found[2]
+    return None if word is None else _SAME.get(word, word)
+
+
+def missing_parts(files: list[Location]) -> list[str]:
+    """Numbers of files that are not there, of those that names such as ``train-00000-of-00003.parquet`` count."""
+    matches = [match for file in files if (match := _SPLIT.fullmatch(file.name))]
+    there = {int(match[2]) for match in matches}
+    return [f"{number:05}" for number in range(int(matches[0][3]) if matches else 0) if number not in there]
 
 
 def sidecar(file: Location) -> Location:
@@ -148,16 +180,23 @@ class ParquetFile:
         import pyarrow as pa
 
         sizes: list[int | None] = []
+        tensor = isinstance(field.type, pa.FixedShapeTensorType)
+        if tensor and (len(field.type.shape) > 2 or (field.type.permutation or [0, 1])[0] != 0):
+            return None
         kind = getattr(field.type, "storage_type", field.type)
         while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
             sizes.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
             kind = kind.value_type
+        if tensor and len(sizes) == 1:
+            sizes = list(field.type.shape)
         if str(kind) not in FLOATS or not 1 <= len(sizes) <= 2:
             return None
         said = features.get(field.name)
         shape = said.get("shape") if isinstance(said, dict) else None
         if isinstance(shape, list) and len(shape) == len(sizes):
-            sizes = [own or (n if type(n) is int and n > 0 else None) for own, n in zip(sizes, shape, strict=True)]
+            sizes = [
+                own or (n if type(n) is int and 0 < n < _LARGEST else None) for own, n in zip(sizes, shape, strict=True)
+            ]
         (number,) = self.leaves[field.name]
         leaf = self.meta.schema.column(number).path
         tokens = sizes[0] if len(sizes) == 2 else 1
@@ -191,15 +230,20 @@ class ParquetFile:
         """Decodes a column of a row group, in chunks of fewer than 2^31 values."""
         table = self.read(group, [column.name])
         for chunk in table.column(0).chunks:
-            yield getattr(chunk, "storage", chunk)
+            yield _nested(getattr(chunk, "storage", chunk), column)
 
-    def decode(self, group: int, column: VectorColumn, first: int, tokens: int, width: int) -> NDArray[Any]:
+    def decode(
+        self, group: int, column: VectorColumn, first: int, lengths: int | NDArray[np.int64], width: int
+    ) -> NDArray[Any]:
         """Decodes a row group: ``(rows, tokens, width)``, shorter sequences padded with zeros.
 
         Raises:
-            FormatError: a null, or a row of another length; the message contains its number, counted from ``first``.
+            FormatError: a null, or a row of another length than ``lengths``, which are those of the first layer's rows; the
+                message contains its number, counted from ``first``.
         """
         n = self.group_rows(group)
+        expected = np.broadcast_to(np.asarray(lengths, np.int64), n)
+        tokens = max(int(expected.max(initial=0)), 1)
         size = n * tokens * width * column.dtype.itemsize
         if size > MOST_GROUP:
             raise UnsupportedError(
@@ -210,8 +254,11 @@ class ParquetFile:
         )
         done = 0
         for chunk in self.chunks(group, column):
-            fill(made[done : done + len(chunk)], chunk, column, first + done, self.path)
-            done += len(chunk)
+            end = done + len(chunk)
+            if end > n:
+                break
+            fill(made[done:end], expected[done:end], chunk, column, first + done, self.path)
+            done = end
         if done != n:
             raise FormatError(f"expected {n} rows in row group {group}, found {done}", path=self.path)
         return made
@@ -257,6 +304,18 @@ def _count_leaves(kind: pa.DataType) -> int:
     return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields))
 
 
+def _nested(lists: pa.Array, column: VectorColumn) -> pa.Array:
+    """Rows of a tensor of two axes, which are stored as lists of all its elements, as lists of vectors."""
+    import pyarrow as pa
+
+    inner = getattr(lists.type, "value_type", None)
+    if column.levels == 1 or inner is None or str(inner) not in FLOATS:
+        return lists
+    _refuse_nulls(lists, lambda i: FormatError(f"column {column.name!r}: expected tensors, found null in row {i}"))
+    vectors = pa.FixedSizeListArray.from_arrays(lists.flatten(), column.width)
+    return pa.FixedSizeListArray.from_arrays(vectors, column.tokens)
+
+
 def ends_of(lists: pa.Array) -> NDArray[np.int64]:
     """Numbers of the first value of each list, and of the value after the last, among ``lists.values``."""
     import pyarrow as pa
@@ -269,8 +328,15 @@ def ends_of(lists: pa.Array) -> NDArray[np.int64]:
     return made
 
 
-def fill(made: NDArray[Any], chunk: pa.Array, column: VectorColumn, first: int, path: Location) -> None:
-    """Copies the vectors of a chunk of rows: ``(rows, tokens, width)``. Raises FormatError by row."""
+def fill(
+    made: NDArray[Any],
+    expected: NDArray[np.int64],
+    chunk: pa.Array,
+    column: VectorColumn,
+    first: int,
+    path: Location,
+) -> None:
+    """Copies the vectors of a chunk of rows: ``(rows, tokens, width)``, ``expected`` of each. Raises FormatError by row."""
     _, tokens, width = made.shape
 
     def refuse(row: int, expected: str, found: Any) -> FormatError:
@@ -282,8 +348,8 @@ def fill(made: NDArray[Any], chunk: pa.Array, column: VectorColumn, first: int, 
     else:
         ends = ends_of(chunk)
         counts = np.diff(ends)
-        if len(bad := np.flatnonzero(counts > tokens)):
-            raise refuse(int(bad[0]), f"at most {tokens} vectors", int(counts[bad[0]]))
+        if len(bad := np.flatnonzero(counts != expected)):
+            raise refuse(int(bad[0]), f"{expected[bad[0]]} vectors", int(counts[bad[0]]))
         lists = chunk.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
     rows = np.repeat(np.arange(len(chunk)), counts)
     _refuse_nulls(lists, lambda i: refuse(int(rows[i]), "vectors", "null"))

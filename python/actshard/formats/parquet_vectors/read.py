@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,9 @@ from actshard.formats.parquet_vectors.files import (
     ParquetFile,
     VectorColumn,
     check_one_dataset,
+    ends_of,
     lengths_of,
+    missing_parts,
     parquet_files,
     sidecar,
 )
@@ -75,6 +77,11 @@ class ParquetDataset:
         self.warnings: list[Remark] = []
         paths = parquet_files(path)
         check_one_dataset(path, paths)
+        missing = missing_parts(paths) if path.kind() == "folder" else []
+        if missing:
+            named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            text = f"{len(missing)} of the files that names such as {paths[0].name} count are missing: {named}"
+            self.warnings.append(Remark("missing-file", text))
         self.files = [ParquetFile(file) for file in paths]
         if not self.files:
             raise FormatError(f"expected {LOOKED_FOR}, found no parquet file", path=path)
@@ -138,14 +145,16 @@ class ParquetDataset:
         """d_model: by the type or the features, by the numbers of values and rows, or by the first row."""
         if column.width is not None or not self.groups:
             return column.width or 0
-        file, group = self.groups[0]
-        values, rows = file.values(group, column), file.group_rows(group)
-        if column.levels == 1 and values % rows == 0:
-            return values // rows
-        for chunk in file.chunks(group, column):
-            inner = chunk.flatten() if column.levels == 2 else chunk
-            if len(inner):
-                return len(inner[0].values or ())
+        if column.levels == 1:
+            # A null and an empty list count as one value: other groups disagree with a group that has some.
+            shares = {divmod(file.values(g, column), file.group_rows(g)) for file, g in self.groups}
+            if len(shares) == 1 and (share := shares.pop())[1] == 0:
+                return share[0]
+        for file, group in self.groups:
+            for chunk in file.chunks(group, column):
+                sizes = np.diff(ends_of(chunk.flatten() if column.levels == 2 else chunk))
+                if (found := sizes[sizes > 0]).size:
+                    return int(found[0])
         return 0
 
     def _lengths(self) -> list[NDArray[np.int64]] | int:
@@ -170,7 +179,7 @@ class ParquetDataset:
         extraction = self.described.get("extraction")
         said = extraction.get("layer_index") if isinstance(extraction, dict) else None
         if len(self.columns_found) == 1:
-            if type(said) is int and 0 <= said < 1 << 31:
+            if _is_layer(said):
                 return (said,)
             if (constant := self._constant("activation_layer")) is not None:
                 return (constant,)
@@ -188,7 +197,7 @@ class ParquetDataset:
             if stats is None or not stats.has_min_max or stats.null_count:
                 return None
             found |= {stats.min, stats.max}
-        return found.pop() if len(found) == 1 and all(type(value) is int for value in found) else None
+        return found.pop() if len(found) == 1 and all(_is_layer(value) for value in found) else None
 
     def native(self, options: Options) -> Rows | None:
         """The rows: a chunk per row group and layer, decoded on first use and cached."""
@@ -200,7 +209,7 @@ class ParquetDataset:
             tokens = self.most_tokens(number)
             n = self.sizes[number]
             shape = [n, len(self.columns_found), tokens, self.d_model]
-            decode = _Decode(self, number, tokens)
+            decode = _Decode(self, number)
             fill = bytes(column.dtype.itemsize)
             arrays.append((file.path.parent, file.path, "", ".", shape, [n, 1, *shape[2:]], fill, False, decode))
         lengths = self.lengths
@@ -215,6 +224,10 @@ class ParquetDataset:
             descr=column.dtype,
             io=options.io,
         )
+
+    def lengths_in(self, number: int) -> int | NDArray[np.int64]:
+        """Tokens of the examples of a row group."""
+        return self.lengths if isinstance(self.lengths, int) else self.lengths[number]
 
     def most_tokens(self, number: int) -> int:
         """Tokens of the longest example of a row group, at least 1."""
@@ -288,17 +301,21 @@ class ParquetDataset:
         )
 
 
+def _is_layer(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
 class _Decode:
     """Decodes a row group for the core: its elements in C order."""
 
-    def __init__(self, of: ParquetDataset, number: int, tokens: int) -> None:
+    def __init__(self, of: ParquetDataset, number: int) -> None:
         self.file, self.group = of.groups[number]
-        self.first, self.tokens, self.width = int(of.firsts[number]), tokens, of.d_model
+        self.first, self.lengths, self.width = int(of.firsts[number]), of.lengths_in(number), of.d_model
         self.columns = of.columns_found
 
     def __call__(self, indices: list[int]) -> bytes:
         column = self.columns[indices[1]]
-        return self.file.decode(self.group, column, self.first, self.tokens, self.width).tobytes()
+        return self.file.decode(self.group, column, self.first, self.lengths, self.width).tobytes()
 
 
 def open(path: Location, options: Options) -> Contents:
