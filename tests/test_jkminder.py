@@ -273,3 +273,13 @@ def test_no_damaged_byte_of_metadata_escapes_the_errors(copied: Path) -> None:
         path.write_bytes(whole)
     assert len(refused) > 10
     assert all(len(message.splitlines()) == 1 for message in refused)
+
+
+def test_a_layer_without_its_first_shard_is_not_hidden(copied: Path) -> None:
+    """It disappeared from the layers, without a word."""
+    before = quietly(copied).layers
+    (copied / "layer_3_out/shard_0.memmap").unlink()
+    assert quietly(copied).layers == before
+    with pytest.raises(actshard.ActshardError, match=r"layer_3_out/shard_0\.memmap"):
+        quietly(copied).sequence(0, 3)
+    assert not actshard.verify(copied).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import pytest
 import actshard
 from actshard.formats import kept
 from actshard.formats.layout_toml import keeping
+from actshard.location import Location
 from conftest import bits
 
 N = 40
@@ -294,3 +296,27 @@ def test_examples_without_a_line_stay_left_out(many: Path, parsed: list[Any]) ->
     assert second.table["example"].to_pylist() == list(range(3, N, 3))
     assert np.array_equal(second.gather(3, 5, 1), first.gather(3, 5, 1))
     assert np.array_equal(second.sequence(5, 3), values_of(18))
+
+
+def test_a_read_only_file_system_is_no_error(many: Path, parsed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, removing a file that does not exist fails too, and so does setting a time: the first made opening fail."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as readonly:
+        readonly.setattr(Path, "replace", refused)
+        readonly.setattr(Path, "unlink", refused)
+        assert len(actshard.open(many))
+    assert len(actshard.open(many))
+    before = len(parsed)
+    monkeypatch.setattr(os, "utime", refused)
+    assert len(actshard.open(many))
+    assert len(parsed) == before  # the index is used
+
+
+def test_a_listing_of_no_folder_is_empty(tmp_path: Path) -> None:
+    listing = kept.Listing(Location.at(tmp_path))
+    state = listing.state
+    assert listing.entries(Location.at(tmp_path / "hidden_states"), "hs_") == []
+    assert listing.state != state

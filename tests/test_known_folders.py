@@ -162,3 +162,21 @@ def test_conversion_keeps_rows_and_columns(tmp_path: Path) -> None:
     for i in range(4):
         assert np.array_equal(bits(after.sequence(i, 16)), bits(before.sequence(i, 16)))
     assert after.table["labels"].to_pylist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [("format_version", 2, actshard.UnsupportedError), ("layers", "capturing", actshard.UnfinishedError)],
+)
+def test_icalens_of_another_version_or_with_an_unfinished_layer_is_refused(
+    field: str, value: Any, kind: type[actshard.ActshardError], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(ICALENS, tmp_path / "store"))
+    said = json.loads((folder / "activations.json").read_text())
+    if field == "layers":
+        next(iter(said["layers"].values()))["status"] = value
+    else:
+        said[field] = value
+    (folder / "activations.json").write_text(json.dumps(said))
+    with pytest.raises(kind, match=r"activations\.json"):
+        actshard.open(folder)

@@ -210,3 +210,14 @@ def test_conversion_keeps_sequences(tmp_path: Path) -> None:
         for mine, theirs in zip(before.layers, after.layers, strict=True):
             assert np.array_equal(bits(after.sequence(i, theirs)), bits(before.sequence(i, mine)))
     assert after.read_columns(["text"]).column(0).to_pylist() == before.table["text"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"), [(0, "1 of 3 chunks, the first is chunk 0"), (1, "1 of 3 chunks, the first is chunk 1")]
+)
+def test_a_chunk_that_all_hook_points_lack_is_told(lost: int, named: str, plain: Path) -> None:
+    """Later sequences took the numbers of the lost ones, without a word."""
+    for hook in plain.iterdir():
+        of(plain, lost, hook.name).unlink()
+    assert named in str(quietly(plain).warnings[0])
+    assert "missing-file" in actshard.verify(plain).codes()

@@ -19,6 +19,7 @@ An index is as untrusted as any file. It contains numbers, no paths; formats che
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, boundary
 from actshard.location import Location, cache_folder
 from actshard.logs import LOG
 
@@ -60,7 +61,12 @@ class Listing:
         """The names in a folder that begin with ``front``, sorted."""
         key = (os.fspath(folder), front)
         if key not in self._folders:
-            with os.scandir(key[0]) as found:
+            self._folders[key] = []
+            with (
+                boundary(key[0], "list"),
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(key[0]) as found,
+            ):
                 self._folders[key] = sorted(
                     (entry.name, self._version(entry)) for entry in found if entry.name.startswith(front)
                 )
@@ -141,7 +147,8 @@ class KeptIndex:
                 if found.st_uid != os.geteuid() or not 48 <= found.st_size <= LARGEST:
                     return None
                 data = file.read(LARGEST + 1)
-            os.utime(self.path)  # recently used
+            with contextlib.suppress(OSError):  # of a read-only file system
+                os.utime(self.path)  # recently used
         except OSError:
             return None
         return parsed(data, self.listing.state)
@@ -161,7 +168,8 @@ class KeptIndex:
                 file.write(data)
             part.replace(self.path)
         except OSError as error:
-            part.unlink(missing_ok=True) if self.path.parent.is_dir() else None
+            with contextlib.suppress(OSError):  # a read-only file system refuses this too
+                part.unlink(missing_ok=True)
             LOG.info("%s: index not kept: %s", self.listing.root, error)
 
 

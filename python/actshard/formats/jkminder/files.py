@@ -39,16 +39,16 @@ _PIECE = 1 << 20
 
 
 def is_submodule(path: Location) -> bool:
-    """Whether a folder has the shards of a submodule."""
-    if _FOLDER.fullmatch(path.name) is None or (path / "shard_0.memmap").kind() != "file":
+    """Whether a folder has the configuration or the shards of a submodule."""
+    if _FOLDER.fullmatch(path.name) is None:
         return False
     config = path / CONFIG
     if config.kind() != "file":
-        return (path / "shard_0.meta").kind() == "file"
+        return all((path / name).kind() == "file" for name in ("shard_0.memmap", "shard_0.meta"))
     try:
         value = read_json(config)
     except ActshardError:
-        return True  # opening explains it
+        return (path / "shard_0.memmap").kind() == "file"  # opening explains it
     return isinstance(value, dict) and {"shard_size", "d_model", "io"} <= value.keys()
 
 

@@ -41,7 +41,7 @@ def detect(path: Location) -> Evidence:
     found = submodules(path)
     if not found:
         return Evidence(False, _LOOKED_FOR, "no such folder")
-    return Evidence(True, _LOOKED_FOR, f"{found[0].name}/shard_0.memmap")
+    return Evidence(True, _LOOKED_FOR, f"the submodule {found[0].name}")
 
 
 class ActivationCache:

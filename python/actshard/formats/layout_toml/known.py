@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actshard._json import Fields, read_json
-from actshard.errors import ActshardError, FormatError, UnfinishedError
+from actshard.errors import ActshardError, FormatError, UnfinishedError, UnsupportedError
 from actshard.location import Location
 
 _SAVED = ".saved.pt"
@@ -92,6 +92,8 @@ def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
             f"field 'status': expected 'complete', found {fields.value['status']!r}: the capture is running, or was interrupted",
             path=fields.path,
         )
+    if (version := fields.integer("format_version")) != 1:
+        raise UnsupportedError(f"field 'format_version': expected 1, found {version}", path=fields.path)
     n, width, dtype = fields.integer("sample_count", minimum=0), fields.integer("hidden_size"), fields.text("dtype")
     layers = fields.value.get("layers")
     if not isinstance(layers, dict) or not layers:
@@ -102,6 +104,10 @@ def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
         file = f"layers/layer_{number:02d}.{dtype}.bin"
         if number < 0 or not isinstance(entry, dict) or entry.get("file") != file:
             raise fields.error("layers", f"a number with the file 'layers/layer_NN.{dtype}.bin' each")
+        if entry.get("status", "complete") != "complete":
+            raise UnfinishedError(
+                f"layer {key} is not complete: the capture is running, or was interrupted", path=fields.path
+            )
         numbers.append(number)
     if fields.text("samples_file") != "samples.safetensors":
         raise fields.error("samples_file", "'samples.safetensors'")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,19 @@ def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
             raise FormatError(f"{found[key].name} and {entry.name} are the same chunk: remove one", path=hook)
         found[key] = hook / entry.name
     return {key: found[key] for key in sorted(found)}
+
+
+def gaps(keys: Collection[tuple[int, int]]) -> list[str]:
+    """What is missing of the chunks of each process, which are counted from 0."""
+    made: list[str] = []
+    for shard in sorted({shard for shard, _ in keys}):
+        there = {number for of, number in keys if of == shard}
+        lost = max(there) + 1 - len(there)
+        if lost:
+            first = next(number for number in range(len(there) + 1) if number not in there)
+            where = "" if shard < 0 else f" of shard {shard}"
+            made.append(f"{lost} of {max(there) + 1} chunks{where}, the first is chunk {first}")
+    return made
 
 
 @dataclass(frozen=True)

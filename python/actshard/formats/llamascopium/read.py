@@ -21,6 +21,7 @@ from actshard.formats.llamascopium.files import (
     Chunk,
     check_same_chunks,
     chunks_of,
+    gaps,
     hooks_of,
     is_hook,
     parsed,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LOOKED_FOR = "a folder of hook points with chunk-00000000.safetensors or .pt"
+_SHOWN = 20
+"""Shards with gaps that are named in warnings."""
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
@@ -89,6 +92,8 @@ class ChunkFolder:
         self.names = [hook.name for hook in hooks]
         every = [(hook, chunks_of(hook)) for hook in hooks]
         check_same_chunks(every)
+        for lost in gaps(every[0][1])[:_SHOWN]:
+            self.warnings.append(Remark("missing-file", f"numbers have gaps: missing are {lost}"))
         flat = parsed([path for _, chunks in every for path in chunks.values()], limit)
         each = len(flat) // len(hooks)
         self.hooks = [flat[i * each : (i + 1) * each] for i in range(len(hooks))]
