@@ -116,7 +116,7 @@ def placed_rows(
     descr: np.dtype[Any],
     io: str,
     faults: Sequence[tuple[int, str, str, str | PathLike[str]]] = ...,
-    scaled: Sequence[tuple[int, StoredArray, StoredArray]] = ...,
+    scaled: Sequence[tuple[int, StoredArray, StoredArray, NDArray[np.float32] | None]] = ...,
 ) -> Rows: ...
 def read_torch(places: Sequence[str | PathLike[str]], limit: int) -> list[TorchContents]: ...
 

@@ -246,14 +246,15 @@ pub type PlacedFileTuple<'py> = (NamedPlace, u64, bool, bool, Option<Bound<'py, 
 /// An example that cannot be read: its number, the error's code and detail, the file.
 pub type FaultTuple = (u64, String, String, NamedPlace);
 
-/// The number of a file, its float8 or int8 elements, and their scales.
-pub type ScaledTuple<'py> = (usize, Bound<'py, StoredArray>, Bound<'py, StoredArray>);
+/// The number of a file, its float8 or int8 elements, their scales, and the values of these if they are not in the file.
+pub type ScaledTuple<'py> =
+    (usize, Bound<'py, StoredArray>, Bound<'py, StoredArray>, Option<PyReadonlyArray1<'py, f32>>);
 
 /// Rows anywhere in files: `files` are (path, bytes between rows, whether byte-swapped, whether gzipped, the array to decode or
 /// None). `numbers` and `starts` have the file and the first byte for each group and example, `tokens` the rows of each example.
 /// In a decoded array, offsets are those in its C order. `faults` are examples that cannot be read: (example, the error's code, its
-/// detail, the file). `scaled` are files whose elements are products: (number of the file, float8 or int8 elements, their scales);
-/// offsets are those in the products' C order, in `dtype`.
+/// detail, the file). `scaled` are files whose elements are products: (number of the file, float8 or int8 elements, their scales,
+/// the scales' values if they are not in the file); offsets are those in the products' C order, in `dtype`.
 #[pyfunction]
 #[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io, faults=vec![], scaled=vec![]))]
 #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
@@ -275,8 +276,11 @@ pub fn placed_rows(
     detach::guarded(py, || {
         let scaled: Vec<_> = scaled
             .into_iter()
-            .map(|(number, codes, scales)| (number, codes.get().place.clone(), scales.get().place.clone()))
-            .collect();
+            .map(|(number, codes, scales, held)| {
+                let held = held.map(|held| held.as_slice().map(<[f32]>::to_vec)).transpose()?;
+                Ok((number, codes.get().place.clone(), scales.get().place.clone(), held))
+            })
+            .collect::<PyResult<_>>()?;
         let faults = faults.into_iter().map(|(example, code, detail, place)| {
             let kind = Kind::ALL.into_iter().find(|kind| kind.code() == code).unwrap_or(Kind::Format);
             (example, Error::new(kind, detail).at(place.location))
@@ -315,11 +319,16 @@ pub fn placed_rows(
             let mut store: Arc<dyn Store> =
                 if units.is_empty() { inner } else { Arc::new(Unpacked::new(inner, units, decoded_memory)) };
             let mut arrays = Vec::with_capacity(scaled.len());
-            for (number, codes, scales) in scaled {
+            for (number, codes, scales, held) in scaled {
                 let file: &mut RowFile = table
                     .get_mut(number)
                     .ok_or_else(|| Error::new(Kind::Argument, format!("expected files below {number}")))?;
-                let array = ScaledArray::new(&codes, &scales, dtype).map_err(|e| e.at(&file.location))?;
+                let array = ScaledArray::new(&codes, &scales, dtype);
+                let array = match held {
+                    Some(held) => array.and_then(|array| array.holding(&held)),
+                    None => array,
+                };
+                let array = array.map_err(|e| e.at(&file.location))?;
                 let products = ScaledStore::name(&file.location, arrays.len());
                 arrays.push((std::mem::replace(&mut file.location, products), array));
             }

@@ -101,6 +101,8 @@ class Description:
     activations: Part
     select: Mapping[str, int]
     layers: tuple[Name, ...]
+    scales: Part | None
+    """Scales of float8 or int8 activations."""
     lengths: Part | None
     tokens: Part | None
     columns: tuple[Part, ...]
@@ -248,14 +250,20 @@ class DescriptionReader:
         """The line of a key: TOML's parser does not tell."""
         here, seen = "", 0
         for count, line in enumerate(self.text.splitlines(), 1):
-            if found := re.match(r"\s*\[\[?\s*([A-Za-z_]+)\s*\]\]?", line):
+            if found := re.match(r"\s*\[\[?\s*([A-Za-z_]+(?:\.[A-Za-z_]+)*)\s*\]\]?", line):
                 here = found[1]
                 seen += here == table
                 if not key and here == table and seen > number:
                     return count
             elif here == table and (seen > number or not table) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
                 return count
+        if (parent := table.rpartition(".")) and parent[0]:  # an inline table, or a missing one
+            return self._line(parent[0], parent[2], number)
         return None
+
+    def line(self, table: str) -> int | None:
+        """The line of a table."""
+        return self._line(table, "", 0)
 
     def follow(self, file: str, pointer: str, error: Any) -> Any:
         """The value of a JSON pointer (RFC 6901)."""
@@ -304,7 +312,7 @@ class DescriptionReader:
         if "activations" not in values:
             raise top.error("activations", "expected this table, found nothing")
         table = _Table("activations", values["activations"], self)
-        table.check(("files", *_OF_ARRAY, "select", "layers"))
+        table.check(("files", *_OF_ARRAY, "select", "layers", "scales"))
         activations = self.part(table, ("example", "layer", "batch"))
         if activations.files is None:
             raise table.error("files", "expected a pattern of file names, found none")
@@ -341,10 +349,28 @@ class DescriptionReader:
             activations=activations,
             select=select,
             layers=tuple(layers),
+            scales=self.scales(table.values.get("scales"), activations),
             lengths=self.lengths(values.get("lengths"), activations),
             tokens=self.tokens(values.get("tokens"), activations),
             columns=self.columns(values.get("columns", []), activations),
         )
+
+    def scales(self, values: Any, activations: Part) -> Part | None:
+        if values is None:
+            return None
+        table = _Table("activations.scales", values, self)
+        table.check(("file", "files", *_OF_ARRAY))
+        part = self.part(table, self._allowed(activations))
+        if part.pointer is not None:
+            raise table.error("file", "expected a file with a tensor, found a value of a JSON file")
+        if part.files is None and not part.tensor:
+            raise table.error("tensor", "expected a tensor or a file, found none")
+        for axis in part.axes:
+            if axis not in activations.axes or axis == "1":
+                raise table.error(
+                    "axes", f"expected some of the activations' axes {list(activations.axes)}, found {axis!r}"
+                )
+        return part
 
     def lengths(self, values: Any, activations: Part) -> Part | None:
         if values is None:

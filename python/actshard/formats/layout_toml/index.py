@@ -20,6 +20,7 @@ from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files
 from actshard.formats.layout_toml.geometry import Axis, Geometry, geometry
+from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.location import Location
 
 _ALONE: tuple[Name, ...] = (0,)
@@ -34,6 +35,8 @@ class RowFile:
     swapped: bool
     gzipped: bool
     decoded: StoredArray | None
+    scaled: Scaled | None = None
+    """Codes and scales, if rows are their products: offsets are those of products."""
 
 
 @dataclass
@@ -236,6 +239,9 @@ class Finder:
         self.dtype = ""
         self.others = self._others(description.lengths)
         self.token_files = self._others(description.tokens)
+        self.scale_files = self._others(description.scales)
+        self.scaler = None if description.scales is None else Scaler(root, description, description.scales, limit)
+        self.scale_opened: dict[Location, OpenedFile] = {}
 
     def _others(self, part: Part | None) -> dict[str, Location]:
         if part is None or part.files is None or not part.files.captures:
@@ -244,9 +250,11 @@ class Finder:
 
     # -- layers ----------------------------------------------------------------------------------
 
-    def keys(self, file: OpenedFile, captured: Mapping[str, Name]) -> dict[Name, list[Name]]:
+    def keys(
+        self, file: OpenedFile, captured: Mapping[str, Name], tensor: Sequence[Name] | None = None
+    ) -> dict[Name, list[Name]]:
         """The steps of each layer's array in a file; of layer None if the steps do not tell."""
-        steps = fill(self.part.tensor, captured)
+        steps = fill(self.part.tensor if tensor is None else tensor, captured)
         at = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
         if at is None:
             return {0: steps}
@@ -312,6 +320,40 @@ class Finder:
             found = found.viewed(self.part.dtype)
         return found
 
+    def scaled(self, unit: Unit, file: OpenedFile, array: StoredArray, layer: Name) -> Scaled | None:
+        """The array of a layer with its scales, if the description names scales."""
+        part = self.description.scales
+        if part is None or self.scaler is None:
+            return None
+        there = file
+        captured = unit.captured if None in unit.paths else unit.captured | {"layer": layer}
+        if part.files is not None:
+            path = self._scale_file(part.files, captured)
+            if path is None:
+                raise missing(file.path, f"a file {part.files.text!r} with its scales")
+            if path not in self.scale_opened:
+                (self.scale_opened[path],) = open_files([path], part, self.limit)
+            there = self.scale_opened[path]
+        steps = fill(part.tensor, captured)
+        if any(isinstance(step, str) and "{layer" in step for step in steps):
+            keys = self.keys(there, captured, part.tensor)
+            if layer not in keys:
+                raise self.scaler.error(f"expected scales of layer {layer!r}, found {list(keys)}", there.path)
+            steps = keys[layer]
+        try:
+            found = there.find(steps)
+        except FormatError as error:
+            raise self.scaler.error(error.detail, there.path) from error
+        return self.scaler.joined(file, array, there, found)
+
+    def _scale_file(self, pattern: Pattern, captured: Mapping[str, Name]) -> Location | None:
+        if not pattern.captures:
+            return self.root.joinpath(*pattern.text.split("/"))
+        if "layer" not in pattern.captures:
+            return self.scale_files.get(_key(captured, pattern))
+        wanted = {name: captured.get(name) for name in pattern.captures}
+        return next((path for values, path in matches(self.root, pattern) if values == wanted), None)
+
     def factors(self, unit: Unit, layers: int) -> dict[str, int]:
         """Known counts of axes: of layers, and of examples and tokens if they are one axis."""
         known = {"layer": layers}
@@ -337,20 +379,23 @@ class Finder:
             (file,) = open_files([path], part, self.limit)
         return file, file.find(fill(part.tensor, unit.captured))
 
-    def placed(self, file: OpenedFile, array: StoredArray, known: Mapping[str, int]) -> tuple[Geometry, int, int, str]:
+    def placed(
+        self, file: OpenedFile, array: StoredArray, known: Mapping[str, int], scaled: Scaled | None = None
+    ) -> tuple[Geometry, int, int, str]:
         """The axes of an array, its row file, its first byte, and the name of the axis of rows."""
 
         def assigned(strides: Sequence[int]) -> Geometry:
             return geometry(self.part.axes, array.shape, strides, self.description.select, known, file.path)
 
         found = assigned(array.strides)
-        item = stored(array.dtype).itemsize
+        dtype = array.dtype if scaled is None else "BF16"
+        item = stored(dtype).itemsize
         dim = found.axes["dim"]
         if not self.d_model:
-            self.d_model, self.dtype = dim.count, array.dtype
-        if dim.count != self.d_model or array.dtype != self.dtype:
+            self.d_model, self.dtype = dim.count, dtype
+        if dim.count != self.d_model or dtype != self.dtype:
             raise FormatError(
-                f"expected rows of {self.d_model} {self.dtype} as in {self.paths[0].name}, found {dim.count} {array.dtype}",
+                f"expected rows of {self.d_model} {self.dtype} as in {self.paths[0].name}, found {dim.count} {dtype}",
                 path=file.path,
             )
         row = dim.count * item
@@ -360,6 +405,11 @@ class Finder:
         def step_of(axis: Axis) -> int:
             return axis.stride * item if axis.count > 1 else row
 
+        if scaled is not None:
+            if (dim.stride != 1 and dim.count > 1) or step_of(axis) < row:
+                raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
+            self.made_files.append(RowFile(self.place[file.path], step_of(axis), False, False, None, scaled))
+            return found, len(self.made_files) - 1, found.first * item, along
         apart = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
         decoded = array if apart else None
         first = array.offset
@@ -444,9 +494,15 @@ class Finder:
         numbers, starts = [], []
         spans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
         shape: tuple[int, ...] | None = None
-        for file, array, position in self._arrays(unit, layers):
-            found, number, first, along = self.placed(file, array, known)
-            item = stored(array.dtype).itemsize
+        before: tuple[StoredArray, tuple[Geometry, int, int, str]] | None = None
+        for layer_name, (file, array, position) in zip(layers, self._arrays(unit, layers), strict=True):
+            if position is not None and before is not None and before[0] is array:
+                at = before[1]  # layers are an axis of one array
+            else:
+                at = self.placed(file, array, known, self.scaled(unit, file, array, layer_name))
+            before = (array, at)
+            found, number, first, along = at
+            item = stored(self.dtype).itemsize
             counts = tuple((name, found.axes[name].count) for name in ("example", "token", "row") if name in found.axes)
             if spans is None:
                 spans = self._spans(unit, found, along)

@@ -26,7 +26,7 @@ _MOST = 1 << 40
 
 def index_of(root: Location, described: Description, limit: int, keep: bool) -> RowIndex:
     """The rows of a described folder, from its kept index if there is one."""
-    if not keep or not root.is_local:
+    if not keep or not root.is_local or described.scales is not None:
         return build(root, described, limit)
     listing = Listing(root)
     units = units_of(root, described, listing)

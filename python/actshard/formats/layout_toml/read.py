@@ -33,6 +33,7 @@ def native(index: RowIndex, options: Options) -> Rows:
         decoded_memory=options.decoded_memory,
         descr=stored(index.dtype),
         io=options.io,
+        scaled=[(n, *file.scaled) for n, file in enumerate(index.row_files) if file.scaled is not None],
     )
 
 
@@ -50,6 +51,9 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
     provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
     if described.program:
         provenance["program"] = described.program
+    codes = sorted({file.scaled[0].dtype for file in index.row_files if file.scaled is not None})
+    if codes:
+        provenance["stored_dtype"] = " and ".join(codes)
     copied = sum(file.decoded is not None or file.gzipped for file in index.row_files)
     if copied:
         provenance["decoded_arrays"] = copied

@@ -83,7 +83,7 @@ def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.ui
             for number, error in sorted(states.faults.items())
         ],
         scaled=[
-            (number, *file.scaled)
+            (number, *file.scaled, None)
             for number, file in enumerate(states.files)
             if file is not None and file.scaled is not None
         ],

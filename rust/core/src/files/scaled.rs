@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Codes have three axes, dense in C order. Scales are float32 and have the same axes, each of the same length or of 1: one scale
-//! for all, per token, per layer, per channel, or several of these. Both are in one file.
+//! for all, per token, per layer, per channel, or several of these. Both are in one file, or the scales are held in memory.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,8 +21,8 @@ use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
 use crate::threads::Stop;
 
-/// Elements and their scales in a file.
-#[derive(Clone, Copy, Debug)]
+/// Elements in a file, and their scales in the same file or in memory.
+#[derive(Clone, Debug)]
 pub struct ScaledArray {
     code: ScaledCode,
     to: Product,
@@ -34,6 +34,8 @@ pub struct ScaledArray {
     shape: [u64; 3],
     /// Which axes of the scales are as long as those of the codes.
     per: [bool; 3],
+    /// All scales, little-endian, if they are not read from the file.
+    held: Option<Arc<[u8]>>,
 }
 
 impl ScaledArray {
@@ -74,7 +76,17 @@ impl ScaledArray {
             return refuse(Kind::Format, format!("expected fewer than 2^59 elements, found the shape {shape:?}"));
         }
         let per = std::array::from_fn(|axis| ones[axis] == shape[axis] && shape[axis] != 1);
-        Ok(ScaledArray { code, to, codes: codes.at, scales: scales.at, shape, per })
+        Ok(ScaledArray { code, to, codes: codes.at, scales: scales.at, shape, per, held: None })
+    }
+
+    /// The same elements with these scales, in C order, instead of the file's. Fails for another number of scales.
+    pub fn holding(mut self, scales: &[f32]) -> Result<ScaledArray> {
+        let expected: u64 = (0..3).map(|axis| if self.per[axis] { self.shape[axis] } else { 1 }).product();
+        if scales.len() as u64 != expected {
+            return Err(Error::new(Kind::Format, format!("expected {expected} scales, found {}", scales.len())));
+        }
+        self.held = Some(scales.iter().flat_map(|scale| scale.to_le_bytes()).collect());
+        Ok(self)
     }
 
     fn elements(&self) -> u64 {
@@ -165,7 +177,7 @@ impl Store for ScaledStore {
             locations.iter().map(|at| self.arrays.get(*at).map_or(*at, |(file, _)| file)).collect();
         let opened = self.inner.open_many(&files, access, stop);
         let wrap = |(at, opened): (&&Location, Result<Box<dyn Source>>)| match self.arrays.get(*at) {
-            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, *array)?) as Box<dyn Source>),
+            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone())?) as Box<dyn Source>),
             None => opened,
         };
         locations.iter().zip(opened).map(wrap).collect()
@@ -185,8 +197,8 @@ impl Store for ScaledStore {
 struct ScaledSource {
     inner: Box<dyn Source>,
     array: ScaledArray,
-    /// Scales that do not depend on the token.
-    fixed: Option<Vec<u8>>,
+    /// All scales, if they are in memory, or do not depend on the token.
+    fixed: Option<Arc<[u8]>>,
 }
 
 /// A read: elements, the position of the first byte in the first of them, and bytes for codes and scales.
@@ -200,17 +212,19 @@ struct ScaledRead {
 impl ScaledSource {
     fn new(inner: Box<dyn Source>, array: ScaledArray) -> Result<ScaledSource> {
         let (elements, all) = (array.elements(), array.scales_of(&(0..array.elements())).end);
-        for (at, len) in [(array.codes, elements), (array.scales, 4 * all)] {
-            if at + len > inner.size() {
+        let in_file = if array.held.is_some() { 0 } else { 4 * all };
+        for (at, len) in [(array.codes, elements), (array.scales, in_file)] {
+            if len > 0 && at + len > inner.size() {
                 let detail = format!("expected {} bytes, found {}", at + len, inner.size());
                 return Err(Error::new(Kind::Truncated, detail).at(inner.location()));
             }
         }
-        let mut made = ScaledSource { inner, array, fixed: None };
-        if !array.per[0] {
+        let fixed = array.held.clone();
+        let mut made = ScaledSource { inner, array, fixed };
+        if made.fixed.is_none() && !made.array.per[0] {
             let mut fixed = vec![0; 4 * all as usize];
-            made.inner.read(array.scales, &mut fixed)?;
-            made.fixed = Some(fixed);
+            made.inner.read(made.array.scales, &mut fixed)?;
+            made.fixed = Some(fixed.into());
         }
         Ok(made)
     }
@@ -232,7 +246,10 @@ impl ScaledSource {
         let scales = if self.fixed.is_some() { 0..0 } else { self.array.scales_of(elements) };
         [
             ByteRange { at: self.array.codes + elements.start, len: elements.end - elements.start },
-            ByteRange { at: self.array.scales + 4 * scales.start, len: 4 * (scales.end - scales.start) },
+            match self.fixed {
+                Some(_) => ByteRange { at: 0, len: 0 },
+                None => ByteRange { at: self.array.scales + 4 * scales.start, len: 4 * (scales.end - scales.start) },
+            },
         ]
     }
 
@@ -246,7 +263,9 @@ impl ScaledSource {
         into: &mut [u8],
         stores: Stores<'_>,
     ) {
-        let scales = self.fixed.as_deref().unwrap_or(scales);
+        let wanted = self.array.scales_of(&elements);
+        let scales =
+            self.fixed.as_deref().map_or(scales, |all| &all[4 * wanted.start as usize..4 * wanted.end as usize]);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
             return self.array.multiply(elements, codes, scales, into, stores);
         }

@@ -1,0 +1,132 @@
+"""Scales of described activations: float8 or int8 codes whose products with the scales are the rows, in bfloat16.
+
+::
+
+    activations   float8 or int8, dense in C order              (example, layer, token, dim)
+    scales        float32, float16 or bfloat16, broadcast       (example, 1, token, 1), or fewer axes, aligned at the last
+
+Float32 scales beside the codes are read with them; others are held in memory. The core multiplies arrays of three axes, so axes that
+the scales treat alike are joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import stored
+from actshard._native import StoredArray
+from actshard.errors import ActshardError, FormatError, UnsupportedError
+from actshard.formats.layout_toml.description import Description, DescriptionReader, Part
+from actshard.formats.layout_toml.files import OpenedFile, viewed
+from actshard.formats.scales import CODES
+from actshard.location import Location
+
+FLOATS = ("F32", "F16", "BF16")
+Scaled = tuple[StoredArray, StoredArray, NDArray[np.float32] | None]
+"""Codes and scales of three axes, and the values of scales that are not read from the file."""
+
+
+class Scaler:
+    """Joins codes and scales of a description."""
+
+    def __init__(self, root: Location, description: Description, part: Part, limit: int) -> None:
+        self.part, self.axes, self.limit = part, description.activations.axes, limit
+        self._reader = DescriptionReader(root, description.source, description.text)
+
+    def error(self, text: str, path: Location, kind: type[ActshardError] = FormatError) -> ActshardError:
+        """An error about a file, with the line of the table."""
+        line = self._reader.line("activations.scales")
+        where = f"line {line} of the description: " if line else ""
+        return kind(f"{where}activations.scales: {text}", path=path)
+
+    def joined(self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, found: Any) -> Scaled:
+        """Codes and their scales, for the core.
+
+        Raises:
+            FormatError: scales of another shape or dtype, or NaN or infinite.
+            UnsupportedError: codes that are not in the file as they are.
+        """
+        path = scales_file.path
+        if codes.dtype not in CODES:
+            raise self.error(f"expected activations of {', '.join(CODES)}, found {codes.dtype}", codes_file.path)
+        shape = list(codes.shape)
+        if codes_file.gzipped or codes.deflated is not None or list(codes.strides) != _dense(shape):
+            text = "scaled activations must lie in their file uncompressed and in C order"
+            raise self.error(text, codes_file.path, UnsupportedError)
+        if not isinstance(found, StoredArray):
+            raise self.error(f"expected a tensor, found {type(found).__name__}", path)
+        dtype = self.part.dtype or found.dtype
+        if stored(dtype).itemsize != stored(found.dtype).itemsize or dtype not in FLOATS:
+            raise self.error(f"expected float32, float16 or bfloat16, found {found.dtype}", path)
+        ones = self._aligned(list(found.shape), shape, path)
+        if 4 * math.prod(ones) > self.limit:
+            text = f"{math.prod(ones):,} scales need more than the {self.limit:,} bytes of decoded_memory"
+            raise self.error(text, path, UnsupportedError)
+        values = viewed(scales_file, found, self.part).reshape(ones).astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size:
+            raise self.error(f"expected finite scales, found {values.flat[bad[0]]} at {bad[0]}", path)
+        whole, per = _three(shape, ones)
+        place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
+        held = None
+        if per is None:  # scales vary along axes that cannot be joined: repeat them along all but the last
+            per = [math.prod(shape[:-1]), 1, ones[-1]]
+            whole = [per[0], 1, shape[-1]]
+            if 4 * math.prod(per) > self.limit:
+                raise self.error(f"scales of {ones} for {shape}: too many to repeat in memory", path, UnsupportedError)
+            place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
+            held = np.ascontiguousarray(np.broadcast_to(values, (*shape[:-1], ones[-1]))).reshape(-1)
+        elif not _in_place(codes_file, scales_file, found, dtype):
+            held = np.ascontiguousarray(values).reshape(-1)
+        at = found.offset if held is None else 0
+        return place, StoredArray("F32", per, _dense(per), at, False), held
+
+    def _aligned(self, found: list[int], shape: list[int], path: Location) -> list[int]:
+        """The scales' shape with an axis for each of the codes."""
+        named = self.part.axes
+        if named:
+            if len(named) != len(found):
+                raise self.error(f"axes {list(named)}: expected {len(named)} axes, found the shape {found}", path)
+            sizes = dict(zip(named, found, strict=True))
+            made = [sizes.get(axis, 1) for axis in self.axes]
+        else:
+            made = [1] * (len(shape) - len(found)) + found
+        if len(made) != len(shape) or any(n not in (1, m) for n, m in zip(made, shape, strict=True)):
+            more = "" if named else "; name them with 'axes' if they are others than the last"
+            raise self.error(f"expected axes of {shape} or 1, found {found}{more}", path)
+        return made
+
+
+def _in_place(codes: OpenedFile, scales: OpenedFile, found: StoredArray, dtype: str) -> bool:
+    """Whether the core can read the scales beside the codes."""
+    dense = list(found.strides) == _dense(list(found.shape))
+    plain = dense and not found.swapped and found.deflated is None and not scales.gzipped
+    return plain and dtype == "F32" and codes.path == scales.path
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for n in range(len(shape) - 2, -1, -1):
+        strides[n] = strides[n + 1] * max(shape[n + 1], 1)
+    return strides
+
+
+def _three(shape: list[int], ones: list[int]) -> tuple[list[int], list[int] | None]:
+    """Codes' and scales' shapes with axes joined to three; None for scales where this is not possible."""
+    made: list[list[int]] = []
+    for count, one in zip(shape, ones, strict=True):
+        if count == 1:
+            continue
+        if made and (made[-1][1] > 1 or made[-1][0] == 0) == (one > 1):
+            made[-1] = [made[-1][0] * count, made[-1][1] * one]
+        else:
+            made.append([count, one])
+    if len(made) > 3 or 0 in shape:
+        return shape, None
+    made = [[1, 1]] * (3 - len(made)) + made
+    return [count for count, _ in made], [one for _, one in made]
