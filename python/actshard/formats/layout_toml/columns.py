@@ -12,7 +12,7 @@ from actshard._json import utf8
 from actshard._native import StoredArray
 from actshard.errors import FormatError, NotStoredError
 from actshard.formats.layout_toml.description import Description, Part
-from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of
+from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import (
     RowIndex,
     _key,
@@ -20,7 +20,6 @@ from actshard.formats.layout_toml.index import (
     fill,
     line_number,
     read_part,
-    viewed,
 )
 from actshard.formats.tables import table_of
 from actshard.location import Location

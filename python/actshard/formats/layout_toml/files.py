@@ -235,6 +235,13 @@ def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> l
     return [made[path] for path in paths]
 
 
+def viewed(file: OpenedFile, found: Any, part: Part) -> NDArray[Any]:
+    """The elements of a value, reinterpreted as the part's dtype where it names one of equal width."""
+    if isinstance(found, StoredArray) and part.dtype is not None and found.dtype != part.dtype:
+        found = found.viewed(part.dtype)
+    return file.array(found)
+
+
 def matches(root: Location, pattern: Pattern, listing: Listing | None = None) -> list[tuple[dict[str, Name], Location]]:
     """Files whose names fit a pattern, in the order of their captures: batch, example, layer."""
     entries = _entries if listing is None else listing.entries

@@ -18,7 +18,7 @@ from actshard._native import StoredArray
 from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
-from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files
+from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files, viewed
 from actshard.formats.layout_toml.geometry import Axis, Geometry, geometry
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.location import Location
@@ -167,13 +167,6 @@ def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
                 filled = filled.replace(f"{{{name}}}", str(value))
         made.append(filled)
     return made
-
-
-def viewed(file: OpenedFile, found: Any, part: Part) -> NDArray[Any]:
-    """The elements of a value, reinterpreted as the part's dtype where it names one of equal width."""
-    if isinstance(found, StoredArray) and part.dtype is not None and found.dtype != part.dtype:
-        found = found.viewed(part.dtype)
-    return file.array(found)
 
 
 def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:

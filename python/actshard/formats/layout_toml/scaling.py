@@ -5,8 +5,8 @@
     activations   float8 or int8, dense in C order              (example, layer, token, dim)
     scales        float32, float16 or bfloat16, broadcast       (example, 1, token, 1), or fewer axes, aligned at the last
 
-Float32 scales beside the codes are read with them; others are held in memory. The core multiplies arrays of three axes, so axes that
-the scales treat alike are joined.
+Float32 scales beside the codes are read with them; others are held in memory. The core multiplies arrays of three axes, so axes
+that the scales treat alike are joined.
 """
 
 from __future__ import annotations
