@@ -424,6 +424,9 @@ mod tests {
         let scales = |shape: &[u64]| place(DType::F32, shape, 0);
         assert!(ScaledArray::new(&codes, &scales(&[3, 1, 1]), DType::BF16).is_ok());
         assert!(ScaledArray::new(&codes, &scales(&[]), DType::F32).is_ok());
+        let held = |n| ScaledArray::new(&codes, &scales(&[3, 1, 1]), DType::BF16).unwrap().holding(&vec![1.0; n]);
+        assert!(held(3).is_ok());
+        assert_eq!(held(4).unwrap_err().kind, Kind::Format);
         for shape in [&[2, 1, 1][..], &[3, 1], &[3, 2, 5], &[1, 3, 1, 1], &[0, 1, 1]] {
             assert_eq!(ScaledArray::new(&codes, &scales(shape), DType::BF16).unwrap_err().kind, Kind::Format);
         }
