@@ -250,6 +250,12 @@ pub type FaultTuple = (u64, String, String, NamedPlace);
 pub type ScaledTuple<'py> =
     (usize, Bound<'py, StoredArray>, Bound<'py, StoredArray>, Option<PyReadonlyArray1<'py, f32>>);
 
+/// An example that cannot be read, and the error of its reads.
+fn fault((example, code, detail, place): FaultTuple) -> (u64, Error) {
+    let kind = Kind::ALL.into_iter().find(|kind| kind.code() == code).unwrap_or(Kind::Format);
+    (example, Error::new(kind, detail).at(place.location))
+}
+
 /// Rows anywhere in files: `files` are (path, bytes between rows, whether byte-swapped, whether gzipped, the array to decode or
 /// None). `numbers` and `starts` have the file and the first byte for each group and example, `tokens` the rows of each example.
 /// In a decoded array, offsets are those in its C order. `faults` are examples that cannot be read: (example, the error's code, its
@@ -281,11 +287,7 @@ pub fn placed_rows(
                 Ok((number, codes.get().place.clone(), scales.get().place.clone(), held))
             })
             .collect::<PyResult<_>>()?;
-        let faults = faults.into_iter().map(|(example, code, detail, place)| {
-            let kind = Kind::ALL.into_iter().find(|kind| kind.code() == code).unwrap_or(Kind::Format);
-            (example, Error::new(kind, detail).at(place.location))
-        });
-        let faults = faults.collect();
+        let faults = faults.into_iter().map(fault).collect();
         let (numbers, starts) = (numbers.as_slice()?.to_vec(), starts.as_slice()?.to_vec());
         let tokens = tokens.as_slice()?.to_vec();
         let row = RowArguments { width, dtype, descr, io };
