@@ -358,6 +358,28 @@ GUESSED = {folder for folder in FOLDERS if not folder.name.startswith(("raw_", "
 
 
 @pytest.mark.parametrize("folder", sorted(GUESSED), ids=lambda path: path.name)
+def test_a_guess_tells_what_its_pattern_leaves_out(tmp_path: Path) -> None:
+    for split, name in (("train", "emb"), ("train", "mid"), ("val", "emb"), ("val", "mid")):
+        (tmp_path / split / name).mkdir(parents=True)
+        for i in range(3):
+            np.save(tmp_path / split / name / f"{i:05}.npy", np.zeros((4, 8), np.float32))
+    np.save(tmp_path / "seqlens.npy", np.zeros(3, np.int64))
+    proposed = registry.get("layout_toml").guess(tmp_path)
+    assert "# unsure: 9 other .npy files are left out, such as 'train/mid/00000.npy'" in proposed.text
+
+
+def test_a_guess_tells_scales_that_it_does_not_apply(tmp_path: Path) -> None:
+    header = {
+        "acts": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [0, 32]},
+        "acts_scale": {"dtype": "F32", "shape": [4, 1], "data_offsets": [32, 48]},
+    }
+    text = json.dumps(header).encode()
+    for i in range(3):
+        (tmp_path / f"doc{i}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(48))
+    proposed = registry.get("layout_toml").guess(tmp_path)
+    assert "elements are F8_E4M3, taken as they are: 'acts_scale' may be its scales" in proposed.text
+
+
 def test_a_guess_of_a_folder_opens_and_says_what_is_unsure(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("layout.toml", "expected.*"))

@@ -219,11 +219,38 @@ def test_rows_past_31_and_32_bits_of_values_are_theirs(tmp_path: Path, values: i
     assert np.array_equal(bits(np.load(tmp_path / "d/activations/5.npy", mmap_mode="r")[-10:]), bits(want))
 
 
+def test_numbers_beside_named_layers_become_texts_and_are_told(tmp_path: Path) -> None:
+    """Draft-model caches have numbered layers and "last"."""
+    with actshard.create(tmp_path / "s", "zarr", layers=[1, 9, "last"], d_model=4) as writer:
+        writer.append(np.arange(5 * 3 * 2 * 4, dtype=np.float32).reshape(5, 3, 2, 4))
+    source = actshard.open(tmp_path / "s")
+    done = actshard.convert(source, tmp_path / "d", "npy", verify=True)
+    (loss,) = [loss for loss in done.losses if loss.what == "layers"]
+    assert loss.detail.startswith("1, 9 become texts")
+    store = actshard.open(tmp_path / "d")
+    assert store.layers == ("1", "9", "last")
+    for layer in source.layers:
+        assert np.array_equal(store.sequence(3, str(layer)), source.sequence(3, layer))
+    assert [loss.what for loss in actshard.convert(source, tmp_path / "n", "npy", layers=[1, 9]).losses] == []
+
+
+def test_verify_counts_each_example_and_row_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "d", "npy", [2, 7], rows([3, 1, 5]), None)
+    for deep in (False, True):
+        checked = actshard.verify(path, deep=deep).checked
+        assert checked["examples"] == 3
+        assert checked.get("rows") == (9 * 2 if deep else None)
+
+
 def test_unsupported_data_are_refused(tmp_path: Path) -> None:
     for format, own, said in (
         ("npy", {"dtype": "bfloat16"}, "because .npy files have no such type; safetensors files have"),
-        ("npy", {"layers": [-1]}, r"found -1; rename it: convert\(layers=\{-1: 'name'\}\)"),
-        ("npy", {"layers": [3, "last"]}, "names files by layer"),
+        (
+            "npy",
+            {"layers": [-1]},
+            r"found -1; rename it, and list the layers that stay: convert\(layers=\{-1: 'name', \.\.\.\}\)",
+        ),
+        ("npy", {"layers": [3, "3"]}, "expected different numbers"),
         ("safetensors", {"layers": ["a/b"]}, "names files by layer"),
         ("safetensors", {"layers": [".."]}, "names files by layer"),
         ("npy", {"part": (0, 2)}, "part: not supported"),

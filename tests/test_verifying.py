@@ -366,3 +366,21 @@ def test_a_deep_look_knows_integers_from_zeros(tmp_path: Path) -> None:
         assert "dead-dimension" not in found
         assert "(1, 2)" in str(found["zero-row"])
         assert "1 of 12" in str(found["zero-row"])
+
+
+@pytest.mark.parametrize("command", ["info", "head", "stats", "convert"])
+def test_commands_name_a_truncated_file(tmp_path: Path, command: str) -> None:
+    """TruncatedFileError is an EOFError, which click takes for the end of its input: it printed "Aborted." and nothing else."""
+    path = tmp_path / "cache"
+    shutil.copytree(GOLDEN / "draft/deepspec_v2_single", path)
+    shard = path / "shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:50])
+    words = {"convert": [str(tmp_path / "out"), "--to", "specforge"], "stats": ["--layer", "1"]}.get(command, [])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "actshard.cli", command, str(path), *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "samples.idx: byte" in done.stderr
+    assert "ends at byte" in done.stderr
+    assert "Aborted" not in done.stderr

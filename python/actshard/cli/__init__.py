@@ -12,12 +12,34 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import actshard
 from actshard import formats
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 
+
+class _TruncatedData(Exception):  # noqa: N818 -- carries an error through click
+    """An error of ours that is an EOFError: click takes those for the end of its input, and would print "Aborted." alone."""
+
+    def __init__(self, error: ActshardError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            if isinstance(error, ActshardError):
+                raise _TruncatedData(error) from error
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="actshard",
     help="Inspect, stream, convert, merge and verify activation datasets and token caches.",
     no_args_is_help=True,
@@ -542,6 +564,8 @@ def main() -> None:
         _fail("\n".join(lines))
     except ActshardError as error:
         _fail(str(error))
+    except _TruncatedData as truncated:
+        _fail(str(truncated.error))
     except BrokenPipeError:
         # `actshard info ... | head` closed the pipe. Without this, Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

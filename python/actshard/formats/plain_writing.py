@@ -30,6 +30,7 @@ from actshard.formats.target import (
     uniform,
     without_arrow_type,
 )
+from actshard.layers import Layer
 from actshard.work import make_folder, sync_folders, whole_file, write_bytes, write_json
 
 if TYPE_CHECKING:
@@ -64,12 +65,16 @@ class PlainTarget(Target):
                 f"shard_bytes: not supported by {self.format}, which has one file per layer; leave it out"
             )
         self.numbered = all(isinstance(name, int) and 0 <= name < 10**18 for name in spec.layers)
-        for name in spec.layers if not self.numbered else ():
-            if not isinstance(name, str) or not _TEXT.fullmatch(name):
+        texts = [str(name) for name in spec.layers]
+        for name, text in zip(spec.layers, texts, strict=True):
+            if not _TEXT.fullmatch(text) or texts.count(text) > 1:
                 raise ArgumentError(
-                    f"layers: {self.format} names files by layer: expected numbers from 0 on, or names of letters, digits and "
-                    f"_.+=@-, found {name!r}; rename it: convert(layers={{{name!r}: 'name'}})"
+                    f"layers: {self.format} names files by layer: expected different numbers from 0 on, or names of letters, "
+                    f"digits and _.+=@-, found {name!r}; rename it, and list the layers that stay: "
+                    f"convert(layers={{{name!r}: 'name', ...}})"
                 )
+        self.names: list[Layer] = list(spec.layers) if self.numbered else list(texts)
+        """Names of layers as they are read: numbers beside texts become texts."""
         self._rows = 0
         """Rows of each layer that are written."""
         self._dirty: set[Path] = set()
@@ -87,6 +92,21 @@ class PlainTarget(Target):
         return len(self.header(KEY, self.dtype, (*LARGEST, self.spec.d_model)))
 
     # -- settings --------------------------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> dict[Layer, Layer]:
+        return dict(zip(self.spec.layers, self.names, strict=True))
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        changed = [str(name) for name, read in self.reading.items() if name != read]
+        if not changed:
+            return []
+        return [
+            (
+                "layers",
+                f"{', '.join(changed)} become texts, because other layers of the dataset have names that are texts",
+            )
+        ]
 
     def check_columns(self, schema: pa.Schema) -> None:
         import pyarrow as pa
@@ -201,7 +221,7 @@ class PlainTarget(Target):
             "[activations]",
             f'files = "{FOLDER}/{name}{self.suffix}"',
             f"axes = {json.dumps(axes)}",
-            f"layers = {json.dumps(list(self.spec.layers))}",
+            f"layers = {json.dumps(self.names)}",
             *self.more_lines(KEY),
         ]
         if each is None:

@@ -51,4 +51,3 @@ def _check_offsets(found: Directory, rows: Any, report: Report, tell: Tell) -> N
             with report.noting(path):
                 rows.gather(group, filled, 0, None, None)
         first += n
-    report.count("examples", first)

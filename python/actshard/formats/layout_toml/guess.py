@@ -189,6 +189,21 @@ def _proposal(lines: list[str], unsure: list[str]) -> Proposal:
     return Proposal("\n".join([*(f"# unsure: {each}" for each in unsure), *lines]) + "\n", unsure)
 
 
+def _unmatched(group: _Group, groups: list[_Group]) -> list[str]:
+    """What to say of files of the same kind that the pattern leaves out."""
+    suffix = group.files[0].name.rpartition(".")[2]
+    others = [path for g in groups if g is not group for path in g.files if path.name.rpartition(".")[2] == suffix]
+    # Small files beside are lengths, token ids and the like, which have tables of their own.
+    large = [g for g in groups if g is not group and g.files[0] in others and g.bytes * 8 > group.bytes]
+    left = sum(len(g.files) for g in large)
+    if not left:
+        return []
+    return [
+        f"{left:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they are of the dataset, let the pattern "
+        "capture what differs, with {layer:s}, {batch:s} or {example:s}"
+    ]
+
+
 def _proposed(
     root: Location,
     group: _Group,
@@ -197,6 +212,7 @@ def _proposed(
     wide: list[tuple[tuple[Name, ...], StoredArray]],
 ) -> Proposal:
     pattern, captures, unsure = _pattern(root, group)
+    unsure += _unmatched(group, groups)
 
     def elements(array: StoredArray) -> int:
         made = 1
@@ -227,6 +243,10 @@ def _proposed(
     elif "layer" not in captures and not any("{layer" in str(step) for step in tensor):
         lines.append("layers = [0]")
         unsure.append("the files do not tell the layer: put its number in 'layers'")
+    if array.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
+        scales = next((str(s[-1]) for s, _ in arrays if s and re.search(r"scale", str(s[-1]), re.IGNORECASE)), None)
+        said = f"{scales!r} may be its scales" if scales else "scales were not found"
+        unsure.append(f"elements are {array.dtype}, taken as they are: {said}")
     if mask and "token" in axes:
         lines += ["[lengths]", f"tensor = {_steps_text(names[mask][0])}", 'kind = "mask"']
     elif file := next((beside[name] for name in _LENGTHS if name in beside), None):

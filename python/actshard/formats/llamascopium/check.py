@@ -40,7 +40,6 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                         report.add(
                             "claim", other.path, f"others in {hook}", f"those of {found.names[0]}", f"tensor '{name}'"
                         )
-    report.count("examples", len(found.tokens))
 
 
 def _values(chunk: Chunk, name: str, options: Options) -> NDArray[Any]:

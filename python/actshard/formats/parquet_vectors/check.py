@@ -26,7 +26,6 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                 file.decode(group, column, first, lengths, found.d_model)
         with report.noting(file.path):
             file.read(group, list(found.column_names))
-        report.count("examples", file.group_rows(group))
     _check_description(found, report)
 
 

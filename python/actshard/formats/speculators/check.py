@@ -36,7 +36,6 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         return
     with report.noting(root):
         table = table_of_rows(root)
-        report.count("rows", len(table))
         lengths = np.diff(lists_of(table, "input_ids", root)[0])
         said = (
             {"loss_mask": np.diff(lists_of(table, "loss_mask", root)[0])} if "loss_mask" in table.column_names else {}
