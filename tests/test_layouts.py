@@ -368,16 +368,20 @@ def test_a_guess_tells_what_its_pattern_leaves_out(tmp_path: Path) -> None:
     assert "# unsure: 9 other .npy files are left out, such as 'train/mid/00000.npy'" in proposed.text
 
 
-def test_a_guess_tells_scales_that_it_does_not_apply(tmp_path: Path) -> None:
+def test_a_guess_takes_scales_beside_float8_elements(tmp_path: Path) -> None:
     header = {
         "acts": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [0, 32]},
         "acts_scale": {"dtype": "F32", "shape": [4, 1], "data_offsets": [32, 48]},
     }
     text = json.dumps(header).encode()
     for i in range(3):
-        (tmp_path / f"doc{i}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(48))
+        data = bytes([0x38] * 32) + np.full(4, i + 2, "<f4").tobytes()  # 1.0 each
+        (tmp_path / f"doc{i}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     proposed = registry.get("layout_toml").guess(tmp_path)
-    assert "elements are F8_E4M3, taken as they are: 'acts_scale' may be its scales" in proposed.text
+    assert "elements are F8_E4M3, and 'acts_scale' is taken as their scales" in proposed.text
+    described = proposed.text.replace('["row", "dim"]', '["token", "dim"]')
+    store = actshard.open(tmp_path, layout=described)
+    assert store.sequence(1, 0).astype(np.float32).tolist() == [[3.0] * 8] * 4
 
 
 def test_a_guess_of_a_folder_opens_and_says_what_is_unsure(folder: Path, tmp_path: Path) -> None:

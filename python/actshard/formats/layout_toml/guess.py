@@ -244,9 +244,12 @@ def _proposed(
         lines.append("layers = [0]")
         unsure.append("the files do not tell the layer: put its number in 'layers'")
     if array.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
-        scales = next((str(s[-1]) for s, _ in arrays if s and re.search(r"scale", str(s[-1]), re.IGNORECASE)), None)
-        said = f"{scales!r} may be its scales" if scales else "scales were not found"
-        unsure.append(f"elements are {array.dtype}, taken as they are: {said}")
+        scales = next((s for s, _ in arrays if s and re.search(r"scale", str(s[-1]), re.IGNORECASE)), None)
+        if scales is None or layers > 1:
+            unsure.append(f"elements are {array.dtype}, taken as they are: if they have scales, describe them")
+        else:
+            lines += ["[activations.scales]", f"tensor = {_steps_text(scales)}"]
+            unsure.append(f"elements are {array.dtype}, and {str(scales[-1])!r} is taken as their scales")
     if mask and "token" in axes:
         lines += ["[lengths]", f"tensor = {_steps_text(names[mask][0])}", 'kind = "mask"']
     elif file := next((beside[name] for name in _LENGTHS if name in beside), None):
