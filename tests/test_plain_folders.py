@@ -250,7 +250,7 @@ def test_unsupported_data_are_refused(tmp_path: Path) -> None:
             {"layers": [-1]},
             r"found -1; rename it, and list the layers that stay: convert\(layers=\{-1: 'name', \.\.\.\}\)",
         ),
-        ("npy", {"layers": [3, "3"]}, "expected different numbers"),
+        ("npy", {"layers": [3, "3"]}, "written differently"),
         ("safetensors", {"layers": ["a/b"]}, "names files by layer"),
         ("safetensors", {"layers": [".."]}, "names files by layer"),
         ("npy", {"part": (0, 2)}, "part: not supported"),

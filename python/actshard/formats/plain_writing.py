@@ -67,9 +67,9 @@ class PlainTarget(Target):
         self.numbered = all(isinstance(name, int) and 0 <= name < 10**18 for name in spec.layers)
         texts = [str(name) for name in spec.layers]
         for name, text in zip(spec.layers, texts, strict=True):
-            if not _TEXT.fullmatch(text) or texts.count(text) > 1:
+            if not _TEXT.fullmatch(text):
                 raise ArgumentError(
-                    f"layers: {self.format} names files by layer: expected different numbers from 0 on, or names of letters, "
+                    f"layers: {self.format} names files by layer: expected numbers from 0 on, or names of letters, "
                     f"digits and _.+=@-, found {name!r}; rename it, and list the layers that stay: "
                     f"convert(layers={{{name!r}: 'name', ...}})"
                 )
