@@ -24,7 +24,7 @@ demo: $(VENV)/.release ## runs the main job: builds, then fits a probe per layer
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
-	$(BIN)/python -m pytest -m "$(LIGHT)" --ignore tests/torture
+	./scripts/halves.sh $(BIN)/python -m "$(LIGHT)"
 	$(BIN)/python -m pytest -m "$(LIGHT)" tests/torture $(addprefix --ignore ,$(FRESH))
 	$(BIN)/python -m pytest -m "$(LIGHT)" $(FRESH)
 
