@@ -288,7 +288,7 @@ def test_long_examples_are_cut_with_their_columns(tmp_path: Path) -> None:
     source = DRAFT / "deepspec_v2_single"
     model = {**MODEL, "target_vocab_size": 1 << 20}
     fitted = {"tokens_per_example": 5, "pad": True, "truncate": True}
-    done = actshard.convert(source, tmp_path / "b", "automodel", metadata=model, verify=True, **fitted)  # type: ignore[arg-type]
+    done = actshard.convert(source, tmp_path / "b", "automodel", metadata=model, verify=True, **fitted)  # type: ignore[arg-type]  # options by name
     assert {loss.what for loss in done.losses} == {"padding", "tokens", "columns"}
     wanted_ids = opened(source).table["input_ids"].to_pylist()
     assert opened(done.path).table["input_ids"].to_pylist() == [(each + [0] * 5)[:5] for each in wanted_ids]

@@ -19,7 +19,7 @@ from served import served
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 
-from actshard.compat import deepspec  # noqa: E402
+from actshard.compat import deepspec  # noqa: E402 -- after importorskip
 
 CACHES = [DRAFT / name for name in ("deepspec_v2_single", "deepspec_v2_ranks")]
 SPECULATORS = DRAFT / "speculators_bf16"

@@ -26,7 +26,7 @@ from conftest import GOLDEN, saev_dump
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 
-from actshard.compat import saev  # noqa: E402
+from actshard.compat import saev  # noqa: E402 -- after importorskip
 
 VARIANTS = ["v21_cls_labels_multishard", "v21_exact_multiple", "v21_negative_layers", "v21_nocls_oneshard"]
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 pytest.importorskip("specforge")
 
-from actshard.compat import specforge as ours  # noqa: E402
+from actshard.compat import specforge as ours  # noqa: E402 -- after importorskip
 
 EAGLE3 = DRAFT / "specforge_eagle3"
 KINDS = {"eagle3": EAGLE3, "dspark": DRAFT / "specforge_dspark", "dflash": DRAFT / "specforge_dflash_gz"}

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("hs_connectors")
 pytest.importorskip("speculators")
 
-from actshard.compat import speculators as ours  # noqa: E402
+from actshard.compat import speculators as ours  # noqa: E402 -- after importorskip
 
 GOLDEN = [DRAFT / "speculators_bf16", DRAFT / "speculators_fp8"]
 SOURCES = [

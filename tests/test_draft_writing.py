@@ -97,7 +97,7 @@ def equal_rows(a: actshard.Store, b: actshard.Store) -> None:
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_golden_folder_written_again_has_equal_tensors(tmp_path: Path, name: str) -> None:
     format, source = name.partition("_")[0], SOURCES[name]
-    done = actshard.convert(opened(source), tmp_path / "again", format, verify=True, **AGAIN[name])  # type: ignore[arg-type]
+    done = actshard.convert(opened(source), tmp_path / "again", format, verify=True, **AGAIN[name])  # type: ignore[arg-type]  # options by name
     assert [loss.what for loss in done.losses] == ["columns"]
     assert done.losses[0].detail == f"{format} has no place for them: file"
     found, wanted = tensors(done.path), tensors(source)
@@ -115,7 +115,7 @@ def test_a_golden_folder_written_again_has_equal_tensors(tmp_path: Path, name: s
 @pytest.mark.parametrize("name", ["specforge_eagle3", "specforge_dspark", "specforge_dflash_gz", "modelopt_hf"])
 def test_files_are_those_of_the_original_byte_for_byte(tmp_path: Path, name: str) -> None:
     source = SOURCES[name]
-    done = actshard.convert(opened(source), tmp_path / "again", name.partition("_")[0], **AGAIN[name])  # type: ignore[arg-type]
+    done = actshard.convert(opened(source), tmp_path / "again", name.partition("_")[0], **AGAIN[name])  # type: ignore[arg-type]  # options by name
     originals = [source / file for file in opened(source).table["file"].to_pylist()]
     for file, original in zip(opened(done.path).table["file"].to_pylist(), originals, strict=True):
         inflated = [
@@ -140,7 +140,7 @@ def test_any_two_formats(tmp_path: Path, name: str, target: str) -> None:
     """Equal rows, ids and masks, and every change told; or a refusal whose reason holds."""
     source = opened(SOURCES[name])
     try:
-        done = actshard.convert(source, tmp_path / "made", target, verify=True, **TARGETS[target])  # type: ignore[arg-type]
+        done = actshard.convert(source, tmp_path / "made", target, verify=True, **TARGETS[target])  # type: ignore[arg-type]  # options by name
     except actshard.ActshardError as error:
         said = str(error)
         assert "\n" not in said
@@ -185,7 +185,7 @@ def test_a_zarr_store_goes_back_to_what_it_was(tmp_path: Path, name: str) -> Non
     """Also the kind of file, which the store keeps."""
     format, source = name.partition("_")[0], opened(SOURCES[name])
     store = actshard.convert(source, tmp_path / "store", "zarr", dtype="float32", verify=True)
-    back = actshard.convert(store.path, tmp_path / "back", format, dtype=str(source.dtype), verify=True)  # type: ignore[arg-type]
+    back = actshard.convert(store.path, tmp_path / "back", format, dtype=str(source.dtype), verify=True)  # type: ignore[arg-type]  # options by name
     for (_, mine), (_, theirs) in zip(tensors(back.path), tensors(SOURCES[name]), strict=True):
         assert list(mine) == list(theirs)
         assert all(
@@ -277,7 +277,7 @@ def test_a_copy_keeps_its_kind_and_another_kind_can_be_asked_for(tmp_path: Path)
     source = opened(SOURCES["specforge_dspark"])
     kinds = {"dspark": {}, "eagle3": {"kind": "eagle3"}, "dflash": {"kind": "dflash", "layers": [0, 1, 2, 3, 4]}}
     for kind, options in kinds.items():
-        done = actshard.convert(source, tmp_path / kind, "specforge", verify=True, **options)  # type: ignore[arg-type]
+        done = actshard.convert(source, tmp_path / kind, "specforge", verify=True, **options)  # type: ignore[arg-type]  # options by name
         assert opened(done.path).metadata["kind"] == kind
 
 

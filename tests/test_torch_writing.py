@@ -135,7 +135,7 @@ def test_many_items_shared_objects_and_ordered_dicts(tmp_path: Path) -> None:
         "tensors": [np.full(3, i, np.int16) for i in range(300)],
     }
     found = written(tmp_path / "x.pt", value)
-    assert same(found, {**value, "ordered": dict(value["ordered"])})  # type: ignore[call-overload]
+    assert same(found, {**value, "ordered": dict(value["ordered"])})  # type: ignore[call-overload]  # a dict of mixed values
     names = zipfile.ZipFile(tmp_path / "x.pt").namelist()
     assert sum("/data/" in name for name in names) == 1 + 1 + 300  # a shared tensor has one record
 
