@@ -17,6 +17,7 @@ from actshard.errors import (
     ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
+    ChangedInputError,
     ClosedError,
     DiskFullError,
     DtypeError,
@@ -35,6 +36,7 @@ from actshard.errors import (
     NotStoredError,
     OutOfRangeError,
     OverflowWarning,
+    TasksFailedError,
     TruncatedFileError,
     UnfinishedError,
     UnknownFormatError,
@@ -52,11 +54,13 @@ from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
 if TYPE_CHECKING:
+    from actshard import plan
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
+    from actshard.runners import run
     from actshard.staging import Staged, stage
     from actshard.stream.supervised import up_to_last
 
@@ -69,6 +73,7 @@ __all__ = [
     "ArgumentTypeError",
     "Batch",
     "CacheInfo",
+    "ChangedInputError",
     "ClosedError",
     "Conversion",
     "DiskFullError",
@@ -106,6 +111,7 @@ __all__ = [
     "Stats",
     "Store",
     "Stream",
+    "TasksFailedError",
     "TruncatedFileError",
     "UnfinishedError",
     "UnknownFormatError",
@@ -123,7 +129,9 @@ __all__ = [
     "mix",
     "open",
     "pair",
+    "plan",
     "push",
+    "run",
     "stage",
     "up_to_last",
     "verify",
@@ -135,6 +143,7 @@ _ON_FIRST_USE = {
     "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
     "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
     "Pushed": "pushing", "push": "pushing",
+    "run": "runners",
     "Staged": "staging", "stage": "staging",
     "up_to_last": "stream.supervised",
 }  # fmt: skip
@@ -142,6 +151,8 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plan":
+        return importlib.import_module("actshard.plan")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'actshard' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"actshard.{_ON_FIRST_USE[name]}"), name)

@@ -279,6 +279,27 @@ class LockedError(ActshardError, BlockingIOError):
     kind = "locked"
 
 
+class ChangedInputError(ActshardError, ValueError):
+    """A file that a plan was made for changed since."""
+
+    kind = "changed_input"
+
+
+class TasksFailedError(ActshardError, RuntimeError):
+    """Tasks of a plan failed.
+
+    Attributes:
+        errors: the error of each failed task, by number.
+    """
+
+    kind = "tasks_failed"
+    errors: dict[int, ActshardError]
+
+    def __init__(self, detail: str, **where: Any) -> None:
+        super().__init__(detail, **where)
+        self.errors = {}
+
+
 class InternalError(ActshardError, RuntimeError):
     """A bug in actshard; please report it."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +15,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard import _arguments, formats
 from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
-from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError, UnsupportedError
+from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
+from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
-from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Decided
@@ -252,52 +250,6 @@ def settle(
     return target
 
 
-def fingerprint(store: Store) -> str:
-    """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
-
-    Objects of a remote store have ETags instead of times. Of more than 4,096 files, evenly spaced ones are used, plus the files in
-    the dataset's folder. Of files that cannot be listed, some rows are read instead.
-    """
-    digest = hashlib.sha256(f"{store.num_examples}".encode())
-    if store.contents.parts:  # filtered parts have the same files as others
-        digest.update(store.identity.encode())
-    root = Location.at(store.path)
-    root.list_below()
-    try:
-        listed = store.contents.files()
-    except UnsupportedError:
-        if root.lists:
-            raise
-        return _fingerprint_of_rows(store)
-    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // _FILES_LOOKED_AT))]]
-    for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):
-        if folder.lists and folder.kind() == "folder":
-            files += [folder / e.name for e in sorted(folder.first(_FILES_LOOKED_AT)) if e.kind == "file"]
-    for file in files:
-        found = file.found()
-        if found is None:
-            continue  # a chunk of fill values without a file, or a shard that was not downloaded
-        version = found.modified if file.is_local else found.version
-        said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{version}\n"
-        digest.update(said.encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:32]
-
-
-def _fingerprint_of_rows(store: Store) -> str:
-    """A digest of metadata, token counts, and a row of evenly spaced examples in the first and last layer."""
-    about = [store.layers, store.d_model, str(store.dtype), len(store), store.contents.metadata]
-    said = json.dumps(about, sort_keys=True, default=str)
-    digest = hashlib.sha256(said.encode("utf-8", "surrogateescape"))
-    counts = store.token_counts
-    some = np.unique(np.linspace(0, max(len(counts) - 1, 0), _FILES_LOOKED_AT).astype(np.int64))[: len(counts)]
-    digest.update(np.asarray(counts[some], np.int64).tobytes())
-    stored = some[counts[some] > 0]
-    read = stored[:: max(1, -(-len(stored) // _ROWS_LOOKED_AT))]
-    for layer in dict.fromkeys((store.layers[0], store.layers[-1])):
-        digest.update(store.gather(layer, read, (counts[read] - 1) // 2).tobytes())
-    return digest.hexdigest()[:32]
-
-
 def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:
     """Returns the columns to convert, after checking that the target can store them.
 
@@ -342,8 +294,6 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
 
 
 _COLUMNS_AT_ONCE = 16_384
-_FILES_LOOKED_AT = 4096
-_ROWS_LOOKED_AT = 64
 
 
 def _pooled(store: Store) -> bool:

@@ -1,0 +1,139 @@
+"""The files that a dataset was read from, as they were: to tell later whether they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from actshard.errors import ActshardError, UnsupportedError
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    from actshard.store import Store
+
+LOOKED_AT = 4096
+"""Most files that are looked at: evenly spaced ones, and those in the dataset's folder."""
+_ROWS_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file as it was.
+
+    Attributes:
+        path: its path or URL.
+        size: its bytes; None if it does not exist: a chunk of fill values, or a shard that was not downloaded.
+        version: modification time in nanoseconds, or the ETag of a remote object.
+    """
+
+    path: str
+    size: int | None
+    version: int | str | None
+
+    def as_list(self) -> list[Any]:
+        """As JSON values."""
+        return [self.path, self.size, self.version]
+
+    @classmethod
+    def of(cls, value: Any) -> Input:
+        """From :meth:`as_list`. Raises TypeError or ValueError for anything else."""
+        path, size, version = value
+        if (
+            not isinstance(path, str)
+            or type(size) not in (int, type(None))
+            or type(version) not in (int, str, type(None))
+        ):
+            raise ValueError(f"expected [path, size, version], found {value!r:.100}")
+        return cls(path, size, version)
+
+    @classmethod
+    def at(cls, file: Location) -> Input:
+        """A file as it is now."""
+        found = file.found()
+        name = str(file)
+        if found is None:
+            return cls(name, None, None)
+        return cls(name, found.size, found.modified if file.is_local else found.version)
+
+
+def inputs_of(store: Store) -> tuple[Input, ...] | None:
+    """The files of a store, without those of more than :data:`LOOKED_AT` that are not looked at; None if they cannot be listed."""
+    files = _files(store)
+    return None if files is None else tuple(map(Input.at, files))
+
+
+def _files(store: Store) -> list[Location] | None:
+    root = Location.at(store.path)
+    root.list_below()
+    try:
+        listed = store.contents.files()
+    except UnsupportedError:
+        if root.lists:
+            raise
+        return None
+    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // LOOKED_AT))]]
+    for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):
+        if folder.lists and folder.kind() == "folder":
+            files += [folder / e.name for e in sorted(folder.first(LOOKED_AT)) if e.kind == "file"]
+    return files
+
+
+def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
+    """The first file that is not as it was, and how it differs; None if all are."""
+    for old in inputs:
+        file = Location.of_any(old.path) if "://" in old.path else Location.at(old.path)
+        try:
+            now = Input.at(file)
+        except ActshardError as error:
+            return file, f"cannot be compared with what it was when the plan was made: {error.detail}."
+        if (now.size, now.version) == (old.size, old.version):
+            continue
+        if now.size is None:
+            return file, f"expected a file of {old.size:,} bytes, as when the plan was made, found nothing."
+        if old.size is None:
+            return file, f"expected no file, as when the plan was made, found one of {now.size:,} bytes."
+        if now.size != old.size:
+            return file, f"expected {old.size:,} bytes, as when the plan was made, found {now.size:,}."
+        return file, f"was written again since the plan was made: expected version {old.version}, found {now.version}."
+    return None
+
+
+def fingerprint(store: Store) -> str:
+    """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
+
+    Objects of a remote store have ETags instead of times. Of files that cannot be listed, some rows are read instead.
+    """
+    digest = hashlib.sha256(f"{store.num_examples}".encode())
+    if store.contents.parts:  # filtered parts have the same files as others
+        digest.update(store.identity.encode())
+    files = _files(store)
+    if files is None:
+        return _fingerprint_of_rows(store)
+    root = Location.at(store.path)
+    for file in files:
+        found = Input.at(file)
+        if found.size is not None:
+            said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.version}\n"
+            digest.update(said.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def _fingerprint_of_rows(store: Store) -> str:
+    """A digest of metadata, token counts, and a row of evenly spaced examples in the first and last layer."""
+    about = [store.layers, store.d_model, str(store.dtype), len(store), store.contents.metadata]
+    said = json.dumps(about, sort_keys=True, default=str)
+    digest = hashlib.sha256(said.encode("utf-8", "surrogateescape"))
+    counts = store.token_counts
+    some = np.unique(np.linspace(0, max(len(counts) - 1, 0), LOOKED_AT).astype(np.int64))[: len(counts)]
+    digest.update(np.asarray(counts[some], np.int64).tobytes())
+    stored = some[counts[some] > 0]
+    read = stored[:: max(1, -(-len(stored) // _ROWS_LOOKED_AT))]
+    for layer in dict.fromkeys((store.layers[0], store.layers[-1])):
+        digest.update(store.gather(layer, read, (counts[read] - 1) // 2).tobytes())
+    return digest.hexdigest()[:32]

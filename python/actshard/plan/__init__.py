@@ -1,0 +1,30 @@
+"""``actshard.plan``: work on datasets, cut into tasks that any machine may run.
+
+A plan is data (:class:`Plan`); a task is a function of the plan and its number; engines run tasks (:func:`actshard.run`).
+
+- ``data``: the plan as data, and its JSON
+- ``plan``: running a task, status and commit
+- ``book``: the working folder, by which tasks, status and commit know of each other
+- ``verb``: what a kind of plan implements; one file for each kind: ``converting``, ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from actshard.plan.data import Predicted
+from actshard.plan.plan import Plan, Status, load
+
+__all__ = ["Plan", "Predicted", "Status", "load"]
+
+_MAKERS: dict[str, str] = {}
+"""Functions that make plans, and their modules, which load on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MAKERS:
+        raise AttributeError(f"module 'actshard.plan' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"actshard.plan.{_MAKERS[name]}"), name)
+    globals()[name] = found
+    return found

@@ -1,0 +1,273 @@
+"""The working folder of a plan: which tasks are done, running or failed.
+
+.. code-block:: text
+
+    WORK/plan.json                              the plan; whoever comes first writes it
+    WORK/tasks/00017/                           a finished task: its files, and result.json
+    WORK/tasks/.00017.HOST.PID.XXXXXXXX/        an attempt that runs, or was killed; progress.json tells how far it is
+    WORK/failed/00017.json                      the last error of a task
+    WORK/commit.json                            the commit has begun: the tasks' files are being renamed
+
+An attempt becomes the task's result by one rename of its folder, which fails if another attempt was first: two attempts hold the
+same bytes, and the second is removed. There are no locks and no messages, so any number of machines may share the folder on a
+network file system; only the commit, which one process runs, locks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import actshard._native as _native
+from actshard._json import read_json
+from actshard.errors import ActshardError, FormatError, MissingFileError, as_plain, from_os, from_plain
+from actshard.work import make_folder, remove, sync_folders, write_json
+
+PLAN, TASKS, FAILED, RESULT, COMMIT, PROGRESS = (
+    "plan.json",
+    "tasks",
+    "failed",
+    "result.json",
+    "commit.json",
+    "progress.json",
+)
+_DONE = re.compile(r"(\d{5,})")
+_ATTEMPT = re.compile(r"\.(\d{5,})\.(.*)\.(\d+)\.[0-9a-f]{8}")
+ALIVE_SECONDS = 60.0
+"""An attempt that told nothing for this long counts as stopped."""
+BEAT_SECONDS = 5.0
+"""Seconds between two notes of progress, for :meth:`Book.attempts`."""
+_SYNCED_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An unfinished run of a task.
+
+    Attributes:
+        task: the task's number.
+        folder: its folder.
+        host, pid: who began it.
+        age: seconds since it told its progress last, by the clock of this machine.
+        done, total: its progress, in units of the verb; zeros before the first.
+    """
+
+    task: int
+    folder: Path
+    host: str
+    pid: int
+    age: float
+    done: int
+    total: int
+
+    @property
+    def running(self) -> bool:
+        """Whether it told its progress within a minute."""
+        return self.age < ALIVE_SECONDS
+
+
+def host() -> str:
+    """The name of this machine, without characters that are special in file names."""
+    import socket  # imports much
+
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "host"
+
+
+class Book:
+    """The working folder of a plan."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.tasks = work / TASKS
+
+    # -- beginning -------------------------------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Whether a task, or a driver, has begun."""
+        return (self.work / PLAN).is_file()
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Makes the folder. Any number of processes may call it at once."""
+        if self.exists():
+            return
+        make_folder(self.tasks)
+        make_folder(self.work / FAILED)
+        # Under a name of its own: another process may write the same file at this moment.
+        temporary = self.work / f".{PLAN}.{secrets.token_hex(4)}"
+        write_json(temporary, plan)
+        try:
+            temporary.replace(self.work / PLAN)
+        except OSError as error:
+            raise from_os(error, self.work / PLAN, "write") from error
+        sync_folders([self.work])
+
+    # -- a task ----------------------------------------------------------------------------------------------------
+
+    def folder(self, task: int) -> Path:
+        """The folder of a finished task."""
+        return self.tasks / f"{task:05}"
+
+    def result(self, task: int) -> dict[str, Any] | None:
+        """The record of a finished task; None if it is not finished."""
+        try:
+            made = read_json(self.folder(task) / RESULT)
+        except MissingFileError:
+            return None
+        if not isinstance(made, dict) or not isinstance(made.get("value"), dict) or made.get("task") != task:
+            raise FormatError(f"expected the result of task {task}", path=self.folder(task) / RESULT)
+        return made
+
+    @contextlib.contextmanager
+    def attempt(self, task: int) -> Iterator[Path]:
+        """A new folder for an attempt at a task. It is removed if the block raises."""
+        self._remove_dead(task)
+        folder = self.tasks / f".{task:05}.{host()}.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            folder.mkdir()  # not its parents: a committed plan's folder stays removed
+        except OSError as error:
+            raise from_os(error, folder, "make") from error
+        try:
+            yield folder
+        except BaseException:
+            remove(folder)
+            raise
+
+    def _remove_dead(self, task: int) -> None:
+        """Removes what killed processes of this machine left of a task."""
+        for attempt in self._attempts(lambda number: number == task):
+            if attempt.host == host() and not _is_alive(attempt.pid):
+                remove(attempt.folder)
+
+    def publish(self, task: int, folder: Path, record: dict[str, Any]) -> bool:
+        """Turns an attempt into the task's result. False if another attempt was first, or the plan was committed: it is removed.
+
+        The attempt's files must be synced to the disk; the entries of its folders are synced here.
+        """
+        with contextlib.suppress(OSError):
+            (folder / PROGRESS).unlink()
+        write_json(folder / RESULT, {"task": task, **record}, None)
+        for path, _, _ in os.walk(folder, topdown=False):
+            sync_folders([Path(path)])
+        if not self.exists():  # committed by another process, which removed the folder; this one may have made it again
+            remove(folder)
+            self._prune()
+            return False
+        try:
+            folder.rename(self.folder(task))
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                remove(folder)
+                return False
+            raise from_os(error, folder, "rename") from error
+        sync_folders([self.tasks])
+        with contextlib.suppress(OSError):
+            (self.work / FAILED / f"{task:05}.json").unlink()
+        return True
+
+    def _prune(self) -> None:
+        for folder in (self.tasks, self.work):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def failed(self, task: int, error: ActshardError) -> None:
+        """Records a task's error."""
+        with contextlib.suppress(ActshardError):  # the error itself is raised, too
+            if self.exists():
+                at = self.work / FAILED
+                temporary = at / f".{task:05}.{secrets.token_hex(4)}"
+                write_json(temporary, {"task": task, "host": host(), **as_plain(error)})
+                temporary.replace(at / f"{task:05}.json")
+
+    def tell(self, folder: Path, done: int, total: int) -> None:
+        """Records an attempt's progress."""
+        try:
+            (folder / PROGRESS).write_text(f'{{"done": {int(done)}, "total": {int(total)}}}')
+        except OSError:
+            return  # nothing but the display depends on it
+
+    # -- all tasks -------------------------------------------------------------------------------------------------
+
+    def done(self) -> set[int]:
+        """Numbers of the finished tasks: one listing of a folder."""
+        return {int(name) for name in _names(self.tasks) if _DONE.fullmatch(name)}
+
+    def errors(self) -> dict[int, ActshardError]:
+        """The last error of each failed task."""
+        made: dict[int, ActshardError] = {}
+        for name in sorted(_names(self.work / FAILED)):
+            if re.fullmatch(r"\d{5,}\.json", name) is None:
+                continue
+            try:
+                said = read_json(self.work / FAILED / name)
+                made[int(said["task"])] = from_plain(said)
+            except MissingFileError:  # the task was done again meanwhile
+                continue
+            except (LookupError, TypeError, ValueError) as error:
+                raise FormatError(f"expected an error of a task: {error!r}", path=self.work / FAILED / name) from error
+        return made
+
+    def attempts(self) -> list[Attempt]:
+        """Attempts that are not finished, by task."""
+        return self._attempts(lambda task: True)
+
+    def _attempts(self, wanted: Any) -> list[Attempt]:
+        made = []
+        now = time.time()
+        for name in sorted(_names(self.tasks)):
+            named = _ATTEMPT.fullmatch(name)
+            if named is None or not wanted(int(named[1])):
+                continue
+            folder = self.tasks / name
+            done = total = 0
+            try:
+                modified = folder.stat().st_mtime
+                with contextlib.suppress(FileNotFoundError, ActshardError):
+                    modified = (folder / PROGRESS).stat().st_mtime
+                    said = read_json(folder / PROGRESS)
+                    done, total = int(said["done"]), int(said["total"])
+            except (OSError, LookupError, TypeError, ValueError):
+                continue
+            made.append(Attempt(int(named[1]), folder, named[2], int(named[3]), max(now - modified, 0.0), done, total))
+        return made
+
+    def remove(self) -> None:
+        """Removes the folder; ``plan.json`` first, so that attempts that still run see that the plan is committed."""
+        with contextlib.suppress(OSError):
+            (self.work / PLAN).unlink()
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def sync_below(folder: Path) -> None:
+    """Syncs all files below a folder to the disk."""
+    files = [Path(path, name) for path, _, names in os.walk(folder) for name in names]
+    for first in range(0, len(files), _SYNCED_AT_ONCE):
+        _native.sync_files(list(files[first : first + _SYNCED_AT_ONCE]))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise from_os(error, folder, "list") from error
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

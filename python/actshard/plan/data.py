@@ -1,0 +1,148 @@
+"""A plan as data, and its JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from actshard import _arguments
+from actshard._json import Fields
+from actshard.errors import FormatError, boundary
+from actshard.inputs import Input
+from actshard.work import write_json
+
+VERSION = 1
+"""Version of the JSON. A reader refuses plans of a later version."""
+VERBS: Mapping[str, str] = {}
+"""The kinds of plans, and where they are implemented."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan will take.
+
+    Attributes:
+        bytes: size of the result, all files together.
+        files: number of files of the result (inodes, without folders).
+        read: bytes of the inputs that the tasks read.
+        memory: bytes of memory that a task's process needs, the interpreter included. The page cache does not count.
+        scratch: bytes of further disk space until the commit is done.
+        exact: whether ``bytes`` and ``files`` are exact; otherwise compression, or the text of metadata, were estimated.
+    """
+
+    bytes: int
+    files: int
+    read: int
+    memory: int
+    scratch: int = 0
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Work on a dataset, cut into tasks: what :class:`~actshard.plan.Plan` knows.
+
+    Attributes:
+        verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"`` or ``"create"``.
+        arguments: what was asked for, as JSON values; paths are absolute.
+        inputs: files that the plan was made for: name, size and version (modification time, or ETag). :meth:`commit` refuses
+            the results if one has changed. Of more than 4,096 files, evenly spaced ones.
+        tasks: what each task does, as JSON values; ``bytes`` of each is its share of the work.
+        predicted: what the plan will take.
+        work: the working folder, which all machines must see. Tasks write there; :meth:`commit` removes it.
+    """
+
+    verb: str
+    arguments: Mapping[str, Any]
+    inputs: tuple[Input, ...]
+    tasks: tuple[Mapping[str, Any], ...]
+    predicted: Predicted
+    work: Path
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the planner has to say: why there are fewer tasks than asked for, what the result will lack."""
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __repr__(self) -> str:
+        return f"<actshard plan {self.id[:8]}: {self.verb} in {len(self):,} tasks, {self.predicted.bytes:,} bytes>"
+
+    @cached_property
+    def id(self) -> str:
+        """32 hexadecimal digits that depend on everything but ``predicted``, ``notes`` and ``work``."""
+        return identity(self.verb, self.arguments, self.inputs, self.tasks)
+
+    # -- as a file -------------------------------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "actshard_plan": VERSION,
+            "id": self.id,
+            "verb": self.verb,
+            "work": str(self.work),
+            "arguments": dict(self.arguments),
+            "predicted": {name: getattr(self.predicted, name) for name in Predicted.__dataclass_fields__},
+            "notes": list(self.notes),
+            "inputs": [each.as_list() for each in self.inputs],
+            "tasks": [dict(task) for task in self.tasks],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the plan as JSON. Returns the file's path."""
+        file = _arguments.local_path(path)
+        with boundary(file, "write"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, self.as_dict(), None)
+        return file
+
+    @classmethod
+    def from_dict(cls, value: Any, path: Path) -> Self:
+        """Builds the plan from :meth:`as_dict`; ``path`` is the file, for messages.
+
+        Raises:
+            FormatError: the values are no plan, or were changed after it was made.
+        """
+        fields = Fields(value, path)
+        if (version := fields.integer("actshard_plan")) > VERSION:
+            raise FormatError(
+                f"field 'actshard_plan': expected at most {VERSION}, found {version}: a later release made this plan",
+                path=path,
+            )
+        verb = fields.text("verb")
+        if verb not in VERBS:
+            raise fields.error("verb", f"one of {', '.join(VERBS)}")
+        try:
+            said = value["predicted"]
+            plan = cls(
+                verb,
+                dict(value["arguments"]),
+                tuple(Input.of(each) for each in value["inputs"]),
+                tuple(dict(task) for task in value["tasks"]),
+                Predicted(**{name: said[name] for name in Predicted.__dataclass_fields__}),
+                Path(fields.text("work")),
+                tuple(map(str, value.get("notes", ()))),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"expected a plan of actshard: {error!r}", path=path) from error
+        if not plan.work.is_absolute():
+            raise fields.error("work", "an absolute path")
+        if plan.id != value.get("id"):
+            raise FormatError(
+                f"field 'id': expected {plan.id}, found {value.get('id')!r:.60}: the file was changed; make the plan again",
+                path=path,
+            )
+        return plan
+
+
+def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:
+    """:attr:`Plan.id` of a plan with these parts."""
+    parts = [VERSION, verb, arguments, [each.as_list() for each in inputs], [dict(task) for task in tasks]]
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

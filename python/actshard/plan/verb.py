@@ -1,0 +1,76 @@
+"""``Verb``: what a kind of plan does. One file of this folder for each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from actshard.plan.data import Planned
+
+Tell = Callable[[int, int], object]
+"""Called by a running task with (units done, units in all)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished task left.
+
+    Attributes:
+        task: its number.
+        folder: its folder, with the files that it wrote, and ``result.json``.
+        value: what :meth:`Verb.run` returned.
+        seconds: how long it ran; for rates only.
+    """
+
+    task: int
+    folder: Path
+    value: dict[str, Any]
+    seconds: float
+
+
+class Verb(ABC):
+    """Runs the tasks of one kind of plan, and puts their results together.
+
+    Plans are data: everything that an instance needs is in the plan. Tasks know nothing of each other, take no lock and read no
+    clock that what they write depends on.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, plan: Planned, task: int, folder: Path, tell: Tell) -> dict[str, Any]:
+        """Does one task and returns its result as JSON values, which may not depend on who runs it, or when.
+
+        Args:
+            plan: the plan.
+            task: the number of the task; ``plan.tasks[task]`` tells what it is.
+            folder: an empty folder of this attempt, on the file system of :attr:`Planned.work`. All files of the
+                task are written there, synced to the disk. It is renamed when the task is done: no absolute path may be kept in it.
+            tell: to be called now and then.
+
+        Raises:
+            ActshardError: the message tells which input, and which row.
+        """
+
+    @abstractmethod
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Any:
+        """Puts the results of all tasks together; returns what the command of this name returns (a Conversion, a Report, ...).
+
+        Files are renamed; what makes the dataset one comes last. A commit that was killed is repeated: each step finds what was
+        done. ``results`` have the order of the tasks; their folders may lack files that were renamed before.
+        """
+
+    def committed(self, plan: Planned) -> Any | None:
+        """What :meth:`commit` returned, if the plan was committed and its working folder is gone; None if not, or not known."""
+        return None
+
+    def after(self, plan: Planned) -> None:  # noqa: B027 -- most verbs leave nothing outside of the plan's working folder
+        """Called when the working folder of a committed plan was removed."""
+
+    def told(self, result: Mapping[str, Any]) -> tuple[int, int]:
+        """(bytes read or written, units) of a finished task's result, for rates."""
+        return int(result.get("bytes", 0)), int(result.get("units", 0))
