@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting import plan
+from actshard.converting import preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
 from conftest import GOLDEN, bits, refuses, saev_dump
@@ -232,7 +232,7 @@ def test_blocks_wait_for_the_disk_while_the_next_are_read(tmp_path: Path, monkey
 
 def test_the_plan_is_what_happens(tmp_path: Path, ragged: Path) -> None:
     for format, own in (("saev", {"pad": True}), ("lmprobe", {}), ("zarr", {}), ("pickle", {"compress": False})):
-        (planned,) = plan(ragged, tmp_path / format, format, **own)
+        (planned,) = preview(ragged, tmp_path / format, format, **own)
         assert not (tmp_path / format).exists()
         done = actshard.convert(ragged, tmp_path / format, format, **own)
         assert planned.losses == done.losses
@@ -241,12 +241,12 @@ def test_the_plan_is_what_happens(tmp_path: Path, ragged: Path) -> None:
         assert abs(len(files) - planned.files) <= 3, format  # texts, and metadata of small arrays
         assert planned.bytes <= size <= planned.bytes + 60_000, format
         assert planned.rows == done.bytes // (16 * 4)
-    by_format = {p.format: p for p in plan(ragged, tmp_path / "x")}
+    by_format = {p.format: p for p in preview(ragged, tmp_path / "x")}
     assert list(by_format)[:4] == list(FORMATS)
     assert by_format["deepspec"].refused
     assert "pad=True" in (by_format["saev"].refused or "")
-    assert {x.what for x in plan(ragged, tmp_path / "x", "saev", pad=True)[0].losses} == {"padding", "columns"}
-    assert plan(ragged, tmp_path / "x", "zarr", dtype="float16")[0].losses[0].what == "dtype"
+    assert {x.what for x in preview(ragged, tmp_path / "x", "saev", pad=True)[0].losses} == {"padding", "columns"}
+    assert preview(ragged, tmp_path / "x", "zarr", dtype="float16")[0].losses[0].what == "dtype"
 
 
 def test_a_conversion_is_resumed_and_only_of_the_same(tmp_path: Path, ragged: Path) -> None:
@@ -382,10 +382,10 @@ def test_values_that_overflow_are_refused_or_counted(tmp_path: Path, spiky: Path
     with refuses(actshard.DtypeError, spiky, "3 finite float32 values.*overflow='allow'"):
         actshard.convert(spiky, tmp_path / "d", format, dtype="float16")
     assert not (tmp_path / "d").exists()
-    (planned,) = plan(spiky, tmp_path / "d", format, dtype="float16")
+    (planned,) = preview(spiky, tmp_path / "d", format, dtype="float16")
     assert "overflow" in (planned.refused or "")
     done = actshard.convert(spiky, tmp_path / "d", format, dtype="float16", overflow="allow", verify=True)
-    (planned,) = plan(spiky, tmp_path / "d", format, dtype="float16", overflow="allow")
+    (planned,) = preview(spiky, tmp_path / "d", format, dtype="float16", overflow="allow")
     assert planned.losses == done.losses
     assert [x.detail for x in done.losses if x.what == "overflow"] == [
         "3 finite values are too large for float16 and are infinite"
@@ -454,7 +454,7 @@ def test_columns_that_the_target_cannot_hold_are_refused_before_anything_is_writ
 ) -> None:
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:
         writer.append(np.ones((2, 1, 3, 2), np.float32), columns=columns)
-    (planned,) = plan(tmp_path / "src", tmp_path / "d", format)
+    (planned,) = preview(tmp_path / "src", tmp_path / "d", format)
     assert match in (planned.refused or "")
     with pytest.raises(actshard.ArgumentError, match=match):
         actshard.convert(tmp_path / "src", tmp_path / "d", format)
@@ -590,7 +590,7 @@ def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, s
     path = with_columns(tmp_path / "s", source, COLUMNS)
     with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) to rename columns"):
         actshard.convert(path, tmp_path / "t", "lmprobe")
-    (refused,) = actshard.converting.plan(path, tmp_path / "t", "lmprobe")
+    (refused,) = actshard.converting.preview(path, tmp_path / "t", "lmprobe")
     assert "columns=" in str(refused.refused)
     text = "prompt" if source == "zarr" else "text_preview"
     renamed = {text: text, "shard_index": "part", "verb": "verb"}

@@ -305,9 +305,9 @@ def convert_command(
     at = _place(source, storage_option, cache)
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
-        plans = verb.plans(at, folder, to or None, own)
-        _print(json, lambda: [p.as_dict() for p in plans], lambda: verb.show_plans(plans, to or None))
-        if to and plans[0].refused:
+        previews = verb.previews(at, folder, to or None, own)
+        _print(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
+        if to and previews[0].refused:
             raise typer.Exit(1)
         return
     if target is None or not to:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
-from actshard.converting import Conversion, Plan, convert, plan
+from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
 
@@ -63,13 +63,13 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def plans(source: Location, target: str, format: str | None, own: Mapping[str, Any]) -> list[Plan]:
+def previews(source: Location, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
     """Returns previews for one format, or for all formats (None)."""
-    every = plan(source, target, None, **own) if format is None else []
-    return every or plan(source, target, format, **own)
+    every = preview(source, target, None, **own) if format is None else []
+    return every or preview(source, target, format, **own)
 
 
-def show_plans(found: Sequence[Plan], format: str | None) -> None:
+def show_previews(found: Sequence[Preview], format: str | None) -> None:
     """Prints plans side by side."""
     out = console()
     grid = Table(box=None, pad_edge=False, padding=(0, 2))

@@ -34,7 +34,7 @@ _ROWS_LOOKED_AT = 256 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preview:
     """Preview of a conversion to one format."""
 
     format: str
@@ -63,7 +63,7 @@ class Plan:
         }
 
 
-def plan(
+def preview(
     src: Any,
     dst: str | os.PathLike[str],
     format: str | None = None,
@@ -82,7 +82,7 @@ def plan(
     storage_options: Mapping[str, Any] | None = None,
     cache: Any = None,
     **options: Any,
-) -> list[Plan]:
+) -> list[Preview]:
     """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes no file.
 
     Values too large for a narrower ``dtype`` are counted if all rows together have at most 256 MiB. Otherwise no row is read.
@@ -93,7 +93,7 @@ def plan(
     with boundary(root, "convert"):
         store = source(src, src_format, "auto", storage_options, cache)
         return [
-            _plan(
+            _preview(
                 store,
                 root,
                 name,
@@ -119,7 +119,7 @@ def plan(
         ]
 
 
-def _plan(
+def _preview(
     store: Store,
     root: Path,
     name: str,
@@ -128,7 +128,7 @@ def _plan(
     sizes: dict[str, Any],
     options: Mapping[str, Any],
     overflow: str,
-) -> Plan:
+) -> Preview:
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
     kind = formats.get(name).target() if name in formats.written() else Target  # ask() raises for unknown names
     own = {k: v for k, v in options.items() if only or k in kind.own}
@@ -148,7 +148,7 @@ def _plan(
             if lost and overflow == "refuse":
                 raise overflowed(asked, target, lost)
         shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
-        return Plan(
+        return Preview(
             name,
             root if target.names_itself else target.place(),
             asked.count,
@@ -163,4 +163,4 @@ def _plan(
     except ActshardError as error:
         if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):
             raise
-        return Plan(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail)
+        return Preview(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from actshard.plan.data import Planned
 
-Tell = Callable[[int, int], object]
+Beat = Callable[[int, int], object]
 """Called by a running task with (units done, units in all)."""
 
 
@@ -42,7 +42,7 @@ class Verb(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def run(self, plan: Planned, task: int, folder: Path, tell: Tell) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Does one task and returns its result as JSON values, which may not depend on who runs it, or when.
 
         Args:
