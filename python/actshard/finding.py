@@ -25,7 +25,16 @@ from actshard.location import Location
 from actshard.logs import LOG
 from actshard.storage import Remote, one_look
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
-from actshard.work import PARTS, PUSHING, Journal, count_parts, is_merging, unfinished
+from actshard.work import (
+    DUMPS_PLAN_FOLDER,
+    PARTS,
+    PUSHING,
+    Journal,
+    count_parts,
+    is_merging,
+    refuse_planned,
+    unfinished,
+)
 
 
 def of_tokens() -> str:
@@ -89,9 +98,12 @@ def check_finished(root: Location) -> None:
             + beside_parts(root),
             path=root,
         )
-    journal = unfinished(root) if root.kind() == "folder" else None
+    if root.kind() != "folder":
+        return
+    journal = unfinished(root)
     if journal is not None:
         raise _unfinished(root, journal)
+    refuse_planned(root)
 
 
 def beside_parts(root: Location) -> str:
@@ -153,6 +165,7 @@ def _check_begun(root: Location) -> None:
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
+    refuse_planned(root, DUMPS_PLAN_FOLDER)
     if is_merging(root):
         raise UnfinishedError(
             "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "

@@ -84,6 +84,12 @@ def _files(store: Store) -> list[Location] | None:
     return files
 
 
+def newest(store: Store) -> int:
+    """When the newest of a store's files was written, in seconds since 1970; 0 if that is not known."""
+    times = [found.modified for file in _files(store) or () if (found := file.found()) is not None]
+    return max((int(time) // 1_000_000_000 for time in times if time), default=0)
+
+
 def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
     """The first file that is not as it was, and how it differs; None if all are."""
     for old in inputs:

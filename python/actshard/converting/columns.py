@@ -78,7 +78,7 @@ class Columns:
         self._logits = wanted and store.contents.has_logits
         self.routers: tuple[Layer, ...] = store.contents.router_layers if wanted else ()
         self.labels = labels
-        self._numbers = (
+        self.numbers = (
             (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
         )
         self._without = self.carrying.fillers(store.contents) if self.names else frozenset()
@@ -113,7 +113,7 @@ class Columns:
         if number == formats.get(target.format).carrying().number_column:
             number = None
         for field, column in zip(table.schema, table.columns, strict=True):
-            if field.name == number and not self._numbers:
+            if field.name == number and not self.numbers:
                 if not _counts_up(column, examples):
                     raise NumbersMatterError(
                         f"{field.name}: samples are not numbered as their shards' sample_id_range says"

@@ -194,8 +194,9 @@ def settle(
     shard_bytes: int | str | None,
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    created: int | None = None,
 ) -> Target:
-    """Returns the target, configured with dtype, tokens per example and metadata."""
+    """Returns the target, configured with dtype, tokens per example and metadata. ``created``: see :class:`Spec`."""
     store, format = asked.store, asked.format
     given, own = described(store, format)
     if asked.examples is not None or len(asked.layers) < len(store.layers):
@@ -227,6 +228,7 @@ def settle(
         shard_bytes=shard_bytes,
         part=None,
         options=options,
+        created=created,
     )
     target.take_dtype(wanted)
     if per is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-import actshard._native as _native
 from actshard import _arguments, formats
+from actshard.converting.blocks import blocks, lengths_of, read
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -38,11 +38,8 @@ from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
-from actshard.writing.given import convert as to_type
 from actshard.writing.sink import Sink
 
-_AT_ONCE = 8192
-"""Number of examples whose lengths are read at once."""
 _COMPARED = 66
 """Number of examples, including first and last, that ``exist_ok`` and ``resume`` compare with the source."""
 BlockProgress = Callable[[int, int, int], object]
@@ -217,7 +214,7 @@ def convert(
 def _settled(asked: Asked, root: Path, **given: Any) -> Target:
     target = settle(asked, root, **given)
     if target.tokens is not None:
-        target.content_lengths = partial(_content_lengths, asked)
+        target.content_lengths = partial(content_lengths, asked)
     return target
 
 
@@ -234,7 +231,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
     return known, count
 
 
-def _content_lengths(asked: Asked) -> NDArray[np.int64]:
+def content_lengths(asked: Asked) -> NDArray[np.int64]:
     """Number of tokens of each example without padding, neither the source's nor the target's."""
     taken = asked.chosen(asked.stored)
     lengths = asked.store.content_lengths
@@ -319,143 +316,6 @@ def overflows(asked: Asked, target: Target, stop: int) -> int:
         read(asked, ids[part], counts[part], lengths, memory, lost)
         at += len(ids)
     return sum(lost)
-
-
-def blocks(
-    asked: Asked, target: Target, begin: int, block_bytes: int | None = None
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
-    """Yields blocks of the source's examples from position ``begin`` on.
-
-    Each block is (ids, counts, unit): int64 ids ``(n,)``, int64 tokens to take ``(n, layers)`` (-1: the example lacks the layer),
-    and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit. The next unit
-    is read while the caller uses a block.
-    """
-    rows = asked.store.rows
-    try:
-        yield from _blocks(asked, target, begin, block_bytes)
-    finally:
-        if asked.store.contents.units is not None:
-            rows.read_ahead(None)
-
-
-def _blocks(
-    asked: Asked, target: Target, begin: int, block_bytes: int | None
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
-    store, rows = asked.store, asked.store.rows
-    groups = asked.groups
-    most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
-    units = store.contents.units
-    alike = not store.contents.layers_differ
-    at = begin
-    while at < asked.count:
-        ids = asked.ids(at, min(at + _AT_ONCE, asked.count))
-        unit = None
-        if units is not None:
-            unit = int(np.searchsorted(units, ids[0], "right")) - 1
-            inside = (ids >= units[unit]) & (ids < units[unit + 1])
-            ids = ids[: int(np.argmin(inside)) if not inside.all() else len(ids)]
-        if alike:
-            raw = asked.own(rows.tokens_of(int(groups[0]), np.ascontiguousarray(ids)), ids)
-            counts = np.repeat(asked.chosen(raw)[:, None], len(groups), axis=1)
-        else:
-            each = rows.tokens_of(np.tile(groups, len(ids)), np.repeat(ids, len(groups)))
-            counts = asked.chosen(each.reshape(len(ids), len(groups)))
-            counts = _lacking(asked, ids, counts)
-            if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
-                example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
-                raise ArgumentError(
-                    f"example {at + example}: lacks layer {plain(asked.layers[layer])}, and {target.format} requires all layers. "
-                    "Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
-                )
-        if target.tokens is not None:
-            fitted(asked, target, counts[:, 0], at)
-        at += len(ids)
-        if units is not None and at < asked.count:
-            # The unit of these examples is decoded by now.
-            rows.read_ahead(int(asked.ids(at, at + 1)[0]))
-        ends = np.cumsum(np.maximum(lengths_of(target, counts), 0).sum(axis=1))
-        first, before = 0, 0
-        while first < len(ids):
-            last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
-            yield ids[first:last], counts[first:last], unit
-            first, before = last, int(ends[last - 1])
-
-
-def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sets counts to -1 for layers that a sample lacks; 0 means a layer without tokens."""
-    if (counts > 0).all():
-        return counts
-    contents = asked.store.contents
-    assert contents.units is not None
-    assert contents.unit_columns is not None
-    unit = int(np.searchsorted(contents.units, ids[0], "right")) - 1
-    held = contents.unit_columns(unit)["layers"].to_pylist()
-    counts = counts.copy()
-    for row, example in zip(counts, ids.tolist(), strict=True):
-        of_it = held[example - contents.units[unit]]
-        row[[layer not in of_it for layer in asked.layers]] = -1
-    return counts
-
-
-def read(
-    asked: Asked,
-    ids: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    memory: NDArray[Any],
-    lost: list[int] | None = None,
-) -> None:
-    """Reads the selected tokens of each example and layer into ``memory``, cut or zero-padded to ``lengths``.
-
-    Args:
-        asked: the request.
-        ids: int64 example numbers ``(n,)``.
-        counts: int64 tokens to take ``(n, layers)``; -1 for a lacking layer.
-        lengths: int64 tokens of the result ``(n, layers)``.
-        memory: output, ``(lengths.sum(), d_model)``.
-        lost: receives counts of finite values that became infinite.
-    """
-    store, rows = asked.store, asked.store.rows
-    layers = len(asked.layers)
-    held = counts.reshape(-1) >= 0
-    groups, examples = np.tile(asked.groups, len(ids))[held], np.repeat(ids, layers)[held]
-    taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
-    dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
-    if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
-        out = memory.reshape(len(ids), layers, store.d_model)
-        own = store.content_lengths
-        token = None if own is None else store.special_tokens + own[ids] - 1
-        for k, group in enumerate(asked.groups.tolist()):
-            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, dtype, lost)
-        return
-    whole = rows.tokens_of(groups, examples)
-    into = (np.cumsum(want) - want)[held]
-    if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
-        rows.gather_whole(groups, examples, memory, dtype, lost)
-        return
-    # Cast after selecting: overflows are counted for the selected tokens only.
-    exact = np.float64 if asked.cast and store.contents.types_may_differ else None
-    every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
-    keep = np.minimum(taken, want[held])
-    start = np.cumsum(whole) - whole + asked.skipped(asked.own(whole, examples))
-    within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
-    memory[:] = 0
-    taken_rows = every[np.repeat(start, keep) + within]
-    if lost is not None and taken_rows.dtype != memory.dtype:
-        lost.append(_native.count_overflows(taken_rows, memory.dtype))
-        cast = np.empty(taken_rows.shape, memory.dtype)
-        to_type(taken_rows, cast, memory.dtype)
-        taken_rows = cast
-    memory[np.repeat(into, keep) + within] = taken_rows
-
-
-def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the result's tokens ``(n, layers)`` for source tokens ``counts``. A lacking layer gets the length of the longest."""
-    if target.tokens is not None:
-        return np.full_like(counts, target.tokens)
-    if not target.holds_partial_layers and (counts < 0).any():
-        return np.where(counts < 0, counts.max(axis=1, keepdims=True), counts)
-    return counts
 
 
 def _refuse_other(asked: Asked, target: Target, path: Path) -> None:

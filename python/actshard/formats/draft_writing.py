@@ -90,6 +90,7 @@ class DraftTarget(Target):
     holds_named_layers = True
     numbers_layers = False
     holds_metadata = False
+    splits = "examples"
     takes_shard_bytes = False
     needs_columns: ClassVar[tuple[str, ...]] = (IDS,)
 

@@ -53,6 +53,7 @@ class PlainTarget(Target):
     makes: ClassVar[tuple[str, ...]] = (FOLDER, f"{LENGTHS}.*", COLUMNS, METADATA, NAME)
     own: ClassVar[Mapping[str, str]] = {}
     holds_named_layers = True
+    splits = "layers"
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "text"
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError
+from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
 from actshard.work import FOLDER, PARTS
 
@@ -52,6 +53,8 @@ class Spec:
     part: tuple[int, int] | None
     options: dict[str, Any] = field(default_factory=dict)
     """Options specific to the format."""
+    created: int | None = None
+    """When the dataset counts as created, in seconds since 1970, for formats that record it; None: SOURCE_DATE_EPOCH, or now."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,11 @@ class Target(ABC):
     """What becomes of padding, for the losses of a conversion to a format with a constant number of tokens."""
     keeping_all: ClassVar[str | None] = None
     """The option that keeps all tokens, for formats that can store a single row per example."""
+    splits: ClassVar[Literal["examples", "layers"] | None] = None
+    """What tasks of a plan divide among them: ranges of examples, layers (formats with one file per layer), or None: one task
+    writes everything."""
+    blocks_are_files: ClassVar[bool] = False
+    """Whether what is written depends on which examples come in one block; tasks then begin where the writer's blocks do."""
 
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
     """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
@@ -181,6 +189,8 @@ class Target(ABC):
         """Further settings that must match when a writer resumes, such as a conversion's source."""
         self.n = 0
         """Number of examples written."""
+        self.apart: Apart | None = None
+        """Set in a task of a plan, which writes some of the examples to files of its own."""
 
     @classmethod
     def conversion_options(
@@ -345,6 +355,40 @@ class Target(ABC):
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
+    # -- in tasks of a plan ----------------------------------------------------------------------------------------
+
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Examples with which files begin, ascending from 0: a task that begins with one shares no large file with others.
+
+        ``lengths``: tokens ``(n, layers)`` of all examples. None: every example may begin a task.
+        """
+        return None
+
+    @property
+    def room(self) -> int:
+        """Bytes at the beginning of files that are written when the dataset is finished."""
+        return 0
+
+    def states_at(
+        self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """What :meth:`begin_at` needs to begin with each of ``firsts``, as JSON values.
+
+        Args:
+            lengths: tokens ``(n, layers)`` of all examples.
+            firsts: numbers of examples, ascending.
+            blocks: number of blocks before each of them.
+        """
+        return [{} for _ in firsts]
+
+    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+        """Prepares to write examples from ``first`` on; others write those before. ``state``: of :meth:`states_at`."""
+        self.n = first
+
+    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """States for :meth:`restore`, from the last :meth:`dirty` of each task, in order."""
+        return list(states[-1:])
+
     # -- for formats -----------------------------------------------------------------------------------------------
 
     @property
@@ -366,7 +410,45 @@ class Target(ABC):
     ) -> None:
         """Writes pieces ``(source, first byte, bytes, file, offset)``. Files are extended to at least the size given."""
         table = np.ascontiguousarray(pieces, np.int64).reshape(-1, 5)
+        if self.apart is not None:
+            files, table = self.apart.placed(files, table)
         _native.write_pieces(list(sources), list(files), table, direct=not _native.is_network(self.root))
+
+
+class Apart:
+    """Files of a task: each holds the bytes from the first that the task writes on, and it is known where these belong.
+
+    A shard that two tasks share thus becomes two files without holes, which are put together when the plan is committed.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self.extents: dict[Path, list[int]] = {}
+        """For each file, the first byte and the end of what was written, in the whole file."""
+
+    def placed(
+        self, files: Sequence[tuple[Path, int]], pieces: NDArray[np.int64]
+    ) -> tuple[list[tuple[Path, int]], NDArray[np.int64]]:
+        """Moves what :meth:`Target.put` writes to the beginning of the task's files."""
+        count = len(files)
+        first, end = np.full(count, np.iinfo(np.int64).max), np.array([size for _, size in files], np.int64)
+        np.minimum.at(first, pieces[:, 3], pieces[:, 4])
+        np.maximum.at(end, pieces[:, 3], pieces[:, 4] + pieces[:, 2])
+        bases = np.empty(count, np.int64)
+        moved = []
+        for k, (path, size) in enumerate(files):
+            known = self.extents.get(path)
+            if known is None:
+                base = int(first[k]) if first[k] < end[k] else 0
+                known = self.extents[path] = [base if base > self._room else 0, int(end[k])]
+            known[1] = max(known[1], int(end[k]))
+            bases[k] = known[0]
+            moved.append((path, max(size - known[0], 0)))
+        pieces = pieces.copy()
+        pieces[:, 4] -= bases[pieces[:, 3]]
+        if (pieces[:, 4] < 0).any():
+            raise InternalError(f"a task writes before the first byte of {files[int(pieces[:, 4].argmin())][0].name}")
+        return moved, pieces
 
 
 def positive(options: Mapping[str, Any], name: str, default: int | None) -> int | None:
@@ -377,6 +459,20 @@ def positive(options: Mapping[str, Any], name: str, default: int | None) -> int 
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ArgumentError(f"{name}: expected a positive integer, found {value!r}")
     return int(value)
+
+
+def created(spec: Spec, form: str) -> str:
+    """The time that a dataset records as its creation, by ``time.strftime``."""
+    return time.strftime(form, time.gmtime(given_time(spec)))
+
+
+def given_time(spec: Spec) -> int | None:
+    """The time that replaces the clock: that of the spec, or the environment variable SOURCE_DATE_EPOCH; None: the clock.
+
+    Source of the variable: https://reproducible-builds.org/specs/source-date-epoch.
+    """
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return spec.created if spec.created is not None else int(given) if given.isdecimal() else None
 
 
 def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:

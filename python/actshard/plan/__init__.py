@@ -11,14 +11,17 @@ A plan is data (:class:`Plan`); a task is a function of the plan and its number;
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard.plan.data import Predicted
 from actshard.plan.plan import Plan, Status, load
 
-__all__ = ["Plan", "Predicted", "Status", "load"]
+if TYPE_CHECKING:
+    from actshard.plan.converting import convert
 
-_MAKERS: dict[str, str] = {}
+__all__ = ["Plan", "Predicted", "Status", "convert", "load"]
+
+_MAKERS = {"convert": "converting"}
 """Functions that make plans, and their modules, which load on first use."""
 
 

@@ -30,10 +30,9 @@ from typing import Any
 import actshard._native as _native
 from actshard._json import read_json
 from actshard.errors import ActshardError, FormatError, MissingFileError, as_plain, from_os, from_plain
-from actshard.work import make_folder, remove, sync_folders, write_json
+from actshard.work import DUMPS_PLAN_FOLDER, FOLDER, PLAN, PLAN_FOLDER, make_folder, remove, sync_folders, write_json
 
-PLAN, TASKS, FAILED, RESULT, COMMIT, PROGRESS = (
-    "plan.json",
+TASKS, FAILED, RESULT, COMMIT, PROGRESS = (
     "tasks",
     "failed",
     "result.json",
@@ -73,6 +72,11 @@ class Attempt:
     def running(self) -> bool:
         """Whether it told its progress within a minute."""
         return self.age < ALIVE_SECONDS
+
+
+def work_folder(root: Path, identity: str, *, dumps: bool = False) -> Path:
+    """The working folder of a plan that writes a dataset to ``root``, or to a folder below it if ``dumps``."""
+    return root / FOLDER / f"{DUMPS_PLAN_FOLDER if dumps else PLAN_FOLDER}{identity[:8]}"
 
 
 def host() -> str:
@@ -174,7 +178,7 @@ class Book:
         return True
 
     def _prune(self) -> None:
-        for folder in (self.tasks, self.work):
+        for folder in (self.tasks, self.work, self.work.parent):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

@@ -19,7 +19,7 @@ from actshard.work import write_json
 
 VERSION = 1
 """Version of the JSON. A reader refuses plans of a later version."""
-VERBS: Mapping[str, str] = {}
+VERBS: dict[str, str] = {"convert": "actshard.plan.converting:Converting"}
 """The kinds of plans, and where they are implemented."""
 
 

@@ -243,6 +243,7 @@ class Plan(Planned):
             raise self._unfinished(lacking)
         if not (self.work / COMMIT).exists():  # a commit that has begun is finished
             self.check_inputs()
+            verb.check(self, results)
             write_json(self.work / COMMIT, {"id": self.id})
         with boundary(self.work, "commit"):
             return verb.commit(self, results)

@@ -56,6 +56,9 @@ class Verb(ABC):
             ActshardError: the message tells which input, and which row.
         """
 
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:  # noqa: B027 -- most verbs have nothing to compare
+        """Raises FormatError if the results of all tasks leave a hole, or overlap. Called before a commit begins."""
+
     @abstractmethod
     def commit(self, plan: Planned, results: Sequence[Result]) -> Any:
         """Puts the results of all tasks together; returns what the command of this name returns (a Conversion, a Report, ...).

@@ -8,6 +8,7 @@ Writers of datasets, merges and builds of token caches use it; finding uses it t
     <dataset>/.actshard/journal.jsonl            the settings; then one line per commit; then "finished"
     <dataset>/.actshard/examples-000003.arrow    examples added by commit 3: columns, tokens per layer
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
+    <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
     <dataset>/.parts/                            parts that are not merged yet
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
 """
@@ -25,19 +26,34 @@ from actshard.work.files import (
     write_bytes,
     write_json,
 )
-from actshard.work.finished import count_parts, is_building, is_merging, tidy, unfinished
+from actshard.work.finished import count_parts, is_building, is_merging, planned, refuse_planned, tidy, unfinished
 from actshard.work.journal import Journal
 from actshard.work.lock import Lock, locked
-from actshard.work.names import BUILDING, EMPTY, FOLDER, JOURNAL, MERGING, PART, PARTS, PUSHING
+from actshard.work.names import (
+    BUILDING,
+    DUMPS_PLAN_FOLDER,
+    EMPTY,
+    FOLDER,
+    JOURNAL,
+    MERGING,
+    PART,
+    PARTS,
+    PLAN,
+    PLAN_FOLDER,
+    PUSHING,
+)
 
 __all__ = [
     "BUILDING",
+    "DUMPS_PLAN_FOLDER",
     "EMPTY",
     "FOLDER",
     "JOURNAL",
     "MERGING",
     "PART",
     "PARTS",
+    "PLAN",
+    "PLAN_FOLDER",
     "PUSHING",
     "Journal",
     "Lock",
@@ -46,6 +62,8 @@ __all__ = [
     "is_merging",
     "locked",
     "make_folder",
+    "planned",
+    "refuse_planned",
     "remove",
     "remove_made",
     "rename",

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
-from actshard.errors import ActshardError, MissingFileError, NotAFileError, UnsupportedError, boundary
+from actshard.errors import (
+    ActshardError,
+    MissingFileError,
+    NotAFileError,
+    UnfinishedError,
+    UnsupportedError,
+    boundary,
+    from_os,
+)
 from actshard.location import Location
 from actshard.work.journal import Journal
-from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS
+from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS, PLAN, PLAN_FOLDER
 
 
 def count_parts(root: Path | Location) -> int | None:
@@ -26,6 +35,33 @@ def count_parts(root: Path | Location) -> int | None:
 def is_merging(root: Path | Location) -> bool:
     """Whether a folder contains an unfinished merge, which may already have moved parts."""
     return (Location.at(root) / FOLDER / MERGING).exists()
+
+
+def planned(root: Path | Location, prefix: str = PLAN_FOLDER) -> Path | None:
+    """The working folder of a plan that is not committed and writes a dataset to this folder; None if there is none."""
+    folder = Location.at(root)
+    if not folder.is_local:
+        return None
+    work = folder.local / FOLDER
+    try:
+        with os.scandir(work) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise from_os(error, work, "look at") from error
+    return next((work / name for name in names if (work / name / PLAN).exists()), None)
+
+
+def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER) -> None:
+    """Raises UnfinishedError for a folder with a plan that is not committed."""
+    work = planned(root, prefix)
+    if work is not None:
+        raise UnfinishedError(
+            f"contains tasks of a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "
+            "commit finishes it. To give it up, remove that folder",
+            path=root,
+        )
 
 
 def is_building(root: Path | Location) -> bool:

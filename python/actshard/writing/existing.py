@@ -7,7 +7,17 @@ from pathlib import Path
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
-from actshard.work import EMPTY, FOLDER, Journal, is_merging, tidy, unfinished
+from actshard.work import (
+    DUMPS_PLAN_FOLDER,
+    EMPTY,
+    FOLDER,
+    PLAN_FOLDER,
+    Journal,
+    is_merging,
+    refuse_planned,
+    tidy,
+    unfinished,
+)
 
 
 def complete_at(target: Target) -> Path | None:
@@ -19,6 +29,7 @@ def complete_at(target: Target) -> Path | None:
 
 
 def _finished(target: Target) -> Path | None:
+    refuse_planned(target.spec.path, DUMPS_PLAN_FOLDER if target.names_itself else PLAN_FOLDER)
     if target.spec.part is not None:
         _refuse_beside(target.spec.path.parent.parent, target)
     if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
@@ -41,6 +52,7 @@ def _refuse_beside(root: Path, target: Target) -> None:
     """Raises if a part would lie beside an unfinished merge or a whole dataset: neither could then be opened or merged."""
     from actshard import formats
 
+    refuse_planned(root)
     if is_merging(root):
         # The merge may have moved parts: the folder looks like a dataset and contains their only copy.
         raise UnfinishedError(

@@ -30,8 +30,9 @@ from actshard.errors import (
 )
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
-from actshard.writing.columns import Decided, together
+from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
+from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
 
 COMMIT_BYTES = 1 << 30
 """Approximate bytes between two commits: the most that a crash loses."""
@@ -39,8 +40,6 @@ MEMORY = 192 << 20
 """Maximum bytes of three blocks; if they are larger, two are used."""
 _PAGE = 4096
 """Alignment of blocks in bytes: direct writes copy other memory first."""
-_TOKENS, _BY_LAYER, _OWN = "actshard.tokens", "actshard.tokens_by_layer", "actshard.own_tokens"
-"""Names of the columns in the journal's tables that contain lengths."""
 
 
 class Sink:
@@ -358,7 +357,7 @@ class Sink:
         _native.sync_files([path for path in paths if path not in folders])
         sync_folders(sorted(folders))
         self.target.committed()
-        self.journal.commit(self.target.n, _table(self._waiting), state)
+        self.journal.commit(self.target.n, table_of(self._waiting), state)
         self._waiting.clear()
         self._since = 0
         self.committed = self.target.n
@@ -367,23 +366,15 @@ class Sink:
 
     def _lengths_so_far(self) -> NDArray[np.int64]:
         layers = len(self.target.spec.layers)
-        parts = [_lengths(table, layers) for table in self.journal.tables()]
-        if not parts:
-            return np.zeros((0, layers), np.int64)
-        if all(part.strides[1] == 0 or layers == 1 for part in parts):
-            # Layers have equal lengths: stored once per example, broadcast over layers.
-            return np.broadcast_to(
-                np.concatenate([part[:, 0] for part in parts])[:, None], (self.journal.examples, layers)
-            )
-        return np.concatenate(parts)
+        return lengths_in(self.journal.tables(), layers)
 
     def _own_lengths(self) -> NDArray[np.int64]:
         """Tokens of each example before padding; the stored number if the journal has none."""
         made = np.array(self._lengths_so_far()[:, 0])
         at = 0
         for table in self.journal.tables():
-            if _OWN in table.column_names:
-                column = table[_OWN]
+            if OWN in table.column_names:
+                column = table[OWN]
                 there = column.is_valid().to_numpy()
                 made[at : at + len(table)][there] = column.drop_null().to_numpy()
             at += len(table)
@@ -392,68 +383,17 @@ class Sink:
     def own_lengths_missing(self) -> int:
         """Number of committed examples without a length before padding: earlier releases did not record it."""
         tables = self.journal.tables()
-        return sum(t[_OWN].null_count if _OWN in t.column_names else len(t) for t in tables)
+        return sum(t[OWN].null_count if OWN in t.column_names else len(t) for t in tables)
 
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
-        import pyarrow as pa
-
-        tables = [
-            t.drop_columns([c for c in (_TOKENS, _BY_LAYER, _OWN) if c in t.column_names])
-            for t in self.journal.tables()
-        ]
         lengths = self._lengths_so_far()
-        if not any(t.num_columns for t in tables):
-            return lengths, None
-        try:
-            every, mixed = together(tables)
-        except pa.ArrowException as error:
-            raise FormatError(
-                f"columns of different commits do not fit together: {error}", path=self.journal.folder
-            ) from error
+        every, mixed = columns_in(self.journal.tables(), self.journal.folder)
         for name in mixed:
             said = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
             warnings.warn(ActshardWarning(f"{self.target.root}: {said}", code="mixed-column-types"), stacklevel=2)
         return lengths, every
 
 
-def _table(blocks: list[Block]) -> Any:
-    """Builds a commit's table: lengths and columns of its examples."""
-    import pyarrow as pa
-
-    tables = []
-    for block in blocks:
-        same = (block.lengths == block.lengths[:, :1]).all()
-        if same:
-            name, column = _TOKENS, pa.array(block.lengths[:, 0])
-        else:
-            flat = pa.array(np.ascontiguousarray(block.lengths).reshape(-1))
-            name, column = _BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
-        known = pa.table({name: column} | ({} if block.own is None else {_OWN: pa.array(block.own)}))
-        if block.columns is not None:
-            for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
-                known = known.append_column(field, values)
-        tables.append(known)
-    every, _ = together(tables)
-    return every.combine_chunks()
-
-
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _lengths(table: Any, layers: int) -> NDArray[np.int64]:
-    if _BY_LAYER not in table.column_names and _TOKENS in table.column_names and not table[_TOKENS].null_count:
-        return np.broadcast_to(table[_TOKENS].to_numpy()[:, None], (table.num_rows, layers))
-    made = np.zeros((table.num_rows, layers), np.int64)
-    if _TOKENS in table.column_names:
-        column = table[_TOKENS]
-        there = column.is_valid().to_numpy()
-        made[there] = column.drop_null().to_numpy()[:, None]
-    if _BY_LAYER in table.column_names:
-        column = table[_BY_LAYER]
-        there = column.is_valid().to_numpy()
-        flat = column.drop_null().combine_chunks()
-        flat = flat if not hasattr(flat, "chunks") else flat.chunk(0)
-        made[there] = flat.flatten().to_numpy().reshape(-1, layers)
-    return made

@@ -51,6 +51,7 @@ class AutomodelTarget(Target):
     decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
     ragged = False
     holds_named_layers = True
+    splits = "examples"
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS["dspark"]
     needs_columns: ClassVar[tuple[str, ...]] = (_IDS,)
@@ -189,6 +190,9 @@ class AutomodelTarget(Target):
                 rename(path, self._path(shard, done=False))  # its last examples were not committed
             elif not done and self._end(shard) <= len(lengths):
                 rename(path, self._path(shard, done=True))
+
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.arange(0, len(lengths), self.shard_size)
 
     def _manifest(self) -> DraftManifest:
         assert self.dtype is not None

@@ -67,6 +67,7 @@ class DeepspecTarget(Target):
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
     holds_named_layers = True
+    splits = "examples"
     only_columns: tuple[str, ...] | None = COLUMNS
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
@@ -187,6 +188,29 @@ class DeepspecTarget(Target):
             named = _SHARD.fullmatch(path.name)
             if named is not None and int(named[1]) > self.shard:
                 path.unlink()
+
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.flatnonzero(self._offsets(lengths)[1] == 0)
+
+    def _offsets(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Shard of each example, and its first byte there."""
+        shards, offsets = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+        shard = at = 0
+        for i, size in enumerate(self.example_bytes(lengths[:, 0]).tolist()):
+            if at and at + size > self.most:
+                shard, at = shard + 1, 0
+            shards[i], offsets[i] = shard, at
+            at += size
+        return shards, offsets
+
+    def states_at(
+        self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        shards, offsets = self._offsets(lengths)
+        return [{"shard": int(shards[first]), "size": int(offsets[first])} for first in firsts]
+
+    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+        self.n, self.shard, self.size = first, int(state["shard"]), int(state["size"])
 
     @property
     def record_bytes(self) -> int:

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from actshard.formats.target import (
     Spec,
     Target,
     arrays_in,
+    created,
     only,
     positive,
     uniform,
@@ -79,6 +79,7 @@ class LmprobeTarget(Target):
 
     decides: ClassVar[tuple[str, ...]] = ("dtype", "storage")
     holds_logits = True
+    splits = "examples"
     finds_by_text = True
     text_column: ClassVar[str | None] = "text"
     empty_examples: ClassVar[str | None] = "lmprobe reads zeros as its last token"
@@ -99,7 +100,7 @@ class LmprobeTarget(Target):
             raise ArgumentError(f'storage: expected "pooled" or "full_sequence", found {self.storage!r}')
         self.pooling = str(spec.options.get("pooling", "last_token"))
         self.limit = positive({"shard_bytes": spec.shard_bytes}, "shard_bytes", SHARD_BYTES) or SHARD_BYTES
-        self.created = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+        self.created = created(spec, "%Y-%m-%dT%H:%M:%S+00:00")
         self._dirty: set[Path] = set()
         self._rest: list[int] = []
         """Number of rows in each sequence shard."""
@@ -270,6 +271,40 @@ class LmprobeTarget(Target):
                 self._weight += rows * self.row_bytes
         return shards, firsts
 
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.full:
+            return np.arange(0, len(lengths), self.rows_per_shard)
+        # Shards of last tokens, which are small, begin elsewhere.
+        self._rest, self._weight = [], 0
+        _, firsts = self._assign(lengths[:, 0])
+        self._rest, self._weight = [], 0
+        begins: NDArray[np.int64] = np.flatnonzero((firsts == 0) & (lengths[:, 0] > 1))
+        return begins
+
+    def states_at(
+        self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        made, at = [], 0
+        self._rest, self._weight = [], 0
+        for first in firsts:
+            if self.full:
+                self._assign(lengths[at:first, 0])
+            made.append(
+                {"shards": len(self._rest), "rows": self._rest[-1] if self._rest else 0, "weight": self._weight}
+            )
+            at = first
+        self._rest, self._weight = [], 0
+        return made
+
+    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+        shards, rows = int(state["shards"]), int(state["rows"])
+        self.n, self._weight = first, int(state["weight"])
+        self._rest = [0] * (shards - 1) + [rows] if shards else []
+
+    @property
+    def room(self) -> int:
+        return self.header
+
     def write(self, block: Block) -> None:
         make_folder(self.root / "tensors")
         tokens = uniform(block.lengths, "lmprobe", self.spec.layers)
@@ -300,12 +335,14 @@ class LmprobeTarget(Target):
                 some = tokens > 1
                 at_rest = [self._working(layer, "rest", int(s)) for s in shards[some]]
                 add(starts[some], tokens[some] - 1, at_rest, firsts[some])
-        sizes = dict.fromkeys(files, 0)
+        empty = []
         for layer in self.spec.layers:
             for s, r in zip(last[none > 0].tolist(), row[none > 0].tolist(), strict=True):
-                path = self._working(layer, "last", s)
-                sizes[path] = max(sizes.get(path, 0), self.header + (r + 1) * size)
-        self.put([block.bytes], [(path, sizes[path]) for path in files], np.concatenate(pieces))
+                number = files.setdefault(self._working(layer, "last", s), len(files))
+                empty.append((1, 0, size, number, self.header + r * size))
+        pieces.append(np.array(empty, np.int64).reshape(-1, 5))
+        zeros = np.zeros(size, np.uint8)
+        self.put([block.bytes, zeros], [(path, 0) for path in files], np.concatenate(pieces))
         self._dirty |= set(files)
         self.n += len(block)
 

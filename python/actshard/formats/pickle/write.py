@@ -22,7 +22,20 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError
-from actshard.formats.target import PREVIEW, TEXTS, AllExamples, Block, Spec, Target, check_times, flag, only, positive
+from actshard.formats.target import (
+    PREVIEW,
+    TEXTS,
+    AllExamples,
+    Block,
+    Spec,
+    Target,
+    check_times,
+    created,
+    flag,
+    given_time,
+    only,
+    positive,
+)
 from actshard.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
@@ -56,6 +69,8 @@ class PickleTarget(Target):
     }
     unique: ClassVar[str | None] = "sample_idx"
     holds_partial_layers = True
+    splits = "examples"
+    blocks_are_files = True
     text_column: ClassVar[str | None] = PREVIEW
 
     def __init__(self, spec: Spec) -> None:
@@ -80,8 +95,11 @@ class PickleTarget(Target):
         ) * self.per_machine
         if self.base + self.per_machine > 1 << 63:
             raise ArgumentError(f"samples_per_machine: {self.per_machine} makes sample numbers beyond 64 bits")
-        self.created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.began = time.monotonic()
+        self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
+        # A dataset whose time is given does not tell how long writing took, either.
+        self.began = time.monotonic() if given_time(spec) is None else None
+        self._before = 0
+        """Number of shards that other tasks of a plan write before."""
         self.shards: list[dict[str, Any]] = []
         self._new: list[Path] = []
         self._added: list[dict[str, Any]] = []
@@ -147,8 +165,19 @@ class PickleTarget(Target):
             if named is not None and named[1] not in counted:
                 path.unlink()
 
+    def states_at(
+        self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        return [{"shards": before} for before in blocks]
+
+    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+        self.n, self._before = first, int(state["shards"])
+
+    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return list(states)
+
     def write(self, block: Block) -> None:
-        number = len(self.shards) + len(self._new) + 1
+        number = self._before + len(self.shards) + len(self._new) + 1
         path = self.root / f"shard_{number:04d}.pkl{'.gz' if self.compress else ''}"
         ids, segments = self._pickled(block)
         make_folder(self.root)
@@ -230,12 +259,9 @@ class PickleTarget(Target):
             "max_seq_length": max(longest, 1),
             **given,
         }
-        write_json(
-            self.root / "metadata.json",
-            shard_listing(
-                self.shards, n, config, self.created, self.machine, self.machines, time.monotonic() - self.began
-            ),
-        )
+        seconds = None if self.began is None else time.monotonic() - self.began
+        listing = shard_listing(self.shards, n, config, self.created, self.machine, self.machines, seconds)
+        write_json(self.root / "metadata.json", listing)
 
 
 def shard_listing(

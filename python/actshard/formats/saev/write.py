@@ -51,6 +51,7 @@ class SaevTarget(Target):
     holds_columns = False
     names_itself = True
     holds_special_tokens = True
+    splits = "examples"
     holds_labels = True
     keeps_lengths = True
 
@@ -251,6 +252,9 @@ class SaevTarget(Target):
             named = _SHARD.fullmatch(path.name)
             if named is not None and int(named[1]) * self.eps >= n:
                 path.unlink()
+
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.arange(0, len(lengths), self.eps)
 
     def check_columns(self, schema: pa.Schema) -> None:
         import pyarrow as pa

@@ -56,6 +56,7 @@ class SpeculatorsTarget(Target):
         'example, or one for the "whole" example',
     }
     holds_named_layers = True
+    splits = "examples"
     numbers_layers = False
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS
@@ -226,6 +227,14 @@ class SpeculatorsTarget(Target):
 
     def committed(self) -> None:
         self._dirty = []
+
+    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.scaling is None:
+            return list(states[-1:])
+        whole = ScaleLoss()
+        for state in states:
+            whole.add(ScaleLoss.of(state["scales"]))
+        return [{"scales": asdict(whole)}]
 
     def finish(self, examples: AllExamples) -> None:
         self.forget(examples.lengths)

@@ -8,7 +8,6 @@ text has no field, are the attribute ``layers``.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError, FormatError
-from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, only, positive, uniform
+from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, created, only, positive, uniform
 from actshard.formats.zarr.member import ACTIVATIONS
 from actshard.formats.zarr.placing import Placed, place
 from actshard.work import make_folder, sync_folders, write_json
@@ -47,6 +46,7 @@ class ZarrTarget(Target):
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
     holds_named_layers = True
+    splits = "examples"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -59,7 +59,7 @@ class ZarrTarget(Target):
                 f"metadata: {taken[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
         self.longest = 0
-        self.created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
         self._dirty: set[Path] = set()
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:

@@ -1,0 +1,170 @@
+"""Blocks of examples that a conversion reads: which examples come together, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard.converting.planning import Asked, fitted
+from actshard.errors import ArgumentError
+from actshard.formats.target import Target
+from actshard.layers import plain
+from actshard.writing.given import convert as to_type
+
+_AT_ONCE = 8192
+"""Number of examples whose lengths are read at once."""
+
+
+def blocks(
+    asked: Asked, target: Target, begin: int, block_bytes: int | None = None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
+    """Yields blocks of the source's examples from position ``begin`` on.
+
+    Each block is (ids, counts, unit): int64 ids ``(n,)``, int64 tokens to take ``(n, layers)`` (-1: the example lacks the layer),
+    and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit. The next unit
+    is read while the caller uses a block.
+    """
+    rows = asked.store.rows
+    try:
+        yield from _blocks(asked, target, begin, block_bytes)
+    finally:
+        if asked.store.contents.units is not None:
+            rows.read_ahead(None)
+
+
+def _blocks(
+    asked: Asked, target: Target, begin: int, block_bytes: int | None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
+    for _, ids, counts, unit in groups(asked, target, begin):
+        for first, last in cuts(target, counts, block_bytes):
+            yield ids[first:last], counts[first:last], unit
+
+
+def groups(
+    asked: Asked, target: Target, begin: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], int | None]]:
+    """Yields groups of examples, of which blocks are cut: (position of the first, ids, counts, unit), as for :func:`blocks`."""
+    store, rows = asked.store, asked.store.rows
+    layers = asked.groups
+    units = store.contents.units
+    alike = not store.contents.layers_differ
+    at = begin
+    while at < asked.count:
+        ids = asked.ids(at, min(at + _AT_ONCE, asked.count))
+        unit = None
+        if units is not None:
+            unit = int(np.searchsorted(units, ids[0], "right")) - 1
+            inside = (ids >= units[unit]) & (ids < units[unit + 1])
+            ids = ids[: int(np.argmin(inside)) if not inside.all() else len(ids)]
+        if alike:
+            raw = asked.own(rows.tokens_of(int(layers[0]), np.ascontiguousarray(ids)), ids)
+            counts = np.repeat(asked.chosen(raw)[:, None], len(layers), axis=1)
+        else:
+            each = rows.tokens_of(np.tile(layers, len(ids)), np.repeat(ids, len(layers)))
+            counts = asked.chosen(each.reshape(len(ids), len(layers)))
+            counts = _lacking(asked, ids, counts)
+            if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
+                example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
+                raise ArgumentError(
+                    f"example {at + example}: lacks layer {plain(asked.layers[layer])}, and {target.format} requires all layers. "
+                    "Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
+                )
+        if target.tokens is not None:
+            fitted(asked, target, counts[:, 0], at)
+        before, at = at, at + len(ids)
+        if units is not None and at < asked.count:
+            # The unit of these examples is decoded by now.
+            rows.read_ahead(int(asked.ids(at, at + 1)[0]))
+        yield before, ids, counts, unit
+
+
+def cuts(target: Target, counts: NDArray[np.int64], block_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yields first and end of each block of a group."""
+    most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
+    ends = np.cumsum(np.maximum(lengths_of(target, counts), 0).sum(axis=1))
+    first, before = 0, 0
+    while first < len(counts):
+        last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
+        yield first, last
+        first, before = last, int(ends[last - 1])
+
+
+def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sets counts to -1 for layers that a sample lacks; 0 means a layer without tokens."""
+    if (counts > 0).all():
+        return counts
+    contents = asked.store.contents
+    assert contents.units is not None
+    assert contents.unit_columns is not None
+    unit = int(np.searchsorted(contents.units, ids[0], "right")) - 1
+    held = contents.unit_columns(unit)["layers"].to_pylist()
+    counts = counts.copy()
+    for row, example in zip(counts, ids.tolist(), strict=True):
+        of_it = held[example - contents.units[unit]]
+        row[[layer not in of_it for layer in asked.layers]] = -1
+    return counts
+
+
+def read(
+    asked: Asked,
+    ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    memory: NDArray[Any],
+    lost: list[int] | None = None,
+) -> None:
+    """Reads the selected tokens of each example and layer into ``memory``, cut or zero-padded to ``lengths``.
+
+    Args:
+        asked: the request.
+        ids: int64 example numbers ``(n,)``.
+        counts: int64 tokens to take ``(n, layers)``; -1 for a lacking layer.
+        lengths: int64 tokens of the result ``(n, layers)``.
+        memory: output, ``(lengths.sum(), d_model)``.
+        lost: receives counts of finite values that became infinite.
+    """
+    store, rows = asked.store, asked.store.rows
+    layers = len(asked.layers)
+    held = counts.reshape(-1) >= 0
+    groups, examples = np.tile(asked.groups, len(ids))[held], np.repeat(ids, layers)[held]
+    taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
+    dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
+    if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
+        out = memory.reshape(len(ids), layers, store.d_model)
+        own = store.content_lengths
+        token = None if own is None else store.special_tokens + own[ids] - 1
+        for k, group in enumerate(asked.groups.tolist()):
+            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, dtype, lost)
+        return
+    whole = rows.tokens_of(groups, examples)
+    into = (np.cumsum(want) - want)[held]
+    if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
+        rows.gather_whole(groups, examples, memory, dtype, lost)
+        return
+    # Cast after selecting: overflows are counted for the selected tokens only.
+    exact = np.float64 if asked.cast and store.contents.types_may_differ else None
+    every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
+    keep = np.minimum(taken, want[held])
+    start = np.cumsum(whole) - whole + asked.skipped(asked.own(whole, examples))
+    within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
+    memory[:] = 0
+    taken_rows = every[np.repeat(start, keep) + within]
+    if lost is not None and taken_rows.dtype != memory.dtype:
+        lost.append(_native.count_overflows(taken_rows, memory.dtype))
+        cast = np.empty(taken_rows.shape, memory.dtype)
+        to_type(taken_rows, cast, memory.dtype)
+        taken_rows = cast
+    memory[np.repeat(into, keep) + within] = taken_rows
+
+
+def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the result's tokens ``(n, layers)`` for source tokens ``counts``. A lacking layer gets the length of the longest."""
+    if target.tokens is not None:
+        return np.full_like(counts, target.tokens)
+    if not target.holds_partial_layers and (counts < 0).any():
+        return np.where(counts < 0, counts.max(axis=1, keepdims=True), counts)
+    return counts

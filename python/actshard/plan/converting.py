@@ -1,0 +1,526 @@
+"""Plans of conversions: tasks write ranges of examples, or groups of layers, and the commit renames their files.
+
+.. code-block:: text
+
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         what the task's writer left, under the names of the dataset
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/examples.arrow    lengths and columns of its examples
+
+Files belong to one task where the format has borders (shards, chunks, files of examples). A file that two tasks share, such as an
+index, is copied together by the commit.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import os
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard.converting.columns import Columns, NumbersMatterError
+from actshard.converting.planning import OVERFLOW, Asked, ask, checked, columns_for, losses, settle, source
+from actshard.converting.running import Conversion, content_lengths
+from actshard.converting.segments import Layout, apart, balanced, write_segment
+from actshard.errors import (
+    ArgumentError,
+    ExistsError,
+    FormatError,
+    boundary,
+    from_os,
+    from_reader,
+)
+from actshard.formats.options import FormatOptions
+from actshard.formats.target import AllExamples, Block, Target
+from actshard.inputs import inputs_of, newest
+from actshard.layers import Layer
+from actshard.plan.book import work_folder
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.store import Store
+from actshard.work import make_folder, rename, sync_folders
+from actshard.writing.existing import check_same, complete_at
+from actshard.writing.recorded import columns_in, lengths_in
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FILES, EXAMPLES = "files", "examples.arrow"
+_RENAMING_THREADS = 16
+"""Threads that rename files: on a network file system each rename waits for the server."""
+_AT_ONCE = 4096
+_EXAMPLE_WEIGHT = 64
+"""Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
+
+
+def convert(
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    format: str,
+    *,
+    tasks: int = 64,
+    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None = None,
+    examples: ArrayLike | slice | None = None,
+    columns: Iterable[str] | Mapping[str, str] | None = None,
+    tokens: _arguments.Kept = "all",
+    dtype: DTypeLike | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    tokens_per_example: int | None = None,
+    shard_bytes: int | str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    src_format: str | None = None,
+    overflow: _arguments.Overflow = "refuse",
+    **options: Unpack[FormatOptions],
+) -> Plan:
+    """Plans a conversion in tasks. The result has the same bytes as that of :func:`actshard.convert`, for any number of tasks.
+
+    Reads metadata, columns and lengths of the source, and writes nothing. The dataset's time of creation, where a format records
+    one, is that of the newest file of the source, because a plan knows no clock.
+
+    Args:
+        src: a path, a URL, or a list of them, which all machines must see. Credentials come from each machine's environment.
+        dst: the folder to create, which all machines must see. Tasks write to a hidden folder in it.
+        format: as for :func:`actshard.convert`, like the other arguments.
+        tasks: most number of tasks. There are fewer if the result has fewer shards; ``plan.notes`` tells.
+        layers: as for :func:`actshard.convert`, like all that follow.
+        examples: examples to convert.
+        columns: columns to convert.
+        tokens: tokens to convert.
+        dtype: dtype to store.
+        pad: fill short examples with zeros.
+        truncate: cut long examples.
+        tokens_per_example: number of tokens for ``pad`` and ``truncate``.
+        shard_bytes: approximate size of a shard; smaller shards allow more tasks.
+        metadata: added to the source's metadata.
+        src_format: format of the source.
+        overflow: what to do with values too large for ``dtype``.
+        options: options of the target format.
+
+    Raises:
+        Errors of :func:`actshard.convert`, before anything is written.
+        DiskFullError: the file system of ``dst`` has not the room for the result.
+    """
+    if not _arguments.is_one_of(overflow, OVERFLOW):
+        raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
+    tasks = _arguments.whole(tasks, "tasks", 1)
+    if isinstance(src, Store):
+        raise ArgumentError(
+            "src: expected a path, which tasks of other processes open, found an open store; pass store.path"
+        )
+    root = _arguments.local_path(dst, "dst")
+    with boundary(root, "plan a conversion to"):
+        store = source(src, src_format, "pread")
+        selected = ask(
+            store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate
+        )
+        asked = replace(selected, cast=dtype is not None)
+        sizes: dict[str, Any] = {
+            "dtype": None if dtype is None else str(_arguments.dtype(dtype)[0]),
+            "tokens_per_example": tokens_per_example,
+            "shard_bytes": shard_bytes,
+            "metadata": None if metadata is None else dict(metadata),
+            "options": dict(options),
+            "created": newest(store),
+        }
+        target = settle(asked, root, **sizes)
+        plan = _planned(_places(src), src_format, asked, target, sizes, overflow, tasks, root)
+        if not plan.book.exists() and (there := complete_at(target)) is not None:
+            raise ExistsError(
+                "already contains this dataset, finished. Remove it, or choose another folder.", path=there
+            )
+        return plan
+
+
+def _places(src: Any) -> list[str] | str:
+    """The source's paths, absolute: tasks run in other folders."""
+    if isinstance(src, str | os.PathLike):
+        text = os.fspath(src)
+        return text if "://" in text else str(_arguments.local_path(src, "src"))
+    return [str(each) for place in src for each in [_places(place)]]
+
+
+def _planned(
+    src: Any,
+    src_format: str | None,
+    asked: Asked,
+    target: Target,
+    sizes: dict[str, Any],
+    overflow: str,
+    tasks: int,
+    root: Path,
+) -> Plan:
+    columns = checked(asked, target)
+    layout = Layout.of(asked, target)
+    count = len(asked.layers)
+    block = int(layout.firsts[1]) if len(layout.firsts) > 1 else asked.count
+    target.settle(Block(np.empty((0, asked.store.d_model), target.dtype), layout.by_layer(count)[:block]))
+    if not asked.kind.ragged:
+        sizes["tokens_per_example"] = target.tokens
+    pairs = (
+        None
+        if asked.layers == asked.store.layers == asked.names
+        else [list(p) for p in zip(asked.layers, asked.names, strict=True)]
+    )
+    config = {name: value for name, value in target.config().items() if name not in target.more_config}
+    arguments: dict[str, Any] = {
+        "src": src,
+        "src_format": src_format,
+        "dst": str(root),
+        "format": asked.format,
+        "layers": pairs,
+        "examples": None if asked.examples is None else packed(asked.examples),
+        "columns": None if asked.columns is None else [list(pair) for pair in asked.columns.items()],
+        "tokens": asked.tokens,
+        "pad": asked.pad,
+        "truncate": asked.truncate,
+        "cast": asked.cast,
+        "overflow": overflow,
+        "numbers": columns.numbers,
+        "sizes": sizes,
+        "config": config,
+    }
+    made, notes = _divided(asked, target, layout, tasks)
+    inputs = inputs_of(asked.store)
+    if inputs is None:
+        raise ArgumentError(
+            "src: a web server cannot list its files, so a plan cannot tell whether they change; copy them with actshard.stage, or "
+            "use a bucket"
+        )
+    notes += [f"lost: {loss}" for loss in losses(asked, target, columns)]
+    work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
+    tokens = np.maximum(layout.lengths, 0).max(axis=1)
+    _, files, size = target.estimate(tokens, has_labels=columns.labels is not None)
+    read = int(layout.rows(count).sum()) * asked.store.d_model * asked.store.dtype.itemsize
+    predicted = Predicted(size, files, read, 0)
+    return Plan("convert", arguments, inputs, tuple(made), predicted, work, tuple(notes))
+
+
+def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The tasks, and notes about them."""
+    layers, n = len(asked.layers), len(layout.lengths)
+    rows = layout.rows(layers) * target.row_bytes
+    # A layer that an example lacks is as long as the longest that it has: no task sees all of them.
+    if target.splits == "layers" and not asked.store.contents.lacks_layers:
+        parts = min(tasks, layers)
+        bounds = [k * layers // parts for k in range(parts + 1)]
+        each = int(rows.sum()) // layers
+        made = [{"layers": [a, b], "bytes": (b - a) * each} for a, b in itertools.pairwise(bounds)]
+        return made, _fewer(tasks, parts, f"{asked.format} has one file per layer")
+    divides = target.splits == "examples"
+    borders = target.borders(layout.by_layer(layers)) if divides else np.zeros(1, np.int64)
+    if target.blocks_are_files:
+        borders = layout.firsts
+    if borders is None:
+        borders = np.arange(n)
+    borders = np.unique(np.concatenate([[0], borders]))
+    firsts = balanced(rows + _EXAMPLE_WEIGHT, borders, tasks)
+    blocks = np.searchsorted(layout.firsts, firsts, "left").tolist()
+    states = target.states_at(layout.by_layer(layers), firsts, blocks)
+    ends = np.concatenate([[0], np.cumsum(rows)])
+    made = [
+        {
+            "examples": [a, b],
+            "origin": int(layout.origins[k]) if target.blocks_are_files else a,
+            "state": state,
+            "bytes": int(ends[b] - ends[a]),
+        }
+        for a, b, k, state in zip(firsts, [*firsts[1:], n], blocks, states, strict=True)
+    ]
+    why = f"the result has {len(borders):,} shards" if divides else f"{asked.format} is written by one task here"
+    return made, _fewer(tasks, len(made), why)
+
+
+def _fewer(asked: int, found: int, why: str) -> list[str]:
+    return [f"{found:,} tasks instead of {asked:,}: {why}"] if found < asked else []
+
+
+def packed(numbers: NDArray[np.int64]) -> str:
+    """Integers as text; see :func:`unpacked`."""
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers, "<i8").tobytes())).decode()
+
+
+def unpacked(text: str) -> NDArray[np.int64]:
+    """Integers of :func:`packed`."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
+
+
+@dataclass
+class _Request:
+    """A plan's request, opened; kept for the next task of the same plan."""
+
+    asked: Asked
+    columns: Columns
+    overflow: str
+
+    @classmethod
+    def of(cls, plan: Planned) -> _Request:
+        given = plan.arguments
+        store = source(given["src"], given["src_format"], "pread")
+        pairs = given["layers"]
+        layers = None if pairs is None else {_name(old): _name(new) for old, new in pairs}
+        named = given["columns"]
+        asked = ask(
+            store,
+            given["format"],
+            layers=layers,
+            examples=None if given["examples"] is None else unpacked(given["examples"]),
+            columns=None if named is None else dict(named),
+            tokens=given["tokens"],
+            pad=given["pad"],
+            truncate=given["truncate"],
+        )
+        asked = replace(asked, cast=given["cast"])
+        return cls(asked, columns_for(asked, _target(plan, asked), given["numbers"]), given["overflow"])
+
+
+def _name(name: Any) -> Any:
+    return tuple(name) if isinstance(name, list) else name
+
+
+def _target(plan: Planned, asked: Asked) -> Target:
+    """A target with the plan's settings."""
+    target = settle(asked, plan.arguments["dst"], **plan.arguments["sizes"])
+    target.adopt(plan.arguments["config"])
+    if target.tokens is not None:
+        target.content_lengths = partial(content_lengths, asked)
+    return target
+
+
+class Converting(Verb):
+    """Runs the tasks of a conversion."""
+
+    name = "convert"
+    _known: tuple[str, _Request] | None = None
+
+    def _request(self, plan: Planned) -> _Request:
+        if self._known is None or self._known[0] != plan.id:
+            self._known = (plan.id, _Request.of(plan))
+        return self._known[1]
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        request, said = self._request(plan), plan.tasks[task]
+        asked = request.asked
+        if "layers" in said:
+            a, b = said["layers"]
+            asked = replace(asked, layers=asked.layers[a:b], names=asked.names[a:b])
+            span = (0, asked.count, 0)
+        else:
+            span = (*said["examples"], said["origin"])
+        target = _target(plan, asked)
+        target.root = folder / FILES
+        if "layers" not in said:
+            apart(target, folder / FILES, span[0], said["state"])
+        try:
+            made = write_segment(asked, target, request.columns, span, overflow=request.overflow, tell=tell)
+        except NumbersMatterError as error:
+            raise FormatError(
+                f"{error}; pass columns= with the column of sample numbers, and make the plan again",
+                path=asked.store.path,
+            ) from error
+        _write_table(folder / EXAMPLES, made.table)
+        return {
+            "examples": list(span[:2]),
+            "layers": said.get("layers"),
+            "state": made.state,
+            "fragments": [list(each) for each in made.fragments],
+            "overflows": made.overflows,
+            "bytes": made.rows,
+        }
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        at = 0
+        for result in results:
+            said, found = plan.tasks[result.task], result.value
+            if found.get("examples") != said.get("examples", [0, self._request(plan).asked.count]):
+                raise FormatError(
+                    f"task {result.task}: expected examples {said.get('examples')}, found {found.get('examples')}",
+                    path=result.folder,
+                )
+            if "layers" not in said:
+                a, b = said["examples"]
+                if a != at:
+                    what = "a hole" if a > at else "an overlap"
+                    raise FormatError(
+                        f"task {result.task}: expected examples from {at:,} on, found from {a:,}: {what}",
+                        path=plan.work,
+                    )
+                at = b
+        for name, pieces in _shared(results).items():
+            _tiled(name, pieces, plan.work)
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Conversion:
+        began = time.perf_counter()
+        request = self._request(plan)
+        asked = request.asked
+        target = _target(plan, asked)
+        there = target.existing(asked.count) if target.names_itself else None
+        if there is None:
+            there = self._put(plan, target, results)
+        size = sum(int(result.value["bytes"]) for result in results)
+        over = sum(int(result.value["overflows"]) for result in results)
+        told = tuple(losses(asked, target, request.columns, over))
+        return Conversion(
+            there, asked.format, asked.count, 0, size, time.perf_counter() - began, told, False, str(target.dtype)
+        )
+
+    def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
+        make_folder(target.root)
+        shared = _shared(results)
+        _move(results, target.root, set(shared))
+        for name, pieces in shared.items():
+            _join(pieces, target.root / name)
+        whole = results[:1] if "layers" in plan.tasks[0] else results
+        tables = [_read_table(result.folder / EXAMPLES) for result in whole]
+        lengths = lengths_in(tables, len(target.spec.layers))
+        columns, _ = columns_in(tables, plan.work)
+        target.restore(target.together([result.value["state"] for result in results]), lengths)
+        target.n = len(lengths)
+        target.finish(AllExamples(lengths, columns))
+        place = target.place()
+        if place != target.root:
+            rename(target.root, place)
+        sync_folders([place.parent, place])
+        return place
+
+    def committed(self, plan: Planned) -> Conversion | None:
+        request = self._request(plan)
+        target = _target(plan, request.asked)
+        there = complete_at(target)
+        if there is None:
+            return None
+        count = check_same(target, there)
+        told = tuple(losses(request.asked, target, request.columns))
+        return Conversion(there, request.asked.format, count, count, 0, 0.0, told, False, str(target.dtype))
+
+    def after(self, plan: Planned) -> None:
+        above = plan.work.parent
+        try:
+            above.rmdir()
+        except OSError:  # another plan, or a writer of saev's, works there
+            return
+
+
+Pieces = list[tuple[int, int, Path]]
+"""(first byte, end, file) of the pieces of a file."""
+
+
+def _shared(results: Sequence[Result]) -> dict[str, Pieces]:
+    """Pieces of the files that several tasks wrote, by name."""
+    made: dict[str, Pieces] = {}
+    for result in results:
+        for name, begin, end in result.value.get("fragments", ()):
+            made.setdefault(name, []).append((begin, end, result.folder / FILES / name))
+    for name, pieces in made.items():
+        # The first piece begins with the file: its task did not know that others go on.
+        for result in results:
+            file = result.folder / FILES / name
+            if all(file != other for _, _, other in pieces):
+                try:
+                    size = file.stat().st_size
+                except OSError:
+                    continue
+                pieces.append((0, size, file))
+        pieces.sort()
+    return made
+
+
+def _tiled(name: str, pieces: Pieces, work: Path) -> None:
+    """Raises FormatError if pieces leave a hole or overlap."""
+    at = 0
+    for begin, end, file in pieces:
+        if begin != at:
+            what = "a hole" if begin > at else "an overlap"
+            raise FormatError(
+                f"{name}: expected bytes from {at:,} on, found a piece from {begin:,} in {file}: {what}", path=work
+            )
+        found = file.stat().st_size
+        if found != end - begin:
+            raise FormatError(f"expected a piece of {end - begin:,} bytes, found {found:,}", path=file)
+        at = end
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Files below a folder: name, path."""
+    for path, _, names in os.walk(folder):
+        above = os.path.relpath(path, folder)
+        for name in names:
+            yield name if above == "." else f"{above}/{name}", Path(path, name)
+
+
+def _move(results: Sequence[Result], root: Path, but: set[str]) -> None:
+    """Renames the tasks' files into the dataset's folder. Files that were renamed before a kill are not there any more."""
+    folders: set[Path] = set()
+
+    def one(pair: tuple[Path, Path]) -> None:
+        try:
+            pair[0].rename(pair[1])
+        except FileNotFoundError:
+            if not pair[1].exists():
+                raise
+        except OSError as error:
+            raise from_os(error, pair[0], "rename") from error
+
+    with ThreadPoolExecutor(_RENAMING_THREADS) as pool:
+        pending: list[tuple[Path, Path]] = []
+        for result in results:
+            for name, file in _files(result.folder / FILES):
+                if name in but:
+                    continue
+                into = root / name
+                if into.parent not in folders:
+                    make_folder(into.parent)
+                    folders.add(into.parent)
+                pending.append((file, into))
+                if len(pending) >= _AT_ONCE:
+                    list(pool.map(one, pending))
+                    pending.clear()
+        list(pool.map(one, pending))
+    sync_folders(sorted(folders))
+
+
+def _join(pieces: Pieces, into: Path) -> None:
+    """Copies pieces together to one file, under a temporary name first."""
+    size = pieces[-1][1]
+    if into.exists() and into.stat().st_size >= size:
+        return
+    make_folder(into.parent)
+    temporary = into.with_name(f".{into.name}.joining")
+    try:
+        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise from_os(error, temporary, "remove") from error
+    for begin, end, file in pieces:
+        _native.copy_range(file, 0, end - begin, temporary, begin)
+    _native.sync_files([temporary])
+    rename(temporary, into)
+    sync_folders([into.parent])
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    import pyarrow as pa
+
+    with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    _native.sync_files([path])
+
+
+def _read_table(path: Path) -> pa.Table:
+    import pyarrow as pa
+
+    try:
+        with path.open("rb") as file:
+            return pa.ipc.open_file(file).read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise from_reader(error, path, "read", f"expected the examples of a task: {error}") from error

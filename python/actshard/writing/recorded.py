@@ -1,0 +1,86 @@
+"""Lengths and columns of examples as tables, which journals and tasks of plans keep until the dataset is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import FormatError
+from actshard.formats.target import Block
+from actshard.writing.columns import together
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TOKENS, BY_LAYER, OWN = "actshard.tokens", "actshard.tokens_by_layer", "actshard.own_tokens"
+"""Names of the columns that contain lengths: of all layers, by layer, and before padding."""
+
+
+def table_of(blocks: Sequence[Block]) -> pa.Table:
+    """The lengths and columns of blocks; their rows are not used."""
+    import pyarrow as pa
+
+    tables = []
+    for block in blocks:
+        same = (block.lengths == block.lengths[:, :1]).all()
+        if same:
+            name, column = TOKENS, pa.array(block.lengths[:, 0])
+        else:
+            flat = pa.array(np.ascontiguousarray(block.lengths).reshape(-1))
+            name, column = BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
+        known = pa.table({name: column} | ({} if block.own is None else {OWN: pa.array(block.own)}))
+        if block.columns is not None:
+            for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
+                known = known.append_column(field, values)
+        tables.append(known)
+    every, _ = together(tables)
+    return every.combine_chunks()
+
+
+def lengths_in(tables: Iterable[pa.Table], layers: int) -> NDArray[np.int64]:
+    """Tokens ``(n, layers)`` of the examples of tables, in order; equal lengths of all layers are stored once."""
+    parts = [_lengths(table, layers) for table in tables]
+    if not parts:
+        return np.zeros((0, layers), np.int64)
+    if all(part.strides[1] == 0 or layers == 1 for part in parts):
+        one = np.concatenate([part[:, 0] for part in parts])
+        return np.broadcast_to(one[:, None], (len(one), layers))
+    return np.concatenate(parts)
+
+
+def columns_in(tables: Iterable[pa.Table], folder: Path) -> tuple[pa.Table | None, list[str]]:
+    """Columns of the examples of tables, and names of those whose types differ and became text; None if there are no columns.
+
+    ``folder`` is where the tables lie, for messages.
+    """
+    import pyarrow as pa
+
+    own = [t.drop_columns([c for c in (TOKENS, BY_LAYER, OWN) if c in t.column_names]) for t in tables]
+    if not any(t.num_columns for t in own):
+        return None, []
+    try:
+        every, mixed = together(own)
+    except pa.ArrowException as error:
+        raise FormatError(f"columns of different commits do not fit together: {error}", path=folder) from error
+    return every, list(mixed)
+
+
+def _lengths(table: Any, layers: int) -> NDArray[np.int64]:
+    if BY_LAYER not in table.column_names and TOKENS in table.column_names and not table[TOKENS].null_count:
+        return np.broadcast_to(table[TOKENS].to_numpy()[:, None], (table.num_rows, layers))
+    made = np.zeros((table.num_rows, layers), np.int64)
+    if TOKENS in table.column_names:
+        column = table[TOKENS]
+        there = column.is_valid().to_numpy()
+        made[there] = column.drop_null().to_numpy()[:, None]
+    if BY_LAYER in table.column_names:
+        column = table[BY_LAYER]
+        there = column.is_valid().to_numpy()
+        flat = column.drop_null().combine_chunks()
+        flat = flat if not hasattr(flat, "chunks") else flat.chunk(0)
+        made[there] = flat.flatten().to_numpy().reshape(-1, layers)
+    return made
