@@ -40,12 +40,15 @@ from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.work import (
+    DUMPS_PLAN_FOLDER,
     EMPTY,
     FOLDER,
     MERGING,
     PART,
     PARTS,
+    PLAN_FOLDER,
     locked,
+    refuse_planned,
     remove_made,
     rename,
     tidy,
@@ -91,33 +94,44 @@ def merge(
         ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun in ``path``.
     """
     root = _arguments.local_path(path)
-    asked = _asked(parts, physical)
-    different_models = _arguments.switch(different_models, "different_models")
+    asked = AskedMerge.of(parts, physical, different_models)
     with boundary(root, "merge"):
-        return _merged(root, asked, different_models)
+        return merged(root, asked)
 
 
 @dataclass(frozen=True)
-class _AskedMerge:
-    """The arguments of a call to :func:`merge`."""
+class AskedMerge:
+    """The arguments of a call to :func:`merge`, and what a plan adds to them."""
 
     parts: tuple[Path, ...] | None
     physical: bool
+    different_models: bool
+    plan: Path | None = None
+    """Working folder of the plan that is committed."""
+    counts: tuple[int, ...] | None = None
+    """Number of examples that each part must have."""
+
+    @classmethod
+    def of(cls, parts: Any, physical: bool, different_models: bool) -> AskedMerge:
+        """Checks the arguments of :func:`merge`."""
+        physical = _arguments.switch(physical, "physical")
+        different_models = _arguments.switch(different_models, "different_models")
+        if parts is None:
+            return cls(None, physical, different_models)
+        if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
+            raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
+        return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
     def as_dict(self) -> dict[str, Any]:
+        """What the marker of an unfinished merge records."""
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
 
 
-def _asked(parts: Any, physical: bool) -> _AskedMerge:
-    if parts is None:
-        return _AskedMerge(None, _arguments.switch(physical, "physical"))
-    if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
-        raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
-    return _AskedMerge(tuple(_arguments.local_path(p, "parts") for p in parts), _arguments.switch(physical, "physical"))
-
-
-def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
+def merged(root: Path, asked: AskedMerge) -> Path:
+    """Merges, or finishes a merge that was interrupted; see :func:`merge`."""
     marker = root / FOLDER / _MARKER
+    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
+        refuse_planned(root, prefix, asked.plan)
     if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
         return _there(root, asked.physical)
     lock = locked(root / FOLDER)
@@ -129,7 +143,7 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
                 _leave(root)
                 return _there(root, asked.physical)
             try:
-                _begin(root, asked, marker, different_models)
+                _begin(root, asked, marker)
             except BaseException:
                 if not marker.exists():
                     _leave(root)
@@ -199,6 +213,8 @@ def _leave(root: Path) -> None:
     folder = root / FOLDER
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
+            if entry.name.startswith((PLAN_FOLDER, DUMPS_PLAN_FOLDER)):
+                continue  # removed with its plan
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             elif entry.name != _MARKER:
@@ -256,7 +272,7 @@ def _not_physical(format: str) -> str:
     return f"physical: supported for {others} only; a merged {format} dataset is always one dataset"
 
 
-def _begun(root: Path, asked: _AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
+def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
     """Returns the merge recorded in the marker. Raises ArgumentError if the call asks for another merge."""
     found = Fields(read_json(marker), marker)
     format = found.text("format")
@@ -287,7 +303,7 @@ def _begun(root: Path, asked: _AskedMerge, marker: Path) -> tuple[Merge, dict[st
     return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}), found.value
 
 
-def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool) -> None:
+def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     """Checks a merge and writes its marker. From then on the merge must be finished."""
     if asked.parts is None:
         sources = _own_parts(root)
@@ -302,7 +318,7 @@ def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool)
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
         refuse_existing(root)
-    format = _check_alike(sources, different_models)
+    format = _check_alike(sources, asked)
     merger = _merger(format)
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
@@ -359,11 +375,23 @@ def _own_parts(root: Path) -> list[Path]:
     return made
 
 
-def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
+def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> str:
     """Returns the common format. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
-    for path in sources:
+    if asked.counts is not None and len(sources) != len(asked.counts):
+        raise FormatError(
+            f"expected {len(asked.counts)} parts with examples, one of each task, found {len(sources)}",
+            path=sources[0].parent,
+        )
+    for i, path in enumerate(sources):
         store = open_quietly(path, None, "auto")
+        if asked.counts is not None and len(store) != asked.counts[i]:
+            begin = sum(asked.counts[:i])
+            raise FormatError(
+                f"task {i}: expected examples {begin} to {begin + asked.counts[i] - 1} ({asked.counts[i]}), found {len(store)}; "
+                f"remove this part and {asked.plan}/tasks/{i:05} and run the task again",
+                path=path,
+            )
         kind: dict[str, Any] = {
             "format": store.format,
             "layers": list(store.layers),
@@ -372,18 +400,18 @@ def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
             "special tokens": store.special_tokens,
         }
         kind |= _merger(store.format).kind(store.contents)
-        if not different_models:
+        if not asked.different_models:
             kind["model"] = store.contents.model
         if first is None:
             first = kind
         for name, value in kind.items():
             if first.get(name) != value:
-                asked = ". To merge them, pass different_models=True (--different-models)." if name == "model" else ""
+                remedy = ". To merge them, pass different_models=True (--different-models)." if name == "model" else ""
                 expected, differs = show(first.get(name)), show(value)
                 if isinstance(value, dict) and isinstance(first.get(name), dict):
                     expected, differs = _difference(first[name], value)
                 raise FormatError(
-                    f"expected {name} {expected} as in {sources[0].name}, found {differs}{asked}", path=path
+                    f"expected {name} {expected} as in {sources[0].name}, found {differs}{remedy}", path=path
                 )
     return str(first["format"])
 

@@ -90,6 +90,14 @@ class Merger(ABC):
         """Properties that parts must share, besides layers, width, dtype and model: values by name."""
         return {}
 
+    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
+        """Files and bytes of a dataset merged of parts of these (shards, files, bytes).
+
+        ``whole``: shards, files and bytes of a dataset that has all examples and is written at once.
+        """
+        one = whole[1] - whole[0]  # files beside the shards, which the merged dataset has once
+        return sum(shards for shards, _, _ in parts) + one, sum(size for _, _, size in parts)
+
     @abstractmethod
     def check(self, plan: Merge) -> None:
         """Raises if the merge is impossible. Writes nothing."""

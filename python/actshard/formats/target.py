@@ -189,6 +189,8 @@ class Target(ABC):
         """Further settings that must match when a writer resumes, such as a conversion's source."""
         self.n = 0
         """Number of examples written."""
+        self.plan: Path | None = None
+        """Working folder of the plan that this is written for. Writers refuse folders in which another plan makes a dataset."""
         self.apart: Apart | None = None
         """Set in a task of a plan, which writes some of the examples to files of its own."""
 

@@ -18,10 +18,11 @@ from actshard.plan.plan import Plan, Status, load
 
 if TYPE_CHECKING:
     from actshard.plan.converting import convert
+    from actshard.plan.creating import create
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "load"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load"]
 
-_MAKERS = {"convert": "converting"}
+_MAKERS = {"convert": "converting", "create": "creating"}
 """Functions that make plans, and their modules, which load on first use."""
 
 

@@ -133,17 +133,22 @@ class Book:
     @contextlib.contextmanager
     def attempt(self, task: int) -> Iterator[Path]:
         """A new folder for an attempt at a task. It is removed if the block raises."""
+        folder = self.begin_attempt(task)
+        try:
+            yield folder
+        except BaseException:
+            remove(folder)
+            raise
+
+    def begin_attempt(self, task: int) -> Path:
+        """As :meth:`attempt`, for a caller that removes the folder itself if the attempt fails."""
         self._remove_dead(task)
         folder = self.tasks / f".{task:05}.{host()}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             folder.mkdir()  # not its parents: a committed plan's folder stays removed
         except OSError as error:
             raise from_os(error, folder, "make") from error
-        try:
-            yield folder
-        except BaseException:
-            remove(folder)
-            raise
+        return folder
 
     def _remove_dead(self, task: int) -> None:
         """Removes what killed processes of this machine left of a task."""

@@ -19,8 +19,15 @@ from actshard.work import write_json
 
 VERSION = 1
 """Version of the JSON. A reader refuses plans of a later version."""
-VERBS: dict[str, str] = {"convert": "actshard.plan.converting:Converting"}
+VERBS: dict[str, str] = {
+    "convert": "actshard.plan.converting:Converting",
+    "create": "actshard.plan.creating:Creating",
+}
 """The kinds of plans, and where they are implemented."""
+PLANS: dict[str, str] = {
+    "create": "actshard.plan.creating:CreatePlan",
+}
+"""The kinds whose plans have methods of their own, and where their classes are."""
 
 
 @dataclass(frozen=True)

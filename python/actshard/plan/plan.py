@@ -23,7 +23,8 @@ from actshard.errors import (
 )
 from actshard.inputs import changed
 from actshard.plan.book import BEAT_SECONDS, COMMIT, Attempt, Book
-from actshard.plan.data import VERBS, Planned
+from actshard.plan.data import PLANS, VERBS, Planned
+from actshard.plan.shares import of_environment
 from actshard.plan.verb import Result, Verb
 from actshard.work import locked, write_json
 
@@ -102,9 +103,20 @@ class Plan(Planned):
     @cached_property
     def implementation(self) -> Verb:
         """The verb."""
-        module, _, name = VERBS[self.verb].partition(":")
-        made: Verb = getattr(importlib.import_module(module), name)()
+        made: Verb = _imported(VERBS[self.verb])()
         return made
+
+    def mine(self) -> list[int]:
+        """Numbers of the tasks that this process runs, if the processes of a job share them.
+
+        The environment tells which process this is: torchrun (RANK, WORLD_SIZE), Slurm, MPI, Ray or JAX; see
+        :func:`actshard.plan.shares.of_environment`. Process r of n has the tasks r, r + n, ...
+
+        Raises:
+            ArgumentError: the environment contradicts itself.
+        """
+        index, count = of_environment()
+        return list(range(index, len(self), count))
 
     def run(self, task: int) -> dict[str, Any]:
         """Runs one task and returns its result. A finished task is not run again.
@@ -215,6 +227,8 @@ class Plan(Planned):
         verb, book = self.implementation, self.book
         if not book.exists():
             if (over := verb.committed(self)) is not None:
+                book.remove()  # a commit that was killed may have left some of it
+                verb.after(self)
                 return over
             raise UnfinishedError(f"{len(self)} of {len(self)} tasks are missing: run them first", path=self.work)
         lock = locked(self.work / "committing")
@@ -281,7 +295,16 @@ def load(path: str | os.PathLike[str]) -> Plan:
         FormatError: it is no plan, or was changed.
     """
     file = _arguments.local_path(path)
-    return Plan.from_dict(read_json(file), file)
+    value = read_json(file)
+    kind: type[Plan] = Plan
+    if isinstance(value, dict) and (own := PLANS.get(str(value.get("verb")))) is not None:
+        kind = _imported(own)
+    return kind.from_dict(value, file)
+
+
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def failures(plan: Plan, errors: Mapping[int, ActshardError]) -> TasksFailedError:

@@ -37,8 +37,8 @@ def is_merging(root: Path | Location) -> bool:
     return (Location.at(root) / FOLDER / MERGING).exists()
 
 
-def planned(root: Path | Location, prefix: str = PLAN_FOLDER) -> Path | None:
-    """The working folder of a plan that is not committed and writes a dataset to this folder; None if there is none."""
+def planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> Path | None:
+    """The working folder of a plan, other than ``own``, that is not committed and writes a dataset to this folder, or None."""
     folder = Location.at(root)
     if not folder.is_local:
         return None
@@ -50,12 +50,12 @@ def planned(root: Path | Location, prefix: str = PLAN_FOLDER) -> Path | None:
         return None
     except OSError as error:
         raise from_os(error, work, "look at") from error
-    return next((work / name for name in names if (work / name / PLAN).exists()), None)
+    return next((work / name for name in names if work / name != own and (work / name / PLAN).exists()), None)
 
 
-def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER) -> None:
-    """Raises UnfinishedError for a folder with a plan that is not committed."""
-    work = planned(root, prefix)
+def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> None:
+    """Raises UnfinishedError for a folder with a plan, other than that of the working folder ``own``, that is not committed."""
+    work = planned(root, prefix, own)
     if work is not None:
         raise UnfinishedError(
             f"contains tasks of a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "

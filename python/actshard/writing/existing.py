@@ -29,9 +29,10 @@ def complete_at(target: Target) -> Path | None:
 
 
 def _finished(target: Target) -> Path | None:
-    refuse_planned(target.spec.path, DUMPS_PLAN_FOLDER if target.names_itself else PLAN_FOLDER)
+    root = target.spec.path if target.spec.part is None else target.spec.path.parent.parent
+    refuse_planned(root, DUMPS_PLAN_FOLDER if target.names_itself else PLAN_FOLDER, target.plan)
     if target.spec.part is not None:
-        _refuse_beside(target.spec.path.parent.parent, target)
+        _refuse_beside(root, target)
     if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
         return target.spec.path
     found = target.existing(None)
@@ -52,7 +53,6 @@ def _refuse_beside(root: Path, target: Target) -> None:
     """Raises if a part would lie beside an unfinished merge or a whole dataset: neither could then be opened or merged."""
     from actshard import formats
 
-    refuse_planned(root)
     if is_merging(root):
         # The merge may have moved parts: the folder looks like a dataset and contains their only copy.
         raise UnfinishedError(

@@ -42,6 +42,16 @@ _PAGE = 4096
 """Alignment of blocks in bytes: direct writes copy other memory first."""
 
 
+def blocks_of(target: Target) -> int:
+    """Number of blocks in memory at once."""
+    return 2 if 3 * target.block_bytes > MEMORY else 3
+
+
+def block_memory(target: Target) -> int:
+    """Bytes of the blocks in memory at once, unless single examples are larger than a block."""
+    return blocks_of(target) * target.block_bytes
+
+
 class Sink:
     """Writes blocks of one dataset. Not thread-safe: only the thread that creates it may use it."""
 
@@ -78,7 +88,7 @@ class Sink:
             self.journal.lock.release()
             raise
         self.committed = self._handed = self.journal.examples
-        blocks = 2 if 3 * target.block_bytes > MEMORY else 3
+        blocks = blocks_of(target)
         # All blocks may wait: those of a shard that was decoded whole come faster than a disk writes.
         self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(blocks)
         self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,22 +62,26 @@ class Writer:
         self._sink: Sink | None = None
         self.path = target.root
         with _told(target.root):
-            if self._is_complete(resume):
-                return
-            try:
-                self._sink = Sink(target, resume=resume)
-            except ExistsError:
-                # Another process may have finished the dataset before we took the lock.
-                if not (self._exist_ok and self._is_complete(resume)):
-                    raise
-                return
-            self._appended = self._sink.committed
-            self._tell_unknown(self._sink)
-            if self._sink.journal.closing:
-                # Killed while finishing: all shards have their final form, so only finishing remains.
-                self.path = self._sink.finish()
-                self.complete = True
-                self._sink = None
+            self._begin(resume)
+
+    def _begin(self, resume: bool) -> None:
+        """Accepts a finished dataset, continues an unfinished one, or starts a new one."""
+        if self._is_complete(resume):
+            return
+        try:
+            self._sink = Sink(self._target, resume=resume)
+        except ExistsError:
+            # Another process may have finished the dataset before we took the lock.
+            if not (self._exist_ok and self._is_complete(resume)):
+                raise
+            return
+        self._appended = self._sink.committed
+        self._tell_unknown(self._sink)
+        if self._sink.journal.closing:
+            # Killed while finishing: all shards have their final form, so only finishing remains.
+            self.path = self._sink.finish()
+            self.complete = True
+            self._sink = None
 
     def _is_complete(self, resume: bool) -> bool:
         """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
@@ -99,7 +103,7 @@ class Writer:
         state = "complete" if self.complete else f"{self._appended} examples appended, {self.committed} committed"
         return f"<actshard.Writer {self.format} {str(self.path)!r}: {state}>"
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -366,7 +370,7 @@ class Writer:
                     "counts as content. If any were padded, write the dataset again.",
                     code="unknown-lengths",
                 ),
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def abort(self) -> None:

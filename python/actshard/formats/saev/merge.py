@@ -158,6 +158,9 @@ class SaevMerger(Merger):
             "patch labels": contents.labels() is not None,
         }
 
+    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
+        return whole[1:]
+
     def check(self, plan: Merge) -> None:
         _check(plan)
 

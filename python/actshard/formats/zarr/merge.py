@@ -156,6 +156,9 @@ class ZarrMerger(Merger):
     def several(self, path: Path) -> bool:
         return not is_group(Location.at(path))
 
+    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
+        return sum(files for _, files, _ in parts) + 1, sum(size for _, _, size in parts)  # stores stay, and a manifest
+
     def check(self, plan: Merge) -> None:
         _check(plan)
 

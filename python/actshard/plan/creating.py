@@ -1,0 +1,493 @@
+"""Plans of extractions: each task writes its range of examples as a part of the dataset, and the commit merges the parts.
+
+.. code-block:: text
+
+    DST/.parts/part-00017-of-00256/                  what task 17 wrote, as by create(part=(17, 256)); its writer locks it
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/         task 17 is done: its part is finished
+
+Unlike other tasks, those of an extraction have state: what a task has committed is kept when its process is killed, and the next
+run goes on after it. So two processes cannot run one task at the same time: the second is refused by the part's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from actshard import _arguments, formats
+from actshard.errors import (
+    ActshardError,
+    ArgumentError,
+    ExistsError,
+    InternalError,
+    OutOfRangeError,
+    UnsupportedError,
+    boundary,
+)
+from actshard.formats.options import FormatOptions
+from actshard.formats.target import Target
+from actshard.layers import Layer
+from actshard.merging import AskedMerge, merged
+from actshard.opening import open_quietly
+from actshard.plan.book import BEAT_SECONDS, work_folder
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.work import FOLDER, PARTS, is_merging, remove, unfinished
+from actshard.writing import Writer
+from actshard.writing.creating import make_target
+from actshard.writing.existing import complete_at
+from actshard.writing.sink import block_memory
+
+if TYPE_CHECKING:
+    from actshard.store import Store
+
+Computes = Callable[[Writer, range], object]
+"""What computes activations: called with a writer, and the examples that it shall append."""
+MOST_TASKS = 99_999
+_PLAIN = (str, int, float, bool)
+"""Types of metadata that every format stores unchanged."""
+_PROCESS = 160 << 20
+"""Bytes of memory of a process that writes: the interpreter, numpy and pyarrow."""
+
+
+def create(
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    layers: Sequence[Layer],
+    d_model: int,
+    num_examples: int,
+    tasks: int,
+    dtype: DTypeLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    tokens_per_example: int | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    overflow: _arguments.Overflow = "refuse",
+    shard_bytes: int | str | None = None,
+    capture: str | Computes | None = None,
+    exist_ok: bool = False,
+    work: str | os.PathLike[str] | None = None,
+    **options: Unpack[FormatOptions],
+) -> CreatePlan:
+    """Plans an extraction by many processes: each task is a range of examples, and writes them as a part of the dataset.
+
+    Every process may make the plan itself, with the same arguments, or load it from a file. It then runs its tasks::
+
+        plan = actshard.plan.create(path, "zarr", layers=[4, 8], d_model=4096, num_examples=100_000, tasks=64)
+        for task in plan.mine():
+            with plan.writer(task) as writer:
+                for batch in batches_of(writer.left):
+                    writer.append(model(batch))
+
+    When all tasks are done, one process calls :meth:`~actshard.plan.Plan.commit`. Nothing is written before the first task.
+
+    Args:
+        path: the dataset's folder, which all machines must see; for saev the folder of dumps.
+        format: a format whose parts can be merged: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
+        layers: as for :func:`actshard.create`, like the arguments that are not explained here.
+        d_model: elements per row.
+        num_examples: number of examples of the whole dataset.
+        tasks: number of tasks. Their ranges are equal within one example.
+        dtype: dtype to store.
+        metadata: values that the format stores.
+        tokens_per_example: number of tokens. Formats without a constant number use it for the predicted size only.
+        pad: fill short examples.
+        truncate: cut long examples.
+        overflow: what to do with values too large for ``dtype``.
+        shard_bytes: approximate size of a shard.
+        capture: ``"module:function"``, or a function that can be imported by such a name, so that an engine can run the tasks: it
+            is called as ``function(writer, examples)`` and appends the examples of the range. Whoever runs a plan runs this
+            function: load plans from files that you would run as scripts. None: your script uses ``plan.writer``.
+        exist_ok: accept a finished dataset of these arguments, as the result of this plan.
+        work: working folder, which all machines must see; None: a hidden folder in ``path``.
+        options: options of the format.
+
+    Returns:
+        A plan. What it predicts does not count columns, which are not known before they are appended.
+
+    Raises:
+        ArgumentError, DtypeError: as for :func:`actshard.create`; a format whose parts cannot be merged.
+        ExistsError: ``path`` contains a dataset, or parts of another one.
+        UnfinishedError: another plan, or a writer, makes a dataset in ``path``.
+    """
+    if not _arguments.is_one_of(overflow, ("refuse", "allow")):
+        raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
+    root = _arguments.local_path(path)
+    _check_format(format)
+    tasks = _arguments.whole(tasks, "tasks", 1, MOST_TASKS)
+    n = _arguments.whole(num_examples, "num_examples", 1, (1 << 62) - 1)
+    told: dict[str, Any] = {
+        "layers": layers,
+        "d_model": d_model,
+        "dtype": dtype,
+        "metadata": metadata,
+        "tokens_per_example": tokens_per_example,
+        "shard_bytes": shard_bytes,
+        "options": dict(options),
+    }
+    parts = min(tasks, n)
+    target = make_target(root, format, num_examples=n, part=(0, parts), **told)
+    spec = target.spec
+    arguments: dict[str, Any] = {
+        "path": str(root),
+        "format": format,
+        "layers": list(spec.layers),
+        "d_model": spec.d_model,
+        "num_examples": n,
+        "dtype": None if spec.dtype is None else str(spec.dtype),
+        "metadata": spec.metadata,
+        "tokens_per_example": spec.tokens,
+        "shard_bytes": spec.shard_bytes,
+        "options": spec.options,
+        "pad": _arguments.switch(pad, "pad"),
+        "truncate": _arguments.switch(truncate, "truncate"),
+        "overflow": overflow,
+        "capture": None if capture is None else _name_of(capture),
+    }
+    bounds = _bounds(n, parts)
+    predicted, notes, each = _predicted(arguments, bounds)
+    if parts < tasks:
+        notes.insert(0, f"{parts:,} tasks instead of {tasks:,}: there are {n:,} examples")
+    made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
+    place = (
+        work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)
+        if work is None
+        else _arguments.local_path(work, "work")
+    )
+    plan = CreatePlan("create", arguments, (), tuple(made), predicted, place, tuple(notes))
+    with boundary(root, "plan an extraction to"):
+        if not plan.book.exists():
+            _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
+    return plan
+
+
+def _check_format(format: str) -> None:
+    """Raises ArgumentError for a format whose parts cannot be merged."""
+    written = formats.written()
+    known = [name for name in written if formats.get(name).merger() is not None]
+    if _arguments.is_one_of(format, written) and format not in known:
+        raise ArgumentError(
+            f"format: {format} datasets cannot be written in parts; extractions by many processes write {', '.join(known)}, and "
+            "actshard.convert, or a plan of it, makes the others"
+        )
+
+
+def _bounds(n: int, tasks: int) -> list[int]:
+    """First examples of the tasks, and the end of the last."""
+    return [k * n // tasks for k in range(tasks + 1)]
+
+
+def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
+    """Raises ExistsError or UnfinishedError if the dataset cannot be written, before a model computes anything."""
+    root = plan.path
+    if (there := plan.implementation.committed(plan)) is not None:
+        if exist_ok:
+            return
+        raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=there)
+    complete_at(target)
+    if (root / PARTS).exists():
+        raise ExistsError(
+            f"contains parts of another dataset: merge them with actshard.merge, or remove {PARTS}, or choose another folder",
+            path=root,
+        )
+
+
+def _predicted(arguments: Mapping[str, Any], bounds: Sequence[int]) -> tuple[Predicted, list[str], list[int]]:
+    """What the extraction takes, notes about it, and the bytes of each task's rows."""
+    notes = []
+    tokens = arguments["tokens_per_example"]
+    if tokens is None:
+        notes.append(
+            "bytes and files are those of one token per example: pass tokens_per_example= for a better prediction"
+        )
+    if arguments["dtype"] is None:
+        notes.append("bytes are those of float32: pass dtype= for a better prediction")
+    sizes = []
+    counts = np.diff(bounds).tolist()
+    for count in [*dict.fromkeys(counts), bounds[-1]]:
+        target = _target(arguments, None, count, (0, len(counts)))
+        if target.dtype is None:
+            target.dtype = np.dtype(np.float32)
+        target.take_tokens(tokens or 2)
+        sizes.append(target.estimate(np.full(count, target.tokens or tokens or 1, np.int64), has_labels=False))
+    known = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
+    merger = formats.get(arguments["format"]).merger()
+    assert merger is not None
+    files, size = merger.predicted([known[count] for count in counts], sizes[-1])
+    memory = _PROCESS + block_memory(target)
+    return Predicted(size, files, 0, memory), notes, [known[count][2] for count in counts]
+
+
+def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:
+    names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
+    told = {name: arguments[name] for name in names}
+    target = make_target(arguments["path"], told.pop("format"), num_examples=count, part=part, **told)
+    target.plan = work
+    return target
+
+
+def _name_of(capture: Any) -> str:
+    """``module:function`` of a capture."""
+    if isinstance(capture, str):
+        module, _, function = capture.partition(":")
+        if not all(word.isidentifier() for word in [*module.split("."), *function.split(".")]):
+            raise ArgumentError(f'capture: expected "module:function", found {capture!r:.100}')
+        return capture
+    place, name = getattr(capture, "__module__", None), getattr(capture, "__qualname__", None)
+    if not callable(capture) or not isinstance(place, str) or not isinstance(name, str):
+        raise ArgumentError(f'capture: expected a function, or "module:function", found {capture!r:.100}')
+    if place == "__main__" or "<" in name:
+        raise ArgumentError(
+            f"capture: expected a function that other processes can import, found {name} of {place}: define it with def, in a "
+            "module of its own"
+        )
+    return f"{place}:{name}"
+
+
+def _function(name: str) -> Computes:
+    """The function of a name ``module:function``."""
+    module, _, place = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for each in place.split("."):
+            found = getattr(found, each)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(
+            f"capture: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
+        ) from error
+    if not callable(found):
+        raise ArgumentError(f"capture: expected a function, found {type(found).__name__} {name!r}")
+    made: Computes = found
+    return made
+
+
+class CreatePlan(Plan):
+    """A plan of :func:`create`: tasks are ranges of examples, which your script, or ``capture``, computes and writes."""
+
+    @property
+    def path(self) -> Path:
+        """The dataset's folder."""
+        return Path(self.arguments["path"])
+
+    def examples(self, task: int) -> range:
+        """The examples of a task, by their numbers in the whole dataset.
+
+        Raises:
+            OutOfRangeError: there is no such task.
+        """
+        task = _arguments.whole(task, "task", 0)
+        if task >= len(self):
+            raise OutOfRangeError(f"task: expected 0 to {len(self) - 1}, found {task}")
+        return range(*self.tasks[task]["examples"])
+
+    def writer(self, task: int) -> TaskWriter:
+        """Returns the writer of a task. It begins after the examples that were committed before: append those of ``writer.left``.
+
+        The task is done when the writer is closed, with all its examples. For a task that is done, and after the commit, the writer
+        is ``complete`` and nothing is left.
+
+        Raises:
+            OutOfRangeError: there is no such task.
+            LockedError: another process writes the examples of this task.
+        """
+        return TaskWriter(self, _arguments.whole(task, "task", 0))
+
+    def run(self, task: int) -> dict[str, Any]:
+        """Runs one task: calls ``capture`` with the task's writer and the examples that are left, and closes the writer.
+
+        Raises:
+            ArgumentError: the plan has no ``capture``.
+            Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process runs this task.
+        """
+        if self.arguments["capture"] is None:
+            raise ArgumentError(
+                f"this plan has no capture=, which computes activations: use plan.writer({task}) in your script, or make the "
+                'plan with capture="module:function"'
+            )
+        return super().run(task)
+
+
+class TaskWriter(Writer):
+    """The writer of one task of an extraction; :meth:`CreatePlan.writer` makes it.
+
+    Attributes:
+        task: the task's number.
+        examples: the examples of the task, by their numbers in the whole dataset.
+    """
+
+    def __init__(self, plan: CreatePlan, task: int, tell: Beat | None = None) -> None:
+        self.task = task
+        self.examples = plan.examples(task)
+        self._plan = plan
+        self._tell = tell
+        self._began = self._told_at = time.monotonic()
+        self._attempt: Path | None = None
+        given = plan.arguments
+        super().__init__(
+            _target(given, plan.work, len(self.examples), (task, len(plan))),
+            resume=True,
+            exist_ok=True,
+            pad=given["pad"],
+            truncate=given["truncate"],
+            overflow=given["overflow"],
+        )
+
+    @property
+    def left(self) -> range:
+        """The examples that are not appended yet, by their numbers in the whole dataset."""
+        return self.examples[len(self) :]
+
+    def _begin(self, resume: bool) -> None:
+        plan, book = self._plan, self._plan.book
+        over = None if book.exists() else plan.implementation.committed(plan)
+        if over is not None or book.result(self.task) is not None:  # its part may have been merged
+            self.path, self.complete, self._appended = over or plan.path, True, len(self.examples)
+            return
+        book.begin(plan.as_dict())
+        super()._begin(resume)
+        if self._tell is None:  # otherwise run by an engine, which keeps the book
+            self._attempt = book.begin_attempt(self.task)
+            if self.complete:  # killed between the end of the part and its entry in the book
+                self._publish()
+
+    def append(self, activations: Any, **given: Any) -> None:
+        """As :meth:`actshard.Writer.append`."""
+        super().append(activations, **given)
+        now = time.monotonic()
+        if now - self._told_at < BEAT_SECONDS:
+            return
+        self._told_at = now
+        if self._tell is not None:
+            self._tell(len(self), len(self.examples))
+        elif self._attempt is not None:
+            self._plan.book.tell(self._attempt, len(self), len(self.examples))
+
+    def close(self) -> None:
+        """Finishes the task. May be called again.
+
+        Raises:
+            ArgumentError: fewer examples than the task has were appended. They are kept, and the task can be run again.
+        """
+        if self.complete or self._sink is None:
+            return
+        if self.left:
+            first, last = self.examples[0], self.examples[-1]
+            said = f"expected examples {first} to {last} ({len(self.examples)}), found {len(self)} appended"
+            self.abort()
+            raise ArgumentError(
+                f"task {self.task}: {said}; they are kept: run the task again for those from {self.left[0]}"
+            )
+        super().close()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Records that the task is done."""
+        if self._attempt is not None:
+            seconds = round(time.monotonic() - self._began, 3)
+            self._plan.book.publish(self.task, self._attempt, {"value": self.result(), "seconds": seconds})
+            self._attempt = None
+
+    def result(self) -> dict[str, Any]:
+        """What the book records of the finished task."""
+        size = sum(Path(folder, name).stat().st_size for folder, _, names in os.walk(self.path) for name in names)
+        return {"examples": [self.examples[0], self.examples[-1] + 1], "bytes": size, "units": len(self.examples)}
+
+    def abort(self) -> None:
+        """As :meth:`actshard.Writer.abort`: the task can be run again, and goes on after what is committed."""
+        super().abort()
+        if self._attempt is not None:
+            remove(self._attempt)
+            self._attempt = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except Exception as failed:
+            self._record(failed)
+            raise
+        if isinstance(error, Exception):
+            self._record(error)
+
+    def _record(self, error: Exception) -> None:
+        if self._tell is None:
+            if not isinstance(error, ActshardError):
+                error = InternalError(f"task {self.task}: {type(error).__name__}: {error}", path=self.path)
+            self._plan.book.failed(self.task, error)
+
+
+class Creating(Verb):
+    """Runs the tasks of an extraction with a ``capture``, and merges what tasks wrote."""
+
+    name = "create"
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Runs the task's capture."""
+        assert isinstance(plan, CreatePlan)
+        function = _function(plan.arguments["capture"])
+        writer = TaskWriter(plan, task, tell)
+        with writer:
+            if not writer.complete:
+                function(writer, writer.left)
+        return writer.result()
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
+        """Merges the parts; returns the dataset's path."""
+        root = Path(plan.arguments["path"])
+        if not (root / PARTS).is_dir() and not is_merging(root) and (over := self.committed(plan)) is not None:
+            return over
+        counts = tuple(stop - first for first, stop in (task["examples"] for task in plan.tasks))
+        return merged(root, AskedMerge(None, physical=False, different_models=False, plan=plan.work, counts=counts))
+
+    def committed(self, plan: Planned) -> Path | None:
+        """The finished dataset with the plan's examples, layers, types and metadata."""
+        root = Path(plan.arguments["path"])
+        if not root.is_dir() or (root / PARTS).exists() or is_merging(root):
+            return None
+        format = plan.arguments["format"]
+        target = formats.get(format).target()
+        places = (
+            [root] if not target.names_itself else sorted(p for p in root.iterdir() if p.name[0] != "." and p.is_dir())
+        )
+        found = [
+            p for p in places if formats.detect(format, p).matches and unfinished(p) is None and _is_made_by(plan, p)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def after(self, plan: Planned) -> None:
+        """Removes the folder of working folders, if none is left."""
+        with contextlib.suppress(OSError):
+            (Path(plan.arguments["path"]) / FOLDER).rmdir()
+
+
+def _is_made_by(plan: Planned, path: Path) -> bool:
+    """Whether a finished dataset has the examples, layers, types and metadata that a plan asks for."""
+    try:
+        store = open_quietly(path, plan.arguments["format"], "auto")
+    except UnsupportedError:
+        return False
+    given = plan.arguments
+    wanted = [given["num_examples"], given["layers"], given["d_model"], given["dtype"] or str(store.dtype)]
+    if wanted != [len(store), list(store.layers), store.d_model, str(store.dtype)]:
+        return False
+    return all(
+        _metadata(store, name, value) == value for name, value in given["metadata"].items() if type(value) in _PLAIN
+    )
+
+
+def _metadata(store: Store, name: str, default: Any) -> Any:
+    """A metadata value of the user's, at the top or in one of the format's own objects; ``default`` if there is none."""
+    held = store.metadata
+    return next((place[name] for place in (held, *held.values()) if isinstance(place, dict) and name in place), default)
