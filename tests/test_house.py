@@ -241,6 +241,7 @@ ON_PATHS = {
     "plan.book": "the working folder of a plan",
     "plan.converting": "renames the files of tasks",
     "plan.creating": "looks at the parts that its tasks wrote",
+    "plan.tokenizing": "puts a token cache in its place",
     "pushing": "uploads local files",
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",
@@ -252,6 +253,7 @@ ON_PATHS = {
     "compat.saev.copying": "copies a dump to this machine's disk",
     "tokens.writing": "writes",
     "tokens.building": "writes",
+    "tokens.recipe": "looks at what is in the way of a build",
     "tokens.placing": "puts what was built in its place",
     "tokens.shards": "writes",
 }

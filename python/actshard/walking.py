@@ -12,7 +12,7 @@ from typing import Any
 
 from actshard.errors import ActshardError, ArgumentError, MissingFileError, UnfinishedError
 from actshard.location import Location
-from actshard.work import is_building
+from actshard.work import is_building, refuse_planned
 
 _DEPTH = 6
 """Maximum depth at which datasets are searched below a path; saev alone nests three folders."""
@@ -76,7 +76,7 @@ def find_cache(
     """Returns the token cache at a path or URL, or the only one up to three levels below it.
 
     Raises:
-        UnfinishedError: a build of a cache is running there, or was interrupted.
+        UnfinishedError: a build of a cache or a plan is running there, or was interrupted.
         ArgumentError: there are several caches; the message lists them.
         MissingFileError: there is no cache.
     """
@@ -84,6 +84,7 @@ def find_cache(
     (root / LEDGER).look_ahead()
     if is_cache_itself(root):
         return root
+    refuse_planned(root)
     working = is_building(root)
     below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):

@@ -19,10 +19,11 @@ from actshard.plan.plan import Plan, Status, load
 if TYPE_CHECKING:
     from actshard.plan.converting import convert
     from actshard.plan.creating import create
+    from actshard.plan.tokenizing import tokenize
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "tokenize"]
 
-_MAKERS = {"convert": "converting", "create": "creating"}
+_MAKERS = {"convert": "converting", "create": "creating", "tokenize": "tokenizing"}
 """Functions that make plans, and their modules, which load on first use."""
 
 

@@ -22,6 +22,7 @@ VERSION = 1
 VERBS: dict[str, str] = {
     "convert": "actshard.plan.converting:Converting",
     "create": "actshard.plan.creating:Creating",
+    "tokenize": "actshard.plan.tokenizing:Tokenizing",
 }
 """The kinds of plans, and where they are implemented."""
 PLANS: dict[str, str] = {

@@ -7,13 +7,11 @@ written, and everything is moved into place. Until then nothing opens as a cache
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,19 +23,20 @@ from numpy.typing import DTypeLike
 import actshard._native as _native
 from actshard import errors
 from actshard._arguments import local_path, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError, boundary
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.formats import ChatFormat, FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
+from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
-from actshard.tokens.processing import ChatProcessor, Processor, processor
+from actshard.tokens.processing import Processor, processor_of
+from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.workers import Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
-from actshard.work import locked, make_folder, remove, sync_folders, sync_tree, write_json
+from actshard.work import locked, make_folder, refuse_planned, remove, sync_folders, sync_tree, write_json
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -120,6 +119,7 @@ def build_cache(
         FormatError: a record is unusable; the message names file and line.
         ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way.
         LockedError: another process is building the cache.
+        UnfinishedError: tasks of a plan are building a cache there (:func:`actshard.plan.tokenize`).
         MissingFileError, ArgumentError, MissingExtraError: missing sources, invalid options, missing libraries.
     """
     options = BuildOptions(
@@ -164,6 +164,10 @@ class BuildOptions:
         checked_storage(self.storage)
         _id_dtype(self.dtype)
 
+    def of_rows(self) -> dict[str, Any]:
+        """The options that affect rows, as JSON values."""
+        return {"dtype": _id_dtype(self.dtype), "enforce_eos": self.enforce_eos, "enforce_bos": self.enforce_bos}
+
 
 class Build:
     """A build; :func:`build_cache` runs it. Afterwards ``built`` is False if the cache was already finished."""
@@ -187,10 +191,8 @@ class Build:
             if tokenizer is None:
                 raise ArgumentError(f"format {self.format.type} needs a tokenizer")
             self.tokenizer = load_tokenizer(tokenizer)
-        eos, bos = options.enforce_eos, options.enforce_bos
-        self.options: dict[str, Any] = {"dtype": _id_dtype(options.dtype), "enforce_eos": eos, "enforce_bos": bos}
-        made = None if self.options["dtype"] is None else np.dtype(self.options["dtype"])
-        self.process: Processor = processor(self.format, self.tokenizer, made, enforce_eos=eos, enforce_bos=bos)
+        self.options = options.of_rows()
+        self.process: Processor = processor_of(self.format, self.tokenizer, self.options)
         self.sources = expand(sources)
         self._tell = progress
         self.built = False
@@ -203,37 +205,26 @@ class Build:
         self._now: tuple[Any, ...] | None = None
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """Everything that affects rows. The tokenizer is included as a digest, because it is megabytes."""
-        return {
-            "format": formats.as_dict(self.format),
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest(),
-            **self.options,
-            "skip": self.skip,
-        }
-
-    def _identity(self, source: AnySource) -> str:
-        made = {"settings": self._settings, "source": source.identity(), "storage": self._shard_storage}
-        return _digest(made | {"now": self._now} if self._tells_time else made)
-
-    @property
-    def _shard_storage(self) -> str:
-        # Shards to be consolidated are copied as bytes, so compression happens only once, at the end.
-        return self.storage if self.layout == SHARDED else "plain"
+    def recipe(self) -> Recipe:
+        """What the bytes of the cache depend on."""
+        return Recipe(
+            self.sources,
+            self.format,
+            None if self.tokenizer is None else self.tokenizer.digest(),
+            self.options,
+            self.skip,
+            self.layout,
+            self.storage,
+            self.keep_shards,
+            self.process.fields,
+            self.process.metadata(),
+            self.process.tells_time,
+        )
 
     @property
     def _copies(self) -> bool:
         """Whether shards are read again for consolidation. A single plain shard is linked instead."""
         return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
-
-    def _whole_identity(self) -> dict[str, Any]:
-        """Identifies a finished cache."""
-        return {
-            "settings": _digest(self._settings),
-            "sources": _digest([source.identity() for source in self.sources]),
-            "layout": self.layout,
-            "storage": self.storage,
-        }
 
     def run(self) -> TokenCache:
         """Builds the cache unless it is finished, and opens it."""
@@ -250,6 +241,7 @@ class Build:
         try:
             placing.recover(self.out, work)
             if not self._is_finished():  # another process may have finished it
+                refuse_planned(self.out)
                 self._build(work)
             placing.clear(work)
         finally:
@@ -266,7 +258,7 @@ class Build:
         except errors.ActshardError:  # another process is building, or the folder is read-only
             return
         try:
-            mine = placing.read_state(work).get("cache") in (None, _digest(self._whole_identity()))
+            mine = placing.read_state(work).get("cache") in (None, digest(self.recipe.whole()))
             if mine and self._is_finished():
                 placing.clear(work)
         finally:
@@ -278,79 +270,19 @@ class Build:
         Raises:
             ExistsError: another cache exists, and ``overwrite`` is False.
         """
-        if not os.path.lexists(self.out / ledgers.NAME):
+        ledger = self.recipe.found(self.out, overwrite=self.overwrite)
+        if ledger is None:
             return False
-        try:
-            ledger = ledgers.read(self.out)
-        except errors.ActshardError as error:
-            if self.overwrite:
-                return False
-            raise ExistsError(
-                f"an unreadable cache exists ({error.detail}); pass overwrite=True to replace it", path=self.out
-            ) from error
-        own = ledger.extra.get(OURS)
-        differs = self._difference(ledger, own if isinstance(own, dict) else None)
-        if differs is None:
-            skipped = own.get("skipped", {}) if isinstance(own, dict) else {}
-            self.skipped = {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
-            return True
-        if not self.overwrite:
-            raise ExistsError(
-                f"a finished cache exists that {differs}; pass overwrite=True to replace it", path=self.out
-            )
-        return False
-
-    def _difference(self, ledger: Ledger, own: dict[str, Any] | None) -> str | None:
-        """How a finished cache differs from the one to build; None if it does not."""
-        expected = self.process.metadata()
-        found = ledger.preprocessor
-        for key in expected:
-            if found and found.get(key) != expected[key]:
-                return f"was built with {key} {_short(found.get(key))} instead of {_short(expected[key])}"
-        if own is None:  # written by Levanter: nothing else to compare
-            names = [source.shard for source in self.sources]
-            if list(ledger.finished_shards) != names:
-                return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
-            return None
-        for key, said in self._whole_identity().items():
-            if own.get(key) != said:
-                what = {
-                    "settings": "was built with other settings (tokenizer, format, dtype or on_error)",
-                    "sources": "was built from other files, or from older versions of these",
-                }
-                return what.get(key, f"has the {key} {own.get(key)} instead of {said}")
-        return None
-
-    def _entries(self, names: list[str]) -> list[str]:
-        """Entries of the finished cache's folder, without the ledger."""
-        fields = list(dict.fromkeys(name.split("/")[0] for name in names))
-        kept = [source.shard for source in self.sources] if self.keep_shards or self.layout == SHARDED else []
-        return kept if self.layout == SHARDED else fields + kept
-
-    def _refuse_foreign(self, names: list[str]) -> None:
-        """Raises ExistsError for files in the way, before hours are spent on building."""
-        try:
-            mine = placing.owned(self.out)
-        except errors.ActshardError as error:
-            raise ExistsError(
-                f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
-                "remove the folder, or choose another",
-                path=self.out,
-            ) from error
-        arrays = [f"{name}/{part}" for name in names for part in ("offsets", "data")]
-        shards_kept = [entry for entry in self._entries(names) if entry in {source.shard for source in self.sources}]
-        inner = [f"{shard}/{path}" for shard in shards_kept for path in (ledgers.NAME, *arrays)]
-        placing.refuse_foreign(self.out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], mine)
+        self.skipped = self.recipe.skipped_in(ledger)
+        return True
 
     def _begin(self, work: Path) -> tuple[Any, ...] | None:
         """Prepares the working folder. Returns the time for chat templates: when the build was first begun."""
-        settings, cache = _digest(self._settings), _digest(self._whole_identity())
+        settings, cache = digest(self.recipe.settings), digest(self.recipe.whole())
         said = placing.read_state(work)
         now = said.get("now") if said.get("settings") == settings else None
         if not _is_time(now):
-            # With name and offset of the time zone, which templates may use.
-            here = time.localtime()
-            now = [*here, here.tm_zone, here.tm_gmtoff]
+            now = local_now()
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
         if state != said:
             write_json(work / placing.STATE, state)
@@ -360,20 +292,20 @@ class Build:
         make_folder(work / placing.NEW)
         for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in shards_of_this]:
             remove(entry)
-        return tuple(now) if isinstance(now, list) and isinstance(self.format, ChatFormat) else None
+        return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
     def _build(self, work: Path) -> None:
         names = list(self.process.fields)
         with boundary(self.out, "build the cache at"):
-            self._refuse_foreign(names)
+            self.recipe.refuse_foreign(self.out)
             self._now = self._begin(work)
         self.built = True
-        self._warn_of_no_eos()
+        warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"], stacklevel=6)
         new = work / placing.NEW
         pending: list[tuple[AnySource, Task]] = []
         for source in self.sources:
             folder = new / source.shard
-            identity = self._identity(source)
+            identity = self.recipe.identity(source, self._now)
             done = shards.finished(folder, identity, names)
             if done is not None:
                 self._done[source.shard] = done
@@ -381,7 +313,7 @@ class Build:
             remove(folder)
             # Unique to this process: a worker of a killed build may still be running.
             staged = work / "staged" / f"{source.shard}.{os.getpid()}"
-            task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies, self._now)
+            task = Task(folder, staged, identity, self.recipe.shard_storage, self.skip, self._copies, self._now)
             pending.append((source, task))
         self._pending_bytes = sum(source.size() for source, _ in pending)
         self._files_done = len(self._done)
@@ -392,25 +324,6 @@ class Build:
                 raise InternalError(f"shard {source.shard} is missing after it was built", path=task.folder)
             self._done[source.shard] = done
         self._finish(work, names)
-
-    @property
-    def _tells_time(self) -> bool:
-        """Whether rows depend on the time of the build."""
-        return isinstance(self.process, ChatProcessor) and "strftime_now" in self.process.template
-
-    def _warn_of_no_eos(self) -> None:
-        known = self.tokenizer is None or self.tokenizer.eos_id is not None or self.tokenizer.backend is None
-        if known or not self.options["enforce_eos"] or not isinstance(self.format, TextFormat | SupervisedFormat):
-            return
-        warnings.warn(
-            errors.ActshardWarning(
-                f"{self.out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
-                "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
-                "this is intended",
-                code="no-eos",
-            ),
-            stacklevel=6,
-        )
 
     def _build_shards(self, pending: list[tuple[AnySource, Task]]) -> None:
         files = [(source, task) for source, task in pending if isinstance(source, Source)]
@@ -463,63 +376,78 @@ class Build:
             own = ledger.extra.get(OURS, {})
             if own.get("skipped"):
                 self.skipped[shard] = int(own["skipped"])
-        own = dict(self._whole_identity())
-        if self.skipped:
-            own["skipped"] = self.skipped
         rows = {shard: ledger.total_num_rows for shard, ledger in done.items()}
-        counts_of = {
-            shard: {name: ledger.field_counts.get(name, 0) for name in sorted(names)} for shard, ledger in done.items()
-        }
-        if self._tells_time and self._now is not None:
-            own["now"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.struct_time(self._now))
+        elements = {shard: ledger.field_counts for shard, ledger in done.items()}
         new = work / placing.NEW
         if self.layout == CONSOLIDATED:
             self._report("consolidating")
             with boundary(work, "put shards together in"):
-                self._consolidate(work, names)
-        Ledger(
-            total_num_rows=sum(rows.values()),
-            shard_rows=rows,
-            is_finished=True,
-            finished_shards=tuple(rows),
-            field_counts={name: sum(c[name] for c in counts_of.values()) for name in sorted(names)},
-            field_counts_by_shard=counts_of if self.layout == SHARDED else {},
-            layout=self.layout,
-            metadata={"preprocessor_metadata": self.process.metadata()},
-            extra={OURS: own},
-        ).write(new)
-        placing.swap(self.out, work, placing.NEW, [*self._entries(names), ledgers.NAME])
-
-    def _consolidate(self, work: Path, names: list[str]) -> None:
-        """Creates one array per field from the shards, by copying stored bytes. A single shard's files are linked."""
-        merged, new = work / "merged", work / placing.NEW
-        filled = [source.shard for source in self.sources if self._done[source.shard].total_num_rows]
-        if len(filled) == 1 and self.storage == "plain" and _linked(new / filled[0], merged, names):
-            pass
-        else:
-            writers = FieldWriters(merged, self.process.fields, self.storage)
-            cache = _native.BlockCache(0)
-            for name in names:
-                for shard in filled:
-                    writers.extend(name, _native.TokenField([(new / shard / name, None)], "mmap", cache))
-            writers.finish()
-        sync_tree(merged)
-        for entry in sorted(merged.iterdir()):
-            entry.rename(new / entry.name)
-        sync_folders([new])
+                filled = [new / shard for shard, n in rows.items() if n]
+                consolidate(filled, work / "merged", new, self.process.fields, self.storage)
+        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new)
+        placing.swap(self.out, work, placing.NEW, [*self.recipe.entries, ledgers.NAME])
 
     def _warn(self) -> None:
-        if not self.skipped:
-            return
-        total = sum(self.skipped.values())
-        first = f"; the first: {self.problems[0]}" if self.problems else ""
-        warnings.warn(
-            errors.ActshardWarning(
-                f"{self.out}: {total:,} records were skipped, in {len(self.skipped)} of {len(self.sources)} files{first}",
-                code="records-skipped",
-            ),
-            stacklevel=4,
-        )
+        warn_of_skipped(self.out, self.skipped, len(self.sources), self.problems, stacklevel=5)
+
+
+def consolidate(
+    parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
+) -> None:
+    """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
+
+    Args:
+        parts: folders with at least one row each, in order.
+        merged: the folder to work in, on the file system of ``new``.
+        new: the folder that gets the fields.
+        fields: dtypes by name.
+        storage: ``"plain"`` or ``"lz4"``.
+    """
+    if not (len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields))):
+        writers = FieldWriters(merged, fields, storage)
+        cache = _native.BlockCache(0)
+        for name in fields:
+            for part in parts:
+                writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache))
+        writers.finish()
+    sync_tree(merged)
+    for entry in sorted(merged.iterdir()):
+        entry.rename(new / entry.name)
+    sync_folders([new])
+
+
+def warn_of_skipped(
+    out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str], *, stacklevel: int
+) -> None:
+    """Warns of skipped records, if there are any."""
+    if not skipped:
+        return
+    first = f"; the first: {problems[0]}" if problems else ""
+    warnings.warn(
+        errors.ActshardWarning(
+            f"{out}: {sum(skipped.values()):,} records were skipped, in {len(skipped)} of {files} files{first}",
+            code="records-skipped",
+        ),
+        stacklevel=stacklevel,
+    )
+
+
+def warn_of_no_eos(
+    out: Path, format: formats.RowFormat, tokenizer: Tokenizer | None, enforce_eos: bool, *, stacklevel: int
+) -> None:
+    """Warns if texts should end with eos and the tokenizer has none."""
+    known = tokenizer is None or tokenizer.eos_id is not None or tokenizer.backend is None
+    if known or not enforce_eos or not isinstance(format, TextFormat | SupervisedFormat):
+        return
+    warnings.warn(
+        errors.ActshardWarning(
+            f"{out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
+            "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
+            "this is intended",
+            code="no-eos",
+        ),
+        stacklevel=stacklevel,
+    )
 
 
 def _linked(source: Path, target: Path, names: list[str]) -> bool:
@@ -552,12 +480,3 @@ def _is_time(value: Any) -> bool:
         return isinstance(value, list) and len(value) == 11 and bool(time.strftime("%c", time.struct_time(value)))
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -62,6 +62,9 @@ class Processor(ABC):
     now: time.struct_time | None = None
     """The time passed to chat templates; None: the time of rendering."""
 
+    tells_time: bool = False
+    """Whether rows depend on :attr:`now`, as far as the processor's own template tells."""
+
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
 
@@ -239,6 +242,7 @@ class ChatProcessor(Processor):
             )
         templates.compile_template(template)
         self.template = template
+        self.tells_time = "strftime_now" in template
         self._bos, self._eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
 
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -463,6 +467,17 @@ def processor(
     if isinstance(format, SupervisedFormat):
         return SupervisedProcessor(format, tokenizer, dtype, eos=enforce_eos, bos=enforce_bos)
     return TextProcessor(format, tokenizer, dtype, eos=enforce_eos, bos=enforce_bos)
+
+
+def processor_of(format: RowFormat, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> Processor:
+    """Returns the processor of a format, with ``dtype``, ``enforce_eos`` and ``enforce_bos`` as JSON values."""
+    return processor(
+        format,
+        tokenizer,
+        None if options["dtype"] is None else np.dtype(options["dtype"]),
+        enforce_eos=options["enforce_eos"],
+        enforce_bos=options["enforce_bos"],
+    )
 
 
 def raised(problem: RowProblem, path: Any) -> FormatError:

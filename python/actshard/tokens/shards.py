@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import actshard._native as _native
 from actshard.errors import ActshardError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.placing import SUCCESS
-from actshard.tokens.processing import Prepared, Processor, processor
+from actshard.tokens.processing import Prepared, Processor, processor_of
 from actshard.tokens.sources import AnySource, Record, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -36,6 +34,8 @@ from actshard.work import remove, sync_folders, sync_tree
 _CHARS = 1 << 19
 """Characters encoded per batch: enough work for all processors, and bounded memory."""
 _RECORDS = 2048
+_PROBLEMS = 5
+"""Number of unusable records that are named."""
 _TELL_EVERY = 0.25
 
 
@@ -48,6 +48,8 @@ class Counts:
         bytes: number of bytes read.
         skipped: number of unusable records.
         problems: messages for the first few of them.
+        unusable: the same, as data.
+        elements: number of elements by field.
     """
 
     rows: int = 0
@@ -55,6 +57,13 @@ class Counts:
     bytes: int = 0
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
+    unusable: list[RowProblem] = field(default_factory=list)
+    elements: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What another process is told, as JSON values."""
+        names = ("rows", "tokens", "bytes", "skipped", "problems")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,23 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
         remove(task.staged)
         task.staged.mkdir(parents=True)
     process.now = None if task.now is None else time.struct_time(task.now)
-    counts = Counts()
     writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
+    counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
+    counts.problems = [str(problem.error(source.path)) for problem in counts.unusable]
+    complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
+    tell(counts)
+    return counts
+
+
+def write_rows(
+    source: AnySource, process: Processor, writers: FieldWriters, *, skip: bool, tell: TellCounts | None = None
+) -> Counts:
+    """Appends the rows of a source to fields.
+
+    Raises:
+        FormatError: a record is unusable (file and line are given), and ``skip`` is False.
+    """
+    counts = Counts()
     last = time.monotonic()
 
     def read(n: int) -> None:
@@ -105,42 +129,50 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     for prepared, encoded in _encoded_ahead(process, _batches(records, process, source.what)):
         rows = process.finish(prepared, encoded, source.what)
         for problem in rows.problems:
-            if not task.skip:
-                raise problem.error(source.path)
+            if not skip:
+                raise source.error(problem)
             counts.skipped += 1
-            if len(counts.problems) < 5:
-                counts.problems.append(str(problem.error(source.path)))
+            if len(counts.unusable) < _PROBLEMS:
+                counts.unusable.append(problem)
         for name, elements in rows.elements.items():
             writers.append(name, elements, rows.lengths[name])
+            counts.elements[name] = counts.elements.get(name, 0) + int(elements.size)
         counts.rows += len(rows)
         counts.tokens += int(rows.elements[first_field].size)
-        if time.monotonic() - last >= _TELL_EVERY:
+        if tell is not None and time.monotonic() - last >= _TELL_EVERY:
             tell(counts)
             last = time.monotonic()
-    rows_made, elements_made = writers.finish()
-    own: dict[str, Any] = {"identity": task.identity}
-    if counts.skipped:
-        own["skipped"] = counts.skipped
-    name = task.folder.name
-    Ledger(
-        total_num_rows=rows_made,
-        shard_rows={name: rows_made},
+    return counts
+
+
+def complete_shard(
+    staged: Path, folder: Path, writers: FieldWriters, identity: str, skipped: int, metadata: dict[str, Any]
+) -> Ledger:
+    """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
+    rows, elements = writers.finish()
+    own: dict[str, Any] = {"identity": identity}
+    if skipped:
+        own["skipped"] = skipped
+    name = folder.name
+    ledger = Ledger(
+        total_num_rows=rows,
+        shard_rows={name: rows},
         is_finished=True,
         finished_shards=(name,),
-        field_counts=dict(sorted(elements_made.items())) if rows_made else {},
-        metadata={"preprocessor_metadata": process.metadata()},
+        field_counts=dict(sorted(elements.items())) if rows else {},
+        metadata={"preprocessor_metadata": metadata},
         extra={OURS: own},
-    ).write(task.staged)
-    with boundary(task.folder, "write"):
-        if rows_made:
-            (task.staged / SUCCESS).touch()
-            _native.sync_files([task.staged / SUCCESS])
-        sync_tree(task.staged)
-        remove(task.folder)
-        task.staged.rename(task.folder)
-        sync_folders([task.folder.parent])
-    tell(counts)
-    return counts
+    )
+    ledger.write(staged)
+    with boundary(folder, "write"):
+        if rows:
+            (staged / SUCCESS).touch()
+            _native.sync_files([staged / SUCCESS])
+        sync_tree(staged)
+        remove(folder)
+        staged.rename(folder)
+        sync_folders([folder.parent])
+    return ledger
 
 
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
@@ -260,7 +292,7 @@ def main() -> None:
             source = Source(Path(given["source"]["path"]), given["source"]["shard"])
             task = _task(given["task"])
             with boundary(task.folder, "build"):
-                build_shard(source, process, task, lambda counts: say(vars(counts)))
+                build_shard(source, process, task, lambda counts: say(counts.as_dict()))
             orders.done()
             say({"done": source.shard})
     except ActshardError as error:
@@ -271,14 +303,8 @@ def main() -> None:
 
 
 def _process(setup: dict[str, Any]) -> Processor:
-    options = setup["options"]
-    return processor(
-        formats.as_format(setup["format"]),
-        None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"]),
-        None if options["dtype"] is None else np.dtype(options["dtype"]),
-        enforce_eos=options["enforce_eos"],
-        enforce_bos=options["enforce_bos"],
-    )
+    tokenizer = None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"])
+    return processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
 
 
 def _task(made: dict[str, Any]) -> Task:

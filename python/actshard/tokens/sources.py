@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -21,7 +22,7 @@ from actshard.tokens.patterns import matching
 
 KINDS = (".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
-_LONGEST_LINE = 1 << 30
+LONGEST_LINE = 1 << 30
 """A line longer than this is an error, so that a file without line breaks is not read into memory."""
 _ROWS_AT_ONCE = 1024
 
@@ -55,14 +56,16 @@ class Source:
     Attributes:
         path: the file.
         shard: name of the shard built from it.
+        version: size and modification time (ns) when it was planned; None: those of now.
     """
 
     path: Path
     shard: str
+    version: tuple[int, int] | None = None
 
     def size(self) -> int:
         """Size of the file in bytes."""
-        return self._location.stat("read").size
+        return self._location.stat("read").size if self.version is None else self.version[0]
 
     @property
     def _location(self) -> Location:
@@ -70,13 +73,18 @@ class Source:
 
     def identity(self) -> dict[str, Any]:
         """Identifies the file and its version: path, size and modification time."""
-        found = self._location.stat("read")
-        return {"path": os.path.abspath(self.path), "size": found.size, "mtime_ns": found.modified}  # noqa: PTH100 -- Path.resolve would follow links
+        found = self._location.stat("read") if self.version is None else None
+        size, modified = (found.size, found.modified) if found is not None else self.version or (0, 0)
+        return {"path": os.path.abspath(self.path), "size": size, "mtime_ns": modified}  # noqa: PTH100 -- Path.resolve would follow links
 
     @property
     def what(self) -> str:
         """The unit of record numbers."""
-        return "row" if _kind(self.path) == ".parquet" else "line"
+        return "row" if kind_of(self.path) == ".parquet" else "line"
+
+    def error(self, problem: RowProblem) -> FormatError:
+        """The exception to raise for an unusable record."""
+        return problem.error(self.path)
 
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
         """Yields records with their numbers from 1. Unusable ones are yielded as :class:`RowProblem`.
@@ -84,28 +92,34 @@ class Source:
         Raises:
             MissingFileError, FileAccessError, FormatError: the file cannot be read, or is truncated.
         """
-        kind = _kind(self.path)
-        try:
-            with self._location.open("read", pipes=True) as raw:
-                watched = _Watched(raw, tell)
-                if kind == ".parquet":
-                    plain = _compression(self.path) is None
-                    share = _share_of(self.size(), tell) if plain else None
-                    yield from _parquet(raw if plain else _inflated(watched, self.path), columns, self.path, share)
-                    return
-                stream = _inflated(watched, self.path)
-                if kind == ".json" and _is_array(stream):
-                    yield from _array(stream, self.path)
-                else:
-                    yield from _lines(stream, self.path)
-        except ActshardError:
-            raise
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=self.path) from error
-        except OSError as error:
-            if error.errno is None:  # raised by the decompressors
-                raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=self.path) from error
-            raise from_os(error, self.path, "read") from error
+        kind = kind_of(self.path)
+        with reading(self.path), self._location.open("read", pipes=True) as raw:
+            watched = Watched(raw, tell)
+            if kind == ".parquet":
+                plain = compression(self.path) is None
+                share = _share_of(self.size(), tell) if plain else None
+                yield from parquet_rows(raw if plain else _inflated(watched, self.path), columns, self.path, share)
+                return
+            stream = _inflated(watched, self.path)
+            if kind == ".json" and _is_array(stream):
+                yield from _array(stream, self.path)
+            else:
+                yield from _lines(stream, self.path)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns errors of reading and decompressing into those of the package."""
+    try:
+        yield
+    except ActshardError:
+        raise
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=path) from error
+    except OSError as error:
+        if error.errno is None:  # raised by the decompressors
+            raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=path) from error
+        raise from_os(error, path, "read") from error
 
 
 @dataclass(frozen=True)
@@ -132,6 +146,10 @@ class RowSource:
         """Identifies the records."""
         return {"rows": self.told or self.shard}
 
+    def error(self, problem: RowProblem) -> FormatError:
+        """The exception to raise for an unusable record."""
+        return problem.error(self.path)
+
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
         """Yields records with their numbers from 1."""
         for number, record in enumerate(self.begin(), 1):
@@ -141,7 +159,7 @@ class RowSource:
 AnySource = Source | RowSource
 
 
-class _Watched(io.RawIOBase):
+class Watched(io.RawIOBase):
     """A file that reports the number of bytes read."""
 
     def __init__(self, raw: Any, tell: Callable[[int], object] | None) -> None:
@@ -149,16 +167,19 @@ class _Watched(io.RawIOBase):
         self._tell = tell
 
     def readable(self) -> bool:
+        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer."""
         n = self._raw.readinto(buffer)
         if self._tell is not None:
             self._tell(int(n or 0))
         return int(n or 0)
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """One of :data:`KINDS`. Raises ArgumentError for other names."""
     suffixes = [s.lower() for s in path.suffixes[-2:]]
     for kind in KINDS:
         if kind in suffixes:
@@ -170,13 +191,14 @@ def _kind(path: Path) -> str:
     )
 
 
-def _compression(path: Path) -> str | None:
+def compression(path: Path) -> str | None:
+    """How a file is compressed, by its name."""
     return COMPRESSIONS.get(path.suffix.lower())
 
 
 def _inflated(raw: io.RawIOBase, path: Path) -> Any:
     buffered: Any = io.BufferedReader(raw, 1 << 18)
-    how = _compression(path)
+    how = compression(path)
     if how == "gzip":
         return gzip.open(buffered)
     if how == "bz2":
@@ -234,21 +256,22 @@ def _no_object(number: int, value: Any, what: str) -> RowProblem:
 
 
 def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
-    loads = json.loads
-    for number, line in lines(stream, path, _LONGEST_LINE):
-        try:
-            record = loads(line.decode("utf-8").rstrip("\r\n"))
-        except json.JSONDecodeError as error:
-            yield number, RowProblem(number, _why(line, error))
-        except UnicodeDecodeError as error:
-            yield (
-                number,
-                RowProblem(number, f"expected UTF-8 text, found byte {line[error.start]:#04x} at {error.start}"),
-            )
-        except (ValueError, RecursionError) as error:
-            yield number, RowProblem(number, f"expected a JSON object: {str(error)[:200]}")
-        else:
-            yield number, record if isinstance(record, dict) else _no_object(number, record, "line")
+    for number, line in lines(stream, path, LONGEST_LINE):
+        yield parsed(number, line)
+
+
+def parsed(number: int, line: bytes) -> Record:
+    """The record of a line."""
+    try:
+        record = json.loads(line.decode("utf-8").rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        return number, RowProblem(number, _why(line, error))
+    except UnicodeDecodeError as error:
+        detail = f"expected UTF-8 text, found byte {line[error.start]:#04x} at {error.start}"
+        return number, RowProblem(number, detail)
+    except (ValueError, RecursionError) as error:
+        return number, RowProblem(number, f"expected a JSON object: {str(error)[:200]}")
+    return number, record if isinstance(record, dict) else _no_object(number, record, "line")
 
 
 def _why(line: bytes, error: json.JSONDecodeError) -> str:
@@ -271,9 +294,14 @@ def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int,
     return share
 
 
-def _parquet(
-    file: Any, columns: Sequence[str], path: Path, share: Callable[[int, int], object] | None = None
+def parquet_rows(
+    file: Any,
+    columns: Sequence[str],
+    path: Path,
+    share: Callable[[int, int], object] | None = None,
+    groups: list[int] | None = None,
 ) -> Iterator[Record]:
+    """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -284,7 +312,7 @@ def _parquet(
         number, rows = 0, int(parquet.metadata.num_rows)
         if share is not None and not rows:
             share(0, 0)
-        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held):
+        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held, row_groups=groups):
             if share is not None:
                 share(number + batch.num_rows, rows)
             if not held:  # rows that lack all requested columns still count
@@ -333,7 +361,7 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
                 f"sources: {paths[dotted.index(name)]} and {paths[i]} have the same shard name '{name}'; rename one"
             )
     for path in paths:
-        _kind(Path(path))
+        kind_of(Path(path))
     return [Source(Path(path), shard) for path, shard in zip(paths, shards, strict=True)]
 
 

@@ -1,0 +1,536 @@
+"""Plans of token caches: tasks tokenize files, groups of files and ranges of large files; the commit puts their rows together.
+
+.. code-block:: text
+
+    OUT/.actshard/plan-XXXXXXXX/tasks/00017/rows/00000/...         rows of consecutive pieces, one array per field
+    OUT/.actshard/plan-XXXXXXXX/tasks/00017/shards/00003_a_jsonl/  a finished shard (sharded layout, and keep_shards)
+    OUT/.actshard-build/                                           the commit's working folder, as of ``build_cache``
+
+A shard of a file that one task read is renamed. Rows of a file that several tasks read, and those of a consolidated cache, are
+copied as stored bytes. The files are those that ``build_cache`` writes, byte for byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard.errors import ArgumentError, ChangedInputError, ExistsError, boundary, from_os
+from actshard.inputs import Input, changed
+from actshard.location import Location
+from actshard.plan.book import work_folder
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.tokens import formats, pieces, placing, shards
+from actshard.tokens import ledger as ledgers
+from actshard.tokens.building import BuildOptions, consolidate, warn_of_no_eos, warn_of_skipped
+from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.formats import FormatBase, PrebuiltFormat
+from actshard.tokens.ledger import CONSOLIDATED
+from actshard.tokens.processing import Processor, processor_of
+from actshard.tokens.recipe import Recipe, local_now, takes_time
+from actshard.tokens.shards import Counts, Task, build_shard, complete_shard, write_rows
+from actshard.tokens.sources import RowProblem, Source, expand
+from actshard.tokens.tokenizer import PASSTHROUGH, Tokenizer, load_tokenizer
+from actshard.tokens.writing import WRITE_HERE, FieldWriters
+from actshard.work import FOLDER, locked, make_folder, remove, sync_folders, sync_tree
+
+ROWS, SHARDS, STAGED = "rows", "shards", "staged"
+_REMEDY = "remove it, or choose another folder"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_PIECE = 1 << 20
+"""A Parquet file is cut only if its share of a task exceeds this."""
+
+
+def tokenize(
+    sources: str | os.PathLike[str] | Iterable[Any],
+    out: str | os.PathLike[str],
+    tokenizer: Any = None,
+    format: FormatBase | Mapping[str, Any] | str | None = None,
+    *,
+    tasks: int = 64,
+    layout: str = CONSOLIDATED,
+    storage: str = "plain",
+    dtype: DTypeLike | None = None,
+    enforce_eos: bool = True,
+    enforce_bos: bool = True,
+    on_error: str = "raise",
+    keep_shards: bool = False,
+    work: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plans a token cache in tasks. The result has the same bytes as that of :func:`actshard.tokens.build_cache`.
+
+    A task reads files, or a part of a large one: a range of bytes of an uncompressed ``.jsonl`` file, or row groups of a Parquet
+    file. Other files are read by one task each. Writes nothing.
+
+    Args:
+        sources: paths and globs, which all machines must see; as for ``build_cache``, like all that is not told here.
+        out: the folder to create, which all machines must see.
+        tokenizer: a path, which all machines must see; or an object, which the plan contains.
+        format: the format of the records.
+        tasks: most number of tasks. There are fewer if files cannot be divided among so many; ``plan.notes`` tells.
+        layout: ``"sharded"`` needs the least work to commit: shards of files that one task read are renamed.
+        storage: ``"plain"`` or ``"lz4"``.
+        dtype: of token ids.
+        enforce_eos: append eos to texts.
+        enforce_bos: prepend bos to texts.
+        on_error: ``"raise"`` or ``"skip"``.
+        keep_shards: keep the shards of a consolidated cache.
+        work: the working folder, on the file system of ``out``; default: a hidden folder in it.
+
+    Raises:
+        Errors of ``build_cache``, before anything is written.
+        ArgumentError: a :class:`~actshard.tokens.RowSource`, which tasks of other processes cannot read.
+        ExistsError: the cache exists.
+    """
+    tasks = _arguments.whole(tasks, "tasks", 1)
+    options = BuildOptions(
+        layout=layout,
+        storage=storage,
+        dtype=dtype,
+        enforce_eos=enforce_eos,
+        enforce_bos=enforce_bos,
+        on_error=on_error,
+        keep_shards=keep_shards,
+    )
+    root = _arguments.local_path(out, "out", WRITE_HERE)
+    at = None if work is None else _arguments.local_path(work, "work", WRITE_HERE)
+    with boundary(root, "plan a token cache at"):
+        found = [each for each in expand(sources) if isinstance(each, Source)]
+        if not found:
+            raise ArgumentError(
+                "sources: expected files, which tasks of other processes can read, found RowSources; write their records to "
+                "files first, or use tokens.build_cache"
+            )
+        form = formats.as_format(format)
+        travels = None if isinstance(form, PrebuiltFormat) else _Travelling.of(tokenizer, form.type)
+        return _planned(found, root, travels, form, options, tasks, at)
+
+
+def _planned(
+    found: list[Source],
+    root: Path,
+    travels: _Travelling | None,
+    form: formats.RowFormat,
+    options: BuildOptions,
+    tasks: int,
+    work: Path | None,
+) -> Plan:
+    tokenizer = None if travels is None else travels.tokenizer
+    rows = options.of_rows()
+    process = processor_of(form, tokenizer, rows)
+    files = [(str(_arguments.local_path(source.path, "sources")), source.shard) for source in found]
+    for path, _ in files:
+        Location.at(path).regular("plan to read")  # not a pipe, which can be read once
+    inputs = tuple(Input.at(Location.at(path)) for path, _ in files)
+    arguments: dict[str, Any] = {
+        "out": str(root),
+        "sources": [list(pair) for pair in files],
+        "tokenizer": None if travels is None else travels.as_dict(),
+        "format": formats.as_dict(form),
+        "options": rows,
+        "skip": options.on_error == "skip",
+        "layout": options.layout,
+        "storage": options.storage,
+        "keep_shards": options.keep_shards,
+        "fields": {name: kind.name for name, kind in process.fields.items()},
+        "metadata": process.metadata(),
+        "tells_time": process.tells_time,
+        "now": _now(process, form, inputs),
+    }
+    recipe = _recipe(arguments, inputs)
+    if recipe.found(root, remedy=_REMEDY) is not None:
+        raise ExistsError(f"already contains this cache, finished; {_REMEDY}", path=root)
+    recipe.refuse_foreign(root)
+    warn_of_no_eos(root, form, tokenizer, options.enforce_eos, stacklevel=4)
+    sizes = [each.size or 0 for each in inputs]
+    how = [
+        pieces.divisible(source, size, max(_PIECE, sum(sizes) // tasks))
+        for source, size in zip(recipe.sources, sizes, strict=True)
+        if isinstance(source, Source)
+    ]
+    divided = pieces.divide(how, min(tasks, max(sum(sizes), 1)))
+    made = tuple(
+        {"bytes": sum(p.stop - p.first for p in task), "pieces": [pieces.as_list(p, how[p.source]) for p in task]}
+        for task in divided
+    )
+    notes: tuple[str, ...] = ()
+    if len(made) < tasks:
+        notes = (f"{len(made):,} tasks instead of {tasks:,}: compressed files and row groups cannot be divided",)
+    if travels is not None:
+        inputs += travels.inputs()
+    name = identity("tokenize", arguments, inputs, made)
+    at = work or work_folder(root, name)
+    predicted = Predicted(2 * sum(sizes), len(recipe.entries) + 1, sum(sizes), 0)
+    return Plan("tokenize", arguments, inputs, made, predicted, at, notes)
+
+
+def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[Any] | None:
+    """The time for chat templates. Records may bring templates that tell it: they get that of the newest source."""
+    if process.tells_time:
+        return local_now()
+    if not takes_time(form):
+        return None
+    newest = max(int(each.version or 0) for each in inputs) // 1_000_000_000
+    return [*time.gmtime(newest), "UTC", 0]
+
+
+def _recipe(arguments: Mapping[str, Any], inputs: Sequence[Input]) -> Recipe:
+    given = arguments["tokenizer"]
+    return Recipe(
+        [
+            Source(Path(path), shard, (each.size or 0, int(each.version or 0)))
+            for (path, shard), each in zip(arguments["sources"], inputs, strict=False)
+        ],
+        formats.as_format(arguments["format"]),
+        None if given is None else given["digest"],
+        arguments["options"],
+        arguments["skip"],
+        arguments["layout"],
+        arguments["storage"],
+        arguments["keep_shards"],
+        {name: np.dtype(kind) for name, kind in arguments["fields"].items()},
+        arguments["metadata"],
+        arguments["tells_time"],
+    )
+
+
+# -- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Travelling:
+    """A tokenizer as a plan holds it: by the path of its files, or whole if it came as an object.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        path: its folder or file.
+    """
+
+    tokenizer: Tokenizer
+    path: Path | None
+
+    @classmethod
+    def of(cls, given: Any, type: str) -> _Travelling:
+        if given is None:
+            raise ArgumentError(f"format {type} needs a tokenizer")
+        by_path = isinstance(given, str | os.PathLike) and given != PASSTHROUGH
+        return cls(load_tokenizer(given), _arguments.local_path(given, "tokenizer") if by_path else None)
+
+    def as_dict(self) -> dict[str, Any]:
+        text = None if self.path is not None else json.dumps(self.tokenizer.as_dict(), sort_keys=True)
+        return {
+            "name": self.tokenizer.name,
+            "digest": self.tokenizer.digest(),
+            "path": None if self.path is None else str(self.path),
+            "packed": None if text is None else base64.b64encode(zlib.compress(text.encode())).decode(),
+        }
+
+    def inputs(self) -> tuple[Input, ...]:
+        if self.path is None:
+            return ()
+        folder = Location.at(self.path)
+        if folder.kind() != "folder":
+            return tuple(Input.at(file) for file in (folder, *(folder.parent / name for name in _TOKENIZER_FILES[1:])))
+        return tuple(Input.at(folder / name) for name in _TOKENIZER_FILES)
+
+
+_loaded: dict[str, Tokenizer] = {}
+"""The tokenizer that a task of this process loaded last, by its digest: loading one takes up to a second."""
+_loading = threading.Lock()
+
+
+def _tokenizer(given: Mapping[str, Any] | None) -> Tokenizer | None:
+    """The tokenizer of a plan's arguments.
+
+    Raises:
+        ChangedInputError: its files changed.
+    """
+    if given is None:
+        return None
+    with _loading:
+        found = _loaded.get(given["digest"])
+        if found is None:
+            if given["path"] is None:
+                found = Tokenizer.from_dict(json.loads(zlib.decompress(base64.b64decode(given["packed"]))))
+            else:
+                found = load_tokenizer(given["path"])
+            if (digest := found.digest()) != given["digest"]:
+                raise ChangedInputError(
+                    f"expected the tokenizer with digest {given['digest'][:12]}, as when the plan was made, found {digest[:12]}: "
+                    "it was changed, or this machine has another version of the tokenizers library. Make the plan again.",
+                    path=given["path"],
+                )
+            _loaded.clear()
+            _loaded[given["digest"]] = found
+    return replace(found, name=given["name"])
+
+
+# -- tasks ---------------------------------------------------------------------------------------------------------
+
+
+class Tokenizing(Verb):
+    """Runs the tasks of a token cache."""
+
+    name = "tokenize"
+    _known: tuple[str, Recipe] | None = None
+
+    def _recipe(self, plan: Planned) -> Recipe:
+        if self._known is None or self._known[0] != plan.id:
+            self._known = (plan.id, _recipe(plan.arguments, plan.inputs))
+        return self._known[1]
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Tokenizes the pieces of a task; see :meth:`Verb.run`."""
+        recipe, said, given = self._recipe(plan), plan.tasks[task], plan.arguments
+        own = [plan.inputs[i] for i in sorted({piece[0] for piece in said["pieces"]})]
+        _check(own)
+        process = processor_of(recipe.format, _tokenizer(given["tokenizer"]), given["options"])
+        process.now = None if given["now"] is None else time.struct_time(tuple(given["now"]))
+        made: dict[int, Counts] = {}
+        before = 0
+        for number, run in enumerate(_runs(plan, recipe, task)):
+            sources = [pieces.source_of(said["pieces"][i], recipe.sources) for i in run]
+
+            def told(counts: Counts, before: int = before) -> None:
+                tell(min(before + counts.bytes, said["bytes"]), said["bytes"])
+
+            if _is_shard(recipe, said["pieces"][run[0]]):
+                made[run[0]] = _shard(sources[0], recipe, process, folder, given["now"], told)
+                before += sources[0].size()
+                continue
+            writers = FieldWriters(folder / ROWS / f"{number:05}", recipe.fields, "plain", read_soon=True)
+            for i, source in zip(run, sources, strict=True):
+                made[i] = write_rows(source, process, writers, skip=recipe.skip, tell=told)
+                before += source.size()
+            writers.finish()
+        _check(own)  # again: a file that is written while it is read
+        remove(folder / STAGED)
+        counts = [made[i] for i in range(len(made))]
+        return {
+            "bytes": said["bytes"],
+            "units": sum(each.rows for each in counts),
+            "tokens": sum(each.tokens for each in counts),
+            "pieces": [_as_list(each, recipe) for each in counts],
+        }
+
+    # -- the commit ------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
+        """Puts the rows of all tasks together; see :meth:`Verb.commit`."""
+        recipe, out = self._recipe(plan), Path(plan.arguments["out"])
+        work = out / placing.WORK
+        lock = locked(work)
+        try:
+            placing.recover(out, work)
+            if recipe.found(out, remedy=_REMEDY) is None:
+                _put(plan, recipe, results, out, work)
+            placing.clear(work)
+        finally:
+            placing.clear_if_idle(work)
+            lock.release()
+        read = _read(plan, results)
+        skipped = {recipe.sources[i].shard: n for i, each in enumerate(read) if (n := sum(r.skipped for r in each))}
+        problems = [str(p.error(recipe.sources[i].path)) for i, each in enumerate(read) for p in _problems(each)]
+        warn_of_skipped(out, skipped, len(read), problems, stacklevel=5)
+        return open_cache(out)
+
+    def committed(self, plan: Planned) -> TokenCache | None:
+        """The cache, if it is finished."""
+        out = Path(plan.arguments["out"])
+        try:
+            found = self._recipe(plan).found(out)
+        except ExistsError:  # another cache
+            return None
+        return None if found is None else open_cache(out)
+
+    def after(self, plan: Planned) -> None:
+        """Removes the folder above the working folder, unless another plan works there."""
+        try:
+            (Path(plan.arguments["out"]) / FOLDER).rmdir()
+        except OSError:
+            return
+
+
+def _check(inputs: Sequence[Input]) -> None:
+    if (wrong := changed(inputs)) is not None:
+        raise ChangedInputError(f"{wrong[1]} Make the plan again.", path=wrong[0])
+
+
+def _is_shard(recipe: Recipe, piece: Sequence[int]) -> bool:
+    """Whether a piece is a whole file whose shard the finished cache contains."""
+    return len(piece) == 1 and bool(recipe.kept)
+
+
+def _runs(plan: Planned, recipe: Recipe, task: int) -> list[list[int]]:
+    """Numbers of the task's pieces whose rows are written together: all that adjoin, unless shards are made of them."""
+    said = plan.tasks[task]["pieces"]
+    if recipe.kept:
+        return [[i] for i in range(len(said))]
+    return pieces.adjoining(said, [each.size or 0 for each in plan.inputs])
+
+
+def _shard(
+    source: Source,
+    recipe: Recipe,
+    process: Processor,
+    folder: Path,
+    now: list[Any] | None,
+    tell: Callable[[Counts], object],
+) -> Counts:
+    make_folder(folder / SHARDS)
+    task = Task(
+        folder / SHARDS / source.shard,
+        folder / STAGED / source.shard,
+        recipe.identity(source, now),
+        recipe.shard_storage,
+        recipe.skip,
+        recipe.layout == CONSOLIDATED,
+        None if now is None else tuple(now),
+    )
+    return build_shard(source, process, task, tell)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a task read of a source.
+
+    Attributes:
+        folder: folder with the rows, and perhaps those of adjoining sources; or the shard.
+        piece: the piece.
+        rows, elements: number of rows, and of elements by field.
+        skipped: number of unusable records.
+        unusable: the first of them.
+    """
+
+    folder: Path
+    piece: Sequence[int]
+    rows: int
+    elements: Mapping[str, int]
+    skipped: int
+    unusable: Sequence[RowProblem]
+
+
+def _as_list(counts: Counts, recipe: Recipe) -> list[Any]:
+    """What a task read of a source, as JSON values."""
+    elements = [counts.elements.get(name, 0) for name in recipe.fields]
+    return [counts.rows, elements, counts.skipped, [[p.number, p.detail, p.what] for p in counts.unusable]]
+
+
+def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
+    """What the tasks read of each source, in order."""
+    recipe = _recipe(plan.arguments, plan.inputs)
+    made: list[list[_Read]] = [[] for _ in recipe.sources]
+    for result in results:
+        said = plan.tasks[result.task]["pieces"]
+        folders = {
+            i: result.folder / ROWS / f"{number:05}"
+            for number, run in enumerate(_runs(plan, recipe, result.task))
+            for i in run
+        }
+        for i, (piece, (rows, elements, skipped, unusable)) in enumerate(
+            zip(said, result.value["pieces"], strict=True)
+        ):
+            shard = recipe.sources[piece[0]].shard
+            folder = result.folder / SHARDS / shard if _is_shard(recipe, piece) else folders[i]
+            counts = dict(zip(recipe.fields, elements, strict=True))
+            made[piece[0]].append(_Read(folder, piece, rows, counts, skipped, [RowProblem(*p) for p in unusable]))
+    for each in made:
+        each.sort(key=lambda read: tuple(read.piece[1:2]))
+    return made
+
+
+def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
+    """Unusable records of a source, with their numbers in the file."""
+    before = 0
+    for each in read:
+        for problem in each.unusable:
+            yield replace(problem, number=problem.number + before)
+        if len(each.piece) == 3:
+            before += each.rows + each.skipped
+
+
+def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
+    """Puts the rows of all tasks together, and the cache in its place."""
+    recipe.refuse_foreign(out)
+    read, new, now = _read(plan, results), work / placing.NEW, plan.arguments["now"]
+    for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.NEW)]:
+        remove(entry)
+    make_folder(new)
+    kept = set(recipe.kept)
+    for entry in [e for e in new.iterdir() if e.name not in kept]:
+        remove(entry)
+    if kept:
+        for i, each in enumerate(read):
+            _put_shard(recipe, i, each, work, now)
+        sync_folders([new])
+    shards_of = [source.shard for source in recipe.sources]
+    rows = {shard: sum(r.rows for r in each) for shard, each in zip(shards_of, read, strict=True)}
+    elements = {
+        shard: {name: sum(r.elements[name] for r in each) for name in recipe.fields}
+        for shard, each in zip(shards_of, read, strict=True)
+    }
+    if recipe.layout == CONSOLIDATED:
+        filled = [new / shard for shard in shards_of if rows[shard]] if kept else _filled(read)
+        with boundary(work, "put rows together in"):
+            consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
+    skipped = {shard: n for shard, each in zip(shards_of, read, strict=True) if (n := sum(r.skipped for r in each))}
+    recipe.ledger(rows, elements, skipped, now).write(new)
+    placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
+
+
+def _filled(read: Iterable[Iterable[_Read]]) -> list[Path]:
+    """Folders with rows, in order."""
+    return list(dict.fromkeys(one.folder for each in read for one in each if one.rows))
+
+
+def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, now: list[Any] | None) -> None:
+    """Makes a source's shard in the new cache: renames it, or puts it together from the rows of several tasks."""
+    source = recipe.sources[number]
+    folder, staged = work / placing.NEW / source.shard, work / STAGED / source.shard
+    identity = recipe.identity(source, now)
+    if os.path.lexists(folder):
+        if shards.finished(folder, identity, list(recipe.fields)) is not None:
+            return
+        remove(folder)
+    if _is_shard(recipe, read[0].piece):
+        _rename(read[0].folder, folder, staged)
+        return
+    remove(staged)
+    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
+    cache = _native.BlockCache(0)
+    for name in recipe.fields:
+        for part in _filled([read]):
+            writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache))
+    complete_shard(staged, folder, writers, identity, sum(each.skipped for each in read), dict(recipe.metadata))
+
+
+def _rename(made: Path, folder: Path, staged: Path) -> None:
+    """Renames a shard; copies it if the working folder is on another file system."""
+    try:
+        made.rename(folder)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise from_os(error, made, "rename") from error
+    remove(staged)
+    shutil.copytree(made, staged)
+    _native.sync_files([Path(path, name) for path, _, names in os.walk(staged) for name in names])
+    sync_tree(staged)
+    staged.rename(folder)

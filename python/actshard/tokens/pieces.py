@@ -1,0 +1,318 @@
+"""Pieces of sources: ranges of bytes of JSON lines, row groups of Parquet files, whole files; and dividing sources among tasks.
+
+A range of bytes has the lines that begin in it: its first line begins after the first line break at or after the byte before the
+range, and its last line may end after the range. So every line belongs to exactly one of adjoining ranges, wherever they are cut,
+and nothing has to be read to cut a file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from actshard.errors import FormatError, from_reader
+from actshard.location import Location
+from actshard.tokens.sources import (
+    LONGEST_LINE,
+    AnySource,
+    Record,
+    RowProblem,
+    Source,
+    Watched,
+    compression,
+    kind_of,
+    parquet_rows,
+    parsed,
+    reading,
+)
+
+_SNAP = 0.02
+"""A cut moves to a border of files within this share of a task's bytes: whole files need no copying."""
+_UNEVEN = 1.05
+"""Tasks of consecutive pieces are preferred unless the largest exceeds the mean by more than this."""
+_SKIPPED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class LineRange(Source):
+    """The lines of a file that begin in a range of bytes. They are numbered from 1 in each range.
+
+    Attributes:
+        first, stop: the range. Error messages of ranges after the first name the byte at which a line begins.
+    """
+
+    first: int = 0
+    stop: int = 0
+
+    def size(self) -> int:
+        """Size of the range in bytes."""
+        return self.stop - self.first
+
+    @property
+    def what(self) -> str:
+        """The unit of record numbers."""
+        return "line"
+
+    def error(self, problem: RowProblem) -> FormatError:
+        """Names the line, or, where the number of lines before the range is unknown, the byte at which it begins."""
+        if self.first == 0:
+            return problem.error(self.path)
+        for number, begin, _ in self._lines(None):
+            if number == problem.number:
+                return RowProblem(begin, problem.detail, "line at byte").error(self.path)
+        return problem.error(self.path)
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Yields records with their numbers in the range, from 1."""
+        with reading(self.path):
+            for number, _, line in self._lines(tell):
+                if len(line) > LONGEST_LINE:
+                    raise self.error(RowProblem(number, f"expected at most {LONGEST_LINE} bytes"))
+                yield parsed(number, line)
+
+    def _lines(self, tell: Callable[[int], object] | None) -> Iterator[tuple[int, int, bytes]]:
+        """Yields (number from 1, first byte, line). A line that is too long is cut."""
+        with Location.at(self.path).open("read") as raw:
+            at = max(self.first - 1, 0)
+            raw.seek(at)
+            stream = io.BufferedReader(Watched(raw, tell), 1 << 18)
+            if self.first:
+                at = _after_line_break(stream, at, self.stop)
+            number = 0
+            while at < self.stop and (line := stream.readline(LONGEST_LINE + 1)):
+                number += 1
+                yield number, at, line
+                at += len(line)
+
+
+def _after_line_break(stream: IO[bytes], at: int, stop: int) -> int:
+    """Reads to the end of a line, or to ``stop``. Returns the next byte's position."""
+    while at < stop and (part := stream.readline(min(_SKIPPED_AT_ONCE, stop - at))):
+        at += len(part)
+        if part.endswith(b"\n"):
+            return at
+    return stop
+
+
+@dataclass(frozen=True)
+class RowGroups(Source):
+    """Consecutive row groups of a Parquet file. Rows have their numbers in the file.
+
+    Attributes:
+        first, stop: the row groups.
+        before: number of rows before them.
+        bytes: their share of the file's bytes.
+    """
+
+    first: int = 0
+    stop: int = 0
+    before: int = 0
+    bytes: int = 0
+
+    def size(self) -> int:
+        """The row groups' share of the file's bytes."""
+        return self.bytes
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Yields records with their numbers in the file, from 1."""
+        groups = list(range(self.first, self.stop))
+        with reading(self.path), Location.at(self.path).open("read") as raw:
+            for number, record in parquet_rows(raw, columns, self.path, groups=groups):
+                yield number + self.before, record
+        if tell is not None:
+            tell(self.bytes)
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """A source as it may be divided.
+
+    Attributes:
+        bytes: its size.
+        borders: positions at which it may be cut, from 0 to ``bytes``; ``"any"``; or None.
+        rows: of a Parquet file: number of rows before each row group.
+    """
+
+    bytes: int
+    borders: str | tuple[int, ...] | None = None
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """A part of a source: bytes ``first`` to ``stop``, which for a Parquet file are borders of row groups."""
+
+    source: int
+    first: int
+    stop: int
+
+
+def divisible(source: Source, size: int, wanted: int) -> Divisible:
+    """How a source of ``size`` bytes may be divided. Footers of Parquet files are read if they exceed ``wanted`` bytes."""
+    if compression(source.path) is not None:
+        return Divisible(size)
+    kind = kind_of(source.path)
+    if kind == ".jsonl":
+        return Divisible(size, "any")
+    if kind == ".parquet" and size > wanted:
+        return _row_groups(source.path, size)
+    return Divisible(size)
+
+
+def _row_groups(path: Path, size: int) -> Divisible:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with Location.at(path).open("read") as raw:
+            about = pq.ParquetFile(raw, pre_buffer=False).metadata
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+    weights = [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) + 1 for g in groups]
+    total = sum(weights)
+    if len(groups) < 2 or min(weights) < 1:
+        return Divisible(size)
+    borders = tuple(size * at // total for at in itertools.accumulate(weights, initial=0))
+    rows = tuple(itertools.accumulate((g.num_rows for g in groups), initial=0))
+    return Divisible(size, borders, rows) if len(set(borders)) == len(borders) else Divisible(size)
+
+
+def as_list(piece: SourcePart, how: Divisible) -> list[int]:
+    """A piece as JSON values; see :func:`source_of`."""
+    made = [piece.source, piece.first, piece.stop]
+    if (piece.first, piece.stop) == (0, how.bytes):
+        return made[:1]
+    if isinstance(how.borders, tuple):
+        group = how.borders.index(piece.first)
+        made += [group, how.borders.index(piece.stop), how.rows[group]]
+    return made
+
+
+def source_of(piece: Sequence[int], sources: Sequence[AnySource]) -> Source:
+    """The source of a piece of :func:`as_list`."""
+    source = sources[piece[0]]
+    if not isinstance(source, Source):
+        raise TypeError("expected a file")
+    if len(piece) == 1:
+        return source
+    common, (first, stop) = (source.path, source.shard, source.version), piece[1:3]
+    if len(piece) == 3:
+        return LineRange(*common, first, stop)
+    return RowGroups(*common, piece[3], piece[4], piece[5], stop - first)
+
+
+# -- dividing ------------------------------------------------------------------------------------------------------
+
+
+def divide(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
+    """Divides sources among at most ``tasks`` tasks of nearly equal bytes.
+
+    Tasks get consecutive pieces if that is balanced; otherwise files that cannot be cut are dealt out, the largest first, each to
+    the task with the least, and the others fill the tasks up.
+    """
+    made = _in_order(list(enumerate(sources)), [1] * tasks)
+    if all(how.borders == "any" for how in sources) or tasks == 1:
+        return _filled(made)
+    heaviest, mean = _heaviest(made), sum(how.bytes for how in sources) / tasks
+    if heaviest > _UNEVEN * mean:
+        dealt = _dealt(sources, tasks)
+        if _heaviest(dealt) < heaviest:
+            made = dealt
+    return _filled(made)
+
+
+def _heaviest(tasks: list[list[SourcePart]]) -> int:
+    return max(sum(piece.stop - piece.first for piece in task) for task in tasks)
+
+
+def _filled(tasks: list[list[SourcePart]]) -> list[list[SourcePart]]:
+    return [sorted(task, key=lambda piece: (piece.source, piece.first)) for task in tasks if task]
+
+
+def _in_order(sources: list[tuple[int, Divisible]], shares: Sequence[int]) -> list[list[SourcePart]]:
+    """Cuts the concatenation of sources in proportion to ``shares``."""
+    ends = list(itertools.accumulate((how.bytes for _, how in sources), initial=0))
+    whole, total = sum(shares), ends[-1]
+    made: list[list[SourcePart]] = [[] for _ in shares]
+    if not total:
+        made[0] = [SourcePart(i, 0, how.bytes) for i, how in sources]
+        return made
+    cuts = [0]
+    for share in itertools.accumulate(shares[:-1]):
+        cuts.append(max(cuts[-1], _cut(sources, ends, total * share // whole, _SNAP * total / len(shares))))
+    cuts.append(total)
+    for at, (i, _) in enumerate(sources):
+        begin, end = ends[at], ends[at + 1]
+        task = bisect_right(cuts, begin, hi=len(cuts) - 1) - 1
+        if begin == end:  # an empty file
+            made[task].append(SourcePart(i, 0, 0))
+        while begin < end:
+            stop = min(end, cuts[task + 1])
+            if stop > begin:
+                made[task].append(SourcePart(i, begin - ends[at], stop - ends[at]))
+            begin, task = max(stop, begin), task + 1
+    return made
+
+
+def _cut(sources: list[tuple[int, Divisible]], ends: list[int], wanted: int, near: float) -> int:
+    """The position nearest to ``wanted`` at which the sources may be cut."""
+    at = min(bisect_right(ends, wanted) - 1, len(sources) - 1)
+    begin, end = ends[at], ends[at + 1]
+    nearer = begin if wanted - begin <= end - wanted else end
+    borders = sources[at][1].borders
+    if borders is None or abs(nearer - wanted) <= near:
+        return nearer
+    if isinstance(borders, str):
+        return wanted
+    right = min(max(bisect_left(borders, wanted - begin), 1), len(borders) - 1)
+    left = borders[right - 1]
+    return begin + (left if wanted - begin - left <= borders[right] - (wanted - begin) else borders[right])
+
+
+def _dealt(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
+    made: list[list[SourcePart]] = [[] for _ in range(tasks)]
+    loads = [(0, task) for task in range(tasks)]
+    whole = [(how.bytes, i) for i, how in enumerate(sources) if how.borders != "any"]
+    for size, i in sorted(whole, key=lambda pair: (-pair[0], pair[1])):
+        load, task = heapq.heappop(loads)
+        made[task].append(SourcePart(i, 0, size))
+        heapq.heappush(loads, (load + size, task))
+    rest = [(i, how) for i, how in enumerate(sources) if how.borders == "any"]
+    if rest:
+        held = [load for load, _ in sorted(loads, key=lambda pair: pair[1])]
+        level = _level(held, sum(how.bytes for _, how in rest))
+        for task, pieces in enumerate(_in_order(rest, [max(level - load, 0) for load in held])):
+            made[task] += pieces
+    return made
+
+
+def _level(loads: Sequence[int], more: int) -> int:
+    """The height to which ``more`` fills up ``loads``, rounded up."""
+    total, held = more, sorted(loads)
+    for count, load in enumerate(held, 1):
+        total += load
+        level = -(-total // count)
+        if count == len(held) or level <= held[count]:
+            return level
+    return 0
+
+
+def adjoining(pieces: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
+    """Groups pieces of :func:`as_list` to runs in which each begins where the one before ends. Returns their numbers."""
+    runs: list[list[int]] = []
+    end: tuple[int, int] | None = None
+    for number, piece in enumerate(pieces):
+        source, first, stop = piece[:3] if len(piece) > 1 else (piece[0], 0, sizes[piece[0]])
+        if end is not None and ((source, first) == end or ((source - 1, sizes[source - 1]) == end and first == 0)):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+        end = (source, stop)
+    return runs

@@ -1,0 +1,222 @@
+"""``Recipe``: everything that the bytes of a token cache depend on, as data, and the ledger that follows from it.
+
+``build_cache`` and a plan's commit share it: equal recipes give equal caches. It holds no tokenizer, only its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard import errors
+from actshard.errors import ExistsError
+from actshard.tokens import formats, placing
+from actshard.tokens import ledger as ledgers
+from actshard.tokens.formats import ChatFormat, RowFormat
+from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
+from actshard.tokens.sources import AnySource
+
+ARRAYS = ("offsets", "data")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a cache is built from.
+
+    Attributes:
+        sources: files of records, in the order of their rows.
+        format: the format of the rows.
+        tokenizer: the tokenizer's digest; None for formats without one.
+        options: ``dtype``, ``enforce_eos`` and ``enforce_bos``.
+        skip: whether unusable records are skipped.
+        layout, storage, keep_shards: as for :func:`~actshard.tokens.build_cache`.
+        fields: stored fields and their dtypes.
+        metadata: the ledger's ``preprocessor_metadata``.
+        tells_time: whether rows depend on the time of the build.
+    """
+
+    sources: Sequence[AnySource]
+    format: RowFormat
+    tokenizer: str | None
+    options: Mapping[str, Any]
+    skip: bool
+    layout: str
+    storage: str
+    keep_shards: bool
+    fields: Mapping[str, np.dtype[Any]]
+    metadata: Mapping[str, Any]
+    tells_time: bool
+
+    # -- identities ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that affects rows. The tokenizer is included as a digest, because it is megabytes."""
+        return {
+            "format": formats.as_dict(self.format),
+            "tokenizer": self.tokenizer,
+            **self.options,
+            "skip": self.skip,
+        }
+
+    def identity(self, source: AnySource, now: Sequence[Any] | None) -> str:
+        """Identifies a source's shard. ``now`` is the time passed to chat templates."""
+        made = {"settings": self.settings, "source": source.identity(), "storage": self.shard_storage}
+        return digest(made | {"now": now} if self.tells_time else made)
+
+    def whole(self) -> dict[str, Any]:
+        """Identifies a finished cache."""
+        return {
+            "settings": digest(self.settings),
+            "sources": digest([source.identity() for source in self.sources]),
+            "layout": self.layout,
+            "storage": self.storage,
+        }
+
+    @property
+    def shard_storage(self) -> str:
+        """Storage of shards. Those to be consolidated are copied as bytes, so compression happens only once, at the end."""
+        return self.storage if self.layout == SHARDED else "plain"
+
+    # -- the finished cache ----------------------------------------------------------------------------------------
+
+    def found(
+        self, out: Path, *, overwrite: bool = False, remedy: str = "pass overwrite=True to replace it"
+    ) -> Ledger | None:
+        """The ledger of the finished cache at a path if it is of this recipe; None if there is no cache. Changes nothing.
+
+        Raises:
+            ExistsError: another cache exists, and ``overwrite`` is False.
+        """
+        if not os.path.lexists(out / ledgers.NAME):
+            return None
+        try:
+            ledger = ledgers.read(out)
+        except errors.ActshardError as error:
+            if overwrite:
+                return None
+            raise ExistsError(f"an unreadable cache exists ({error.detail}); {remedy}", path=out) from error
+        differs = self._difference(ledger)
+        if differs is None:
+            return ledger
+        if not overwrite:
+            raise ExistsError(f"a finished cache exists that {differs}; {remedy}", path=out)
+        return None
+
+    def _difference(self, ledger: Ledger) -> str | None:
+        """How a finished cache differs from the one to build; None if it does not."""
+        found = ledger.preprocessor
+        for key, expected in self.metadata.items():
+            if found and found.get(key) != expected:
+                return f"was built with {key} {_short(found.get(key))} instead of {_short(expected)}"
+        own = ledger.extra.get(OURS)
+        if not isinstance(own, dict):  # written by Levanter: nothing else to compare
+            names = [source.shard for source in self.sources]
+            if list(ledger.finished_shards) != names:
+                return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
+            return None
+        for key, said in self.whole().items():
+            if own.get(key) != said:
+                what = {
+                    "settings": "was built with other settings (tokenizer, format, dtype or on_error)",
+                    "sources": "was built from other files, or from older versions of these",
+                }
+                return what.get(key, f"has the {key} {own.get(key)} instead of {said}")
+        return None
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the shards that the finished cache contains."""
+        return [source.shard for source in self.sources] if self.keep_shards or self.layout == SHARDED else []
+
+    @property
+    def entries(self) -> list[str]:
+        """Entries of the finished cache's folder, without the ledger."""
+        fields = list(dict.fromkeys(name.split("/")[0] for name in self.fields))
+        return self.kept if self.layout == SHARDED else fields + self.kept
+
+    def refuse_foreign(self, out: Path) -> None:
+        """Raises ExistsError for files in the way, before hours are spent on building."""
+        try:
+            mine = placing.owned(out)
+        except errors.ActshardError as error:
+            raise ExistsError(
+                f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
+                "remove the folder, or choose another",
+                path=out,
+            ) from error
+        arrays = [f"{name}/{part}" for name in self.fields for part in ARRAYS]
+        inner = [f"{shard}/{path}" for shard in self.kept for path in (ledgers.NAME, *arrays)]
+        placing.refuse_foreign(out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], mine)
+
+    # -- ledgers ---------------------------------------------------------------------------------------------------
+
+    def ledger(
+        self,
+        rows: Mapping[str, int],
+        counts: Mapping[str, Mapping[str, int]],
+        skipped: Mapping[str, int],
+        now: Sequence[Any] | None,
+    ) -> Ledger:
+        """The ledger of the finished cache.
+
+        Args:
+            rows: number of rows by shard, in the order of the sources.
+            counts: number of elements by shard and field.
+            skipped: number of unusable records by shard, without zeros.
+            now: the time passed to chat templates.
+        """
+        own = dict(self.whole())
+        if skipped:
+            own["skipped"] = dict(skipped)
+        if self.tells_time and now is not None:
+            own["now"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.struct_time(tuple(now)))
+        names = sorted(self.fields)
+        by_shard = {shard: {name: counts[shard].get(name, 0) for name in names} for shard in rows}
+        return Ledger(
+            total_num_rows=sum(rows.values()),
+            shard_rows=dict(rows),
+            is_finished=True,
+            finished_shards=tuple(rows),
+            field_counts={name: sum(c[name] for c in by_shard.values()) for name in names},
+            field_counts_by_shard=by_shard if self.layout == SHARDED else {},
+            layout=self.layout,
+            metadata={"preprocessor_metadata": dict(self.metadata)},
+            extra={OURS: own},
+        )
+
+    def skipped_in(self, ledger: Ledger) -> dict[str, int]:
+        """The number of unusable records by shard that a ledger of :meth:`ledger` tells."""
+        own = ledger.extra.get(OURS)
+        skipped = own.get("skipped", {}) if isinstance(own, dict) else {}
+        return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
+
+
+def local_now(seconds: float | None = None) -> list[Any]:
+    """A time (default: now) as a list for ``time.struct_time``, with name and offset of the zone, which templates may use."""
+    here = time.localtime(seconds)
+    return [*here, here.tm_zone, here.tm_gmtoff]
+
+
+def takes_time(format: RowFormat) -> bool:
+    """Whether rows of a format may ask for the time: chat templates, those of a record included."""
+    return isinstance(format, ChatFormat)
+
+
+def digest(value: Any) -> str:
+    """32 hexadecimal digits of JSON values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
