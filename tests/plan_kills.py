@@ -23,7 +23,7 @@ import numpy as np
 
 import actshard
 from actshard import merging
-from actshard.formats.merging import Merge
+from actshard.formats.merging import Assembled, Merge
 from actshard.plan import plan as plans
 from actshard.plan.book import Book
 from actshard.work import files
@@ -53,6 +53,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (merging, "_remove_parts"),
     (merging, "_leave"),
     (files, "sync_folders"),
+    (Assembled, "write"),
 )
 """Functions before, and after, whose calls a process kills itself."""
 

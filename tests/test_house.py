@@ -242,6 +242,8 @@ ON_PATHS = {
     "plan.converting": "renames the files of tasks",
     "plan.creating": "looks at the parts that its tasks wrote",
     "plan.tokenizing": "puts a token cache in its place",
+    "plan.merging": "copies files",
+    "plan.made": "looks for what a plan made",
     "pushing": "uploads local files",
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",

@@ -11,8 +11,8 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,8 @@ class AskedMerge:
     """Working folder of the plan that is committed."""
     counts: tuple[int, ...] | None = None
     """Number of examples that each part must have."""
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    """Files that the plan's tasks copied; see :class:`~actshard.formats.merging.Merge`."""
 
     @classmethod
     def of(cls, parts: Any, physical: bool, different_models: bool) -> AskedMerge:
@@ -150,7 +152,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 raise
         plan, listed = _begun(root, asked, marker)
         try:
-            place = root / listed["place"] if listed.get("finished") else _merger(plan.format).run(plan)
+            place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
         except ActshardError as error:
             # A full disk or a failed read may succeed later; other errors would occur again.
             if not plan.move and not isinstance(
@@ -161,7 +163,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
         if not listed.get("finished"):
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
-            _remove_parts(root, _merger(plan.format).files)
+            _remove_parts(root, merger_of(plan.format).files)
         _leave(root)
     finally:
         lock.release()
@@ -227,7 +229,7 @@ def _leave(root: Path) -> None:
 
 def _undo(plan: Merge) -> None:
     """Removes the files that a merge of ``parts=`` made, and no other file in its folder."""
-    remove_made(plan.path, _merger(plan.format).makes)
+    remove_made(plan.path, merger_of(plan.format).makes)
     _leave(plan.path)
 
 
@@ -239,7 +241,7 @@ def _there(root: Path, physical: bool) -> Path:
         raise UnfinishedError("expected parts of a dataset, found an unfinished dataset", path=root)
     found, format = _found(root)
     if physical:
-        merger = _merger(format)
+        merger = merger_of(format)
         if merger.physical is None:
             raise ArgumentError(_not_physical(format), path=found)
         if merger.several(found):
@@ -258,7 +260,7 @@ def _found(folder: Path) -> tuple[Path, str]:
     return found.local, format
 
 
-def _merger(format: str) -> Merger:
+def merger_of(format: str) -> Merger:
     """The format's :class:`Merger`."""
     merger = formats.get(format).merger()
     if merger is None:
@@ -300,11 +302,21 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
             f"another one: {remedy}",
             path=root,
         )
-    return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}), found.value
+    return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}, asked.copies), found.value
 
 
 def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     """Checks a merge and writes its marker. From then on the merge must be finished."""
+    plan = checked(root, asked)
+    # Relative paths for its own parts: the dataset may be moved between two calls.
+    names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
+    said = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
+    write_json(marker, {**said, "asked": asked.as_dict()})
+    _native.sync_files([marker.parent, root])
+
+
+def checked(root: Path, asked: AskedMerge) -> Merge:
+    """Checks a merge that has not begun. Writes nothing."""
     if asked.parts is None:
         sources = _own_parts(root)
     else:
@@ -319,7 +331,7 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
             )
         refuse_existing(root)
     format = _check_alike(sources, asked)
-    merger = _merger(format)
+    merger = merger_of(format)
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
     sources = [dataset for source in sources for dataset in merger.datasets(source)]
@@ -328,11 +340,7 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     move = asked.parts is None
     plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical})
     merger.check(plan)
-    # Relative paths for its own parts: the dataset may be moved between two calls.
-    names = [os.path.relpath(s, root) if move else str(s) for s in sources]
-    made = {"parts": names, "format": format, "move": move, "physical": asked.physical, "asked": asked.as_dict()}
-    write_json(marker, made)
-    _native.sync_files([marker.parent, root])
+    return plan
 
 
 def _own_parts(root: Path) -> list[Path]:
@@ -399,7 +407,7 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> str:
             "dtype": str(store.dtype),
             "special tokens": store.special_tokens,
         }
-        kind |= _merger(store.format).kind(store.contents)
+        kind |= merger_of(store.format).kind(store.contents)
         if not asked.different_models:
             kind["model"] = store.contents.model
         if first is None:

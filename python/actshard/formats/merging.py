@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,15 +22,72 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 
+_COPIED_AT_ONCE = 256 << 20
+"""Bytes that are copied between two notes of progress."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A file of a merged dataset that is copied together.
+
+    Attributes:
+        name: its path below :attr:`Merge.path`, with ``/``.
+        pieces: (file, first byte, bytes, first byte in the new file); what no piece covers is zeros.
+        size: bytes of the new file.
+    """
+
+    name: str
+    pieces: tuple[tuple[Path, int, int, int], ...]
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to copy."""
+        return sum(count for _, _, count, _ in self.pieces)
+
+    def write(self, target: Path, tell: Callable[[int], object] = lambda count: None) -> None:
+        """Writes the file under a temporary name, syncs and renames it. ``tell`` is called with bytes that were copied."""
+        temporary = target.with_name(f".{target.name}.part")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        temporary.touch()
+        for source, first, count, at in self.pieces:
+            for done in range(0, count, _COPIED_AT_ONCE):
+                part = min(_COPIED_AT_ONCE, count - done)
+                _native.copy_range(source, first + done, part, temporary, at + done)
+                tell(part)
+        os.truncate(temporary, self.size)
+        _native.sync_files([temporary])
+        rename(temporary, target)
+
+
 @dataclass(frozen=True)
 class Merge:
-    """Arguments of a merge. ``move``: whether source files may be moved."""
+    """Arguments of a merge.
+
+    Attributes:
+        path: the folder of the merged dataset.
+        format: the parts' format.
+        parts: datasets to merge, in order.
+        move: whether source files may be moved.
+        options: the format's options.
+        copies: files that tasks of a plan copied before, by their names below ``path``.
+    """
 
     path: Path
     format: str
     parts: tuple[Path, ...]
     move: bool
     options: dict[str, Any]
+    copies: Mapping[str, Path] = field(default_factory=dict)
+
+    def assemble(self, file: Assembled) -> None:
+        """Copies a file together, unless it is there, or a task did it."""
+        target = self.path / file.name
+        if target.exists() or self._placed(target):
+            return
+        make_folder(target.parent)
+        file.write(target)
 
     def take(self, source: Path, target: Path) -> None:
         """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible."""
@@ -42,14 +100,30 @@ class Merge:
         if source.is_dir():
             temporary = target.with_name(f".{target.name}.part")
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(source, temporary, copy_function=_link)
+            shutil.copytree(source, temporary, copy_function=partial(self._link_of, temporary, target))
             rename(temporary, target)
+            return
+        if self._placed(target):
             return
         temporary = target.with_name(f".{target.name}.part")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         _link(source, temporary)
         rename(temporary, target)
+
+    def _placed(self, target: Path, name: Path | None = None) -> bool:
+        """Moves a task's copy to its place. ``name``: the path that it will have; None: ``target``."""
+        copy = self.copies.get((name or target).relative_to(self.path).as_posix()) if self.copies else None
+        if copy is None or not copy.exists():
+            return False
+        make_folder(target.parent)
+        rename(copy, target)
+        return True
+
+    def _link_of(self, temporary: Path, target: Path, source: str, copy: str) -> None:
+        """Links a file of a store. The store has its name when all of its files are there."""
+        if not self._placed(Path(copy), target / Path(copy).relative_to(temporary)):
+            _link(source, copy)
 
 
 def _link(source: Any, target: Any) -> None:
@@ -66,7 +140,7 @@ class Merger(ABC):
     """A format's implementation of merging.
 
     :meth:`check` detects all errors before anything is moved or written. :meth:`run` may be called again after a crash and
-    resumes.
+    resumes: it assembles and takes files, and :meth:`finish` writes what makes them a dataset.
     """
 
     makes: ClassVar[tuple[str, ...]] = ()
@@ -102,9 +176,33 @@ class Merger(ABC):
     def check(self, plan: Merge) -> None:
         """Raises if the merge is impossible. Writes nothing."""
 
+    def assembled(self, plan: Merge) -> list[Assembled]:
+        """Files that must be copied together, because no part has them as a whole."""
+        return []
+
     @abstractmethod
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        """Files and stores that become part of the dataset as they are: (where they are, where they go)."""
+
+    @abstractmethod
+    def finish(self, plan: Merge) -> Path:
+        """Writes the other files, manifest last. Returns the dataset's path."""
+
+    def place(self, plan: Merge) -> Path:
+        """The dataset's path."""
+        return plan.path
+
+    @abstractmethod
+    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+        """Number and bytes of the files that :meth:`finish` writes, and whether the bytes are exact."""
+
     def run(self, plan: Merge) -> Path:
-        """Merges, manifest last. Returns the dataset's path."""
+        """Merges. Returns the dataset's path."""
+        for file in self.assembled(plan):
+            plan.assemble(file)
+        for source, target in self.taken(plan):
+            plan.take(source, target)
+        return self.finish(plan)
 
 
 def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
@@ -113,15 +211,15 @@ def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
 
     known: dict[str, tuple[Any, Path]] = {}
     for path, table in zip(plan.parts, tables, strict=True):
-        for field in table.schema:
-            if field.type == pa.null():
+        for column in table.schema:
+            if column.type == pa.null():
                 continue
-            kind, first = known.setdefault(field.name, (field.type, path))
-            both = common_type(kind, field.type)
+            kind, first = known.setdefault(column.name, (column.type, path))
+            both = common_type(kind, column.type)
             if both is None:
                 raise FormatError(
-                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}; no type holds both: write one of "
+                    f"column {column.name!r}: expected {kind} as in {first}, found {column.type}; no type holds both: write one of "
                     "the parts again with the other's type",
                     path=path,
                 )
-            known[field.name] = (both, first)
+            known[column.name] = (both, first)

@@ -19,11 +19,12 @@ from actshard.plan.plan import Plan, Status, load
 if TYPE_CHECKING:
     from actshard.plan.converting import convert
     from actshard.plan.creating import create
+    from actshard.plan.merging import merge
     from actshard.plan.tokenizing import tokenize
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "tokenize"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "tokenize"]
 
-_MAKERS = {"convert": "converting", "create": "creating", "tokenize": "tokenizing"}
+_MAKERS = {"convert": "converting", "create": "creating", "merge": "merging", "tokenize": "tokenizing"}
 """Functions that make plans, and their modules, which load on first use."""
 
 

@@ -11,14 +11,13 @@ run goes on after it. So two processes cannot run one task at the same time: the
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -30,26 +29,23 @@ from actshard.errors import (
     ExistsError,
     InternalError,
     OutOfRangeError,
-    UnsupportedError,
     boundary,
 )
+from actshard.formats.contents import Contents
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
 from actshard.merging import AskedMerge, merged
-from actshard.opening import open_quietly
 from actshard.plan.book import BEAT_SECONDS, work_folder
 from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.work import FOLDER, PARTS, is_merging, remove, unfinished
+from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
 from actshard.writing.existing import complete_at
 from actshard.writing.sink import block_memory
-
-if TYPE_CHECKING:
-    from actshard.store import Store
 
 Computes = Callable[[Writer, range], object]
 """What computes activations: called with a writer, and the examples that it shall append."""
@@ -453,41 +449,28 @@ class Creating(Verb):
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
-        root = Path(plan.arguments["path"])
+        root, format = Path(plan.arguments["path"]), plan.arguments["format"]
         if not root.is_dir() or (root / PARTS).exists() or is_merging(root):
             return None
-        format = plan.arguments["format"]
-        target = formats.get(format).target()
-        places = (
-            [root] if not target.names_itself else sorted(p for p in root.iterdir() if p.name[0] != "." and p.is_dir())
-        )
-        found = [
-            p for p in places if formats.detect(format, p).matches and unfinished(p) is None and _is_made_by(plan, p)
-        ]
+        named = formats.get(format).target().names_itself
+        places = sorted(p for p in root.iterdir() if p.name[0] != ".") if named else [root]
+        found = [p for p in places if _is_made_by(plan, finished(format, p))]
         return found[0] if len(found) == 1 else None
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders, if none is left."""
-        with contextlib.suppress(OSError):
-            (Path(plan.arguments["path"]) / FOLDER).rmdir()
+        leave(Path(plan.arguments["path"]))
 
 
-def _is_made_by(plan: Planned, path: Path) -> bool:
+def _is_made_by(plan: Planned, found: Contents | None) -> bool:
     """Whether a finished dataset has the examples, layers, types and metadata that a plan asks for."""
-    try:
-        store = open_quietly(path, plan.arguments["format"], "auto")
-    except UnsupportedError:
-        return False
     given = plan.arguments
-    wanted = [given["num_examples"], given["layers"], given["d_model"], given["dtype"] or str(store.dtype)]
-    if wanted != [len(store), list(store.layers), store.d_model, str(store.dtype)]:
+    if found is None:
         return False
-    return all(
-        _metadata(store, name, value) == value for name, value in given["metadata"].items() if type(value) in _PLAIN
-    )
-
-
-def _metadata(store: Store, name: str, default: Any) -> Any:
-    """A metadata value of the user's, at the top or in one of the format's own objects; ``default`` if there is none."""
-    held = store.metadata
-    return next((place[name] for place in (held, *held.values()) if isinstance(place, dict) and name in place), default)
+    wanted = [given["num_examples"], given["layers"], given["d_model"], given["dtype"] or str(found.dtype)]
+    if shape_of(found) != wanted:
+        return False
+    held = found.metadata
+    places = [held, *(value for value in held.values() if isinstance(value, dict))]
+    known = {name: next((p[name] for p in places if name in p), value) for name, value in given["metadata"].items()}
+    return all(known[name] == value for name, value in given["metadata"].items() if type(value) in _PLAIN)

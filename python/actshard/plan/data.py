@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "convert": "actshard.plan.converting:Converting",
     "create": "actshard.plan.creating:Creating",
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
+    "merge": "actshard.plan.merging:Merging",
 }
 """The kinds of plans, and where they are implemented."""
 PLANS: dict[str, str] = {

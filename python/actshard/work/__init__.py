@@ -16,6 +16,7 @@ Writers of datasets, merges and builds of token caches use it; finding uses it t
 from __future__ import annotations
 
 from actshard.work.files import (
+    as_json,
     make_folder,
     remove,
     remove_made,
@@ -57,6 +58,7 @@ __all__ = [
     "PUSHING",
     "Journal",
     "Lock",
+    "as_json",
     "count_parts",
     "is_building",
     "is_merging",

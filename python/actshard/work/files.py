@@ -19,11 +19,15 @@ from actshard.errors import ActshardError, FileAccessError, boundary, from_os
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file atomically: under a temporary name, then renamed."""
+    write_bytes(path, as_json(value, indent))
+
+
+def as_json(value: Any, indent: int | None = 2) -> bytes:
+    """What :func:`write_json` writes."""
     try:
-        data = json.dumps(value, indent=indent, ensure_ascii=False).encode()
+        return json.dumps(value, indent=indent, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # lone surrogates, which JSON can only escape
-        data = json.dumps(value, indent=indent).encode()
-    write_bytes(path, data)
+        return json.dumps(value, indent=indent).encode()
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -25,6 +25,8 @@ from actshard.work import make_folder, rename
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
 """Descriptor fields that must agree between parts."""
 _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
+_COUNTED = 64 << 20
+"""Bytes of the parts' indexes up to which the merged one is written to memory, to know its size."""
 _BESIDE = ("logits_topk", "router_logits")
 
 
@@ -66,113 +68,124 @@ def _check(plan: Merge) -> None:
     _schema(datasets)
 
 
-def _run(plan: Merge) -> Path:
-    """Moves tensor files to new numbers and writes an index with the new addresses."""
-    import pyarrow as pa
+class _Extractions:
+    """The parts of a merge, and the numbers that their tensor files get."""
 
-    datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
-    hidden = [d.hidden for d in datasets]
-    described = [h.value if h is not None else {"shards": [], "layers": []} for h in hidden]
-    full = described[0].get("storage") == "full_sequence"
-    lasts = [int(h.get("last_token_shards", len(h["shards"]))) if full else len(h["shards"]) for h in described]
-    rests = [len(h["shards"]) - k for h, k in zip(described, lasts, strict=True)]
-    total = sum(lasts)
-    last_at, rest_at = _before(lasts), _before(rests)
-    merged_shards = [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][:k]]
-    merged_shards += [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][k:]]
-    for p, h in enumerate(hidden):
-        if h is not None:
-            new = [
-                last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
-                for s in range(len(h.items("shards")))
-            ]
-            _take_hidden(plan, datasets[p], h, new)
-    tensors = dict(datasets[0].metadata["tensors"])
-    if hidden[0] is not None:
-        key = hidden[0].where.removeprefix("tensors.")
-        tensors[key] = {**described[0], "file_pattern": _HIDDEN_FILE, "shards": merged_shards}
-        tensors[key] |= {"last_token_shards": total} if full else {}
-    beside_at: dict[str, list[int]] = {}
-    for kind in _BESIDE:
-        if kind not in tensors:
-            continue
-        every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in datasets]
-        each = [fields.items("shards") for fields in every]
-        beside_at[kind] = _before([len(s) for s in each])
-        listed = []
-        for p, of_part in enumerate(each):
-            files = datasets[p].files_of(every[p], len(of_part))
-            for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
-                file = f"tensors/{kind}_{beside_at[kind][p] + s:03d}.safetensors"
-                plan.take(source.local, plan.path / file)
-                listed.append({**shard.value, "file": file})
-        tensors[kind] = {**tensors[kind], "file_pattern": f"tensors/{kind}_{{shard:03d}}.safetensors", "shards": listed}
-    metadata = {**datasets[0].metadata, "tensors": tensors, "num_prompts": sum(d.num_rows for d in datasets)}
-    # Generated texts, which make examples distinct, must stay unique in the merged dataset.
-    made_up = [isinstance(d.metadata.get(MADE_UP), list) and "text" in d.metadata[MADE_UP] for d in datasets]
-    if not all(made_up):
-        metadata.pop(MADE_UP, None)
-    keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
-    schema = _schema(datasets).with_metadata(keys)
+    def __init__(self, plan: Merge) -> None:
+        self.plan = plan
+        self.datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
+        self.hidden = [d.hidden for d in self.datasets]
+        self.described = [h.value if h is not None else {"shards": [], "layers": []} for h in self.hidden]
+        self.full = self.described[0].get("storage") == "full_sequence"
+        self.lasts = [
+            int(h.get("last_token_shards", len(h["shards"]))) if self.full else len(h["shards"]) for h in self.described
+        ]
+        self.total = sum(self.lasts)
+        self.last_at = _before(self.lasts)
+        rests = [len(h["shards"]) - k for h, k in zip(self.described, self.lasts, strict=True)]
+        self.rest_at = _before(rests)
+        self.beside_at: dict[str, list[int]] = {}
+        """Number of the first shard of each part, for logits and router logits."""
+        self.taken: list[tuple[Path, Path]] = []
+        for p, h in enumerate(self.hidden):
+            if h is not None:
+                self._take_hidden(p, h)
+        self.tensors = self._tensors()
 
-    def renumbered(p: int, columns: dict[str, Any], done: int, n: int) -> None:
-        """Replaces the addresses in a batch of a part's index."""
-        if hidden[p] is not None:
-            columns["shard_index"] = _plus(columns["shard_index"], last_at[p])
-        elif "logits_topk" in beside_at:
-            columns["shard_index"] = _plus(columns["shard_index"], beside_at["logits_topk"][p])
-        if "shard_index_logits" in columns:
-            columns["shard_index_logits"] = _plus(columns["shard_index_logits"], beside_at["logits_topk"][p])
-        if full:
-            ids = columns[TOKEN_LISTS[0]]
-            columns[TOKEN_LISTS[0]] = _renumbered(ids, lasts[p], last_at[p], total + rest_at[p])
-        if made_up[p]:
-            columns["text"] = pa.array([f"example {i}" for i in range(done, done + n)])
+    def _take_hidden(self, p: int, hidden: Fields) -> None:
+        """Gives the hidden-state shards of a part their new numbers."""
+        dataset, shards, layers = self.datasets[p], hidden.items("shards"), hidden.integers("layers")
+        name = dataset.pattern(hidden, "file_pattern", layers, len(shards))
+        lasts, rests = self.lasts[p], self.total + self.rest_at[p] - self.lasts[p]
+        for layer in layers:
+            for s, shard in enumerate(shards):
+                if shard.value.get("num_tokens", 1):
+                    new = s + (self.last_at[p] if s < lasts else rests)
+                    target = self.plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
+                    self.taken.append((dataset.inside(hidden, name(layer, s)).local, target))
 
-    _write_index(plan, datasets, schema, renumbered)
-    return plan.path
+    def _tensors(self) -> dict[str, Any]:
+        """The merged descriptors; also fills :attr:`beside_at` and :attr:`taken` for tensors beside the hidden states."""
+        tensors = dict(self.datasets[0].metadata["tensors"])
+        merged = [s for h, k in zip(self.described, self.lasts, strict=True) for s in h["shards"][:k]]
+        merged += [s for h, k in zip(self.described, self.lasts, strict=True) for s in h["shards"][k:]]
+        if self.hidden[0] is not None:
+            key = self.hidden[0].where.removeprefix("tensors.")
+            tensors[key] = {**self.described[0], "file_pattern": _HIDDEN_FILE, "shards": merged}
+            tensors[key] |= {"last_token_shards": self.total} if self.full else {}
+        for kind in _BESIDE:
+            if kind not in tensors:
+                continue
+            every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in self.datasets]
+            each = [fields.items("shards") for fields in every]
+            self.beside_at[kind] = _before([len(s) for s in each])
+            listed = []
+            for p, of_part in enumerate(each):
+                files = self.datasets[p].files_of(every[p], len(of_part))
+                for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
+                    file = f"tensors/{kind}_{self.beside_at[kind][p] + s:03d}.safetensors"
+                    self.taken.append((source.local, self.plan.path / file))
+                    listed.append({**shard.value, "file": file})
+            pattern = f"tensors/{kind}_{{shard:03d}}.safetensors"
+            tensors[kind] = {**tensors[kind], "file_pattern": pattern, "shards": listed}
+        return tensors
 
+    def write_index(self, to: Any) -> None:
+        """Writes an index with the new addresses to a path or a stream of pyarrow."""
+        import pyarrow as pa
 
-def _take_hidden(plan: Merge, dataset: Extraction, hidden: Fields, new: Sequence[int]) -> None:
-    """Moves the hidden-state shards of a part to their new numbers."""
-    shards = hidden.items("shards")
-    layers = hidden.integers("layers")
-    name = dataset.pattern(hidden, "file_pattern", layers, len(shards))
-    for layer in layers:
-        for s, shard in enumerate(shards):
-            if shard.value.get("num_tokens", 1):
-                target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new[s])
-                plan.take(dataset.inside(hidden, name(layer, s)).local, target)
+        datasets = self.datasets
+        metadata = {
+            **datasets[0].metadata,
+            "tensors": self.tensors,
+            "num_prompts": sum(d.num_rows for d in datasets),
+        }
+        # Generated texts, which make examples distinct, must stay unique in the merged dataset.
+        made_up = [isinstance(d.metadata.get(MADE_UP), list) and "text" in d.metadata[MADE_UP] for d in datasets]
+        if not all(made_up):
+            metadata.pop(MADE_UP, None)
+        keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
+        schema = _schema(datasets).with_metadata(keys)
+
+        def renumbered(p: int, columns: dict[str, Any], done: int, n: int) -> None:
+            """Replaces the addresses in a batch of a part's index."""
+            if self.hidden[p] is not None:
+                columns["shard_index"] = _plus(columns["shard_index"], self.last_at[p])
+            elif "logits_topk" in self.beside_at:
+                columns["shard_index"] = _plus(columns["shard_index"], self.beside_at["logits_topk"][p])
+            if "shard_index_logits" in columns:
+                columns["shard_index_logits"] = _plus(columns["shard_index_logits"], self.beside_at["logits_topk"][p])
+            if self.full:
+                ids = columns[TOKEN_LISTS[0]]
+                columns[TOKEN_LISTS[0]] = _renumbered(ids, self.lasts[p], self.last_at[p], self.total + self.rest_at[p])
+            if made_up[p]:
+                columns["text"] = pa.array([f"example {i}" for i in range(done, done + n)])
+
+        _write_index(to, datasets, schema, renumbered)
 
 
 def _write_index(
-    plan: Merge,
+    to: Any,
     datasets: Sequence[Extraction],
     schema: Any,
     renumbered: Callable[[int, dict[str, Any], int, int], None],
 ) -> None:
-    """Writes the merged index. ``renumbered`` is called with (part, columns, rows before, rows) for each batch of the parts."""
+    """Writes the merged index to a path or a stream of pyarrow.
+
+    ``renumbered`` is called with (part, columns, rows before, rows) for each batch of the parts.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    index = plan.path / "index" / "train-00000-of-00001.parquet"
-    make_folder(index.parent)
-    temporary = index.with_name(f".{index.name}.part")
-    try:
-        with pq.ParquetWriter(temporary, schema) as writer:
-            done = 0
-            for p, dataset in enumerate(datasets):
-                for _, _, batch in dataset.batches(list(dataset.names)):
-                    columns = {n: batch.column(n) for n in batch.schema.names}
-                    renumbered(p, columns, done, batch.num_rows)
-                    done += batch.num_rows
-                    table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
-                    writer.write_table(as_schema(table, schema))
-    except OSError as error:
-        raise from_os(error, temporary, "write") from error
-    _native.sync_files([temporary, plan.path / "tensors"])
-    rename(temporary, index)
-    _native.sync_files([index.parent])
+    with pq.ParquetWriter(to, schema) as writer:
+        done = 0
+        for p, dataset in enumerate(datasets):
+            for _, _, batch in dataset.batches(list(dataset.names)):
+                columns = {n: batch.column(n) for n in batch.schema.names}
+                renumbered(p, columns, done, batch.num_rows)
+                done += batch.num_rows
+                table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
+                writer.write_table(as_schema(table, schema))
 
 
 def _before(counts: Sequence[int]) -> list[int]:
@@ -215,5 +228,29 @@ class LmprobeMerger(Merger):
     def check(self, plan: Merge) -> None:
         _check(plan)
 
-    def run(self, plan: Merge) -> Path:
-        return _run(plan)
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        return _Extractions(plan).taken
+
+    def finish(self, plan: Merge) -> Path:
+        index = plan.path / "index" / "train-00000-of-00001.parquet"
+        make_folder(index.parent)
+        temporary = index.with_name(f".{index.name}.part")
+        try:
+            _Extractions(plan).write_index(temporary)
+        except OSError as error:
+            raise from_os(error, temporary, "write") from error
+        _native.sync_files([temporary, plan.path / "tensors"])
+        rename(temporary, index)
+        _native.sync_files([index.parent])
+        return plan.path
+
+    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+        import pyarrow as pa
+
+        parts = _Extractions(plan)
+        held = sum(file.local.stat().st_size for dataset in parts.datasets for file in dataset.parts)
+        if held > _COUNTED:
+            return 1, held, False
+        to = pa.BufferOutputStream()
+        parts.write_index(to)
+        return 1, to.tell(), True

@@ -14,7 +14,7 @@ from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.pickle.read import machines_in, open_many
 from actshard.formats.pickle.write import PickleTarget, shard_listing
 from actshard.location import Location, network_io
-from actshard.work import write_json
+from actshard.work import as_json, write_json
 
 _DECODED = 160 << 20
 """Memory for one decoded shard of each part, whose columns are checked."""
@@ -58,19 +58,8 @@ def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
     return moves, shard_listing(shards, samples, config, created, 0, 1, sum(known) if known else None)
 
 
-def _run(plan: Merge) -> Path:
-    """Moves shards to their new names, then writes the merged metadata."""
-    moves, listing = _planned(plan)
-    for source, name in moves:
-        plan.take(source, plan.path / name)
-    _native.sync_files([plan.path])  # shards must be on disk before the list that names them
-    write_json(plan.path / "metadata.json", listing)
-    _native.sync_files([plan.path])
-    return plan.path
-
-
 class PickleMerger(Merger):
-    """Merges pickle shards. Each folder of a multi-machine extraction is a part."""
+    """Merges pickle shards: they get new names. Each folder of a multi-machine extraction is a part."""
 
     makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
     files: ClassVar[re.Pattern[str] | None] = re.compile(r"shard_\d{4,}\.pkl(\.gz)?|metadata\.json")
@@ -83,5 +72,14 @@ class PickleMerger(Merger):
     def check(self, plan: Merge) -> None:
         _check(plan)
 
-    def run(self, plan: Merge) -> Path:
-        return _run(plan)
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        return [(source, plan.path / name) for source, name in _planned(plan)[0]]
+
+    def finish(self, plan: Merge) -> Path:
+        _native.sync_files([plan.path])  # shards must be on disk before the list that names them
+        write_json(plan.path / "metadata.json", _planned(plan)[1])
+        _native.sync_files([plan.path])
+        return plan.path
+
+    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+        return 1, len(as_json(_planned(plan)[1])), True

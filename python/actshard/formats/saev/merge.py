@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +14,11 @@ import actshard._native as _native
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnsupportedError
 from actshard.formats.contents import Contents, Options
-from actshard.formats.merging import Merge, Merger
+from actshard.formats.merging import Assembled, Merge, Merger
 from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.saev.read import open as open_dump
 from actshard.location import Location
-from actshard.work import make_folder, rename, write_bytes, write_json
+from actshard.work import as_json, rename, write_bytes, write_json
 
 
 @dataclass(frozen=True)
@@ -75,77 +73,107 @@ def _check(plan: Merge) -> None:
             raise UnsupportedError(f"non-standard shard name {odd.name}; convert the dataset first", path=path)
 
 
-def _run(plan: Merge) -> Path:
-    """Merges. Shards have equal numbers of examples: those at a shard boundary are moved, others are assembled by copying."""
-    dumps = [_Dump.of(p) for p in plan.parts]
-    fields = dumps[0].fields
-    name = fields.name(*N_EXAMPLES)
-    counts = [d.examples for d in dumps]
-    each = [d.eps for d in dumps]
-    eps, n = max(each), sum(counts)
-    content = dumps[0].content
-    size = dumps[0].tokens * dumps[0].layers * fields.integer(*D_MODEL) * ITEMSIZE
-    place, metadata = _place(plan, dumps)
-    if place.exists():  # created before a crash: the path was free when the merge began
-        if read_json(place / "metadata.json") != metadata:
-            raise ExistsError("another dataset with this name exists; move it away", path=place)
-        return place
-    work = plan.path / ".merging"
-    make_folder(work)
-    starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    full = metadata.get("protocol") != "2.0"
-    for shard in range(-(-n // eps)):
-        target = work / f"acts{shard:06}.bin"
-        if target.exists():
-            continue
-        a, b = shard * eps, min(n, (shard + 1) * eps)
-        pieces = []
-        for p, begin in enumerate(starts[:-1]):
-            lo, hi = max(a, begin), min(b, starts[p + 1])
+_WORK = ".merging"
+"""Where the dump is put together before it gets its name."""
+
+
+class _Shards:
+    """The shards of the merged dump.
+
+    Shards have equal numbers of examples: those at a shard boundary are taken as they are, others are copied together.
+    """
+
+    def __init__(self, plan: Merge) -> None:
+        self.plan = plan
+        self.dumps = [_Dump.of(p) for p in plan.parts]
+        fields = self.dumps[0].fields
+        self.counts = [d.examples for d in self.dumps]
+        self.each = [d.eps for d in self.dumps]
+        self.eps, self.n = max(self.each), sum(self.counts)
+        self.content = self.dumps[0].content
+        self.bytes = self.dumps[0].tokens * self.dumps[0].layers * fields.integer(*D_MODEL) * ITEMSIZE
+        """Bytes of an example."""
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).tolist()
+        self.place, self.metadata = _place(plan, self.dumps)
+        self.full = self.metadata.get("protocol") != "2.0"
+
+    def pieces(self, shard: int) -> list[tuple[Path, int, int, int]]:
+        """The stretches of the parts' shards that make a shard: (file, first example, examples, first example in the shard)."""
+        a, b = shard * self.eps, min(self.n, (shard + 1) * self.eps)
+        made = []
+        for p, begin in enumerate(self.starts[:-1]):
+            lo, hi = max(a, begin), min(b, self.starts[p + 1])
             while lo < hi:
-                number, row = divmod(lo - begin, each[p])
-                rows = min(hi - lo, each[p] - row)
-                pieces.append((plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
+                number, row = divmod(lo - begin, self.each[p])
+                rows = min(hi - lo, self.each[p] - row)
+                made.append((self.plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
                 lo += rows
-        source, row, rows, _ = pieces[0]
-        whole = len(pieces) == 1 and row == 0 and rows == b - a
-        if whole and (source.exists() and source.stat().st_size == (eps if full else rows) * size):
-            plan.take(source, target)
-            continue
-        temporary = target.with_name(f"{target.name}.part")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        for of_part, begin, count, at in pieces:
-            _native.copy_range(of_part, begin * size, count * size, temporary, at * size)
-        os.truncate(temporary, (eps if full else b - a) * size)
-        _native.sync_files([temporary])
-        rename(temporary, target)
-    if (plan.parts[0] / "labels.bin").exists():
-        temporary = work / "labels.bin.part"
-        for part, held, start in zip(plan.parts, counts, starts, strict=False):
-            _native.copy_range(part / "labels.bin", 0, held * content, temporary, start * content)
-        os.truncate(temporary, n * content)
-        _native.sync_files([temporary])
-        rename(temporary, work / "labels.bin")
+        return made
+
+    def divided(self) -> tuple[list[Assembled], list[tuple[Path, Path]]]:
+        """Shards that are copied together, and those that are taken as they are."""
+        copied, taken = [], []
+        for shard in range(-(-self.n // self.eps)):
+            name = f"{_WORK}/acts{shard:06}.bin"
+            count = min(self.n - shard * self.eps, self.eps)
+            pieces = self.pieces(shard)
+            source, row, rows, _ = pieces[0]
+            size = (self.eps if self.full else count) * self.bytes
+            if row == 0 and rows == count and _size(source) == size:
+                taken.append((source, self.plan.path / name))
+                continue
+            stretches = tuple((file, a * self.bytes, k * self.bytes, at * self.bytes) for file, a, k, at in pieces)
+            copied.append(Assembled(name, stretches, size))
+        return copied, taken
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Contents of shards.json."""
+        name = self.dumps[0].fields.name(*N_EXAMPLES)
+        word = name if name in ("n_ex", "n_imgs") else "n_examples"
+        counts = [min(self.eps, self.n - first) for first in range(0, self.n, self.eps)]
+        return [{"name": f"acts{i:06}.bin", word: count} for i, count in enumerate(counts)]
+
+    def labels(self) -> list[Assembled]:
+        """The file of patch labels, if the parts have it."""
+        files = [part / "labels.bin" for part in self.plan.parts]
+        if not files[0].exists():
+            return []
+        content = self.content
+        pieces = tuple(
+            (f, 0, k * content, a * content) for f, k, a in zip(files, self.counts, self.starts, strict=False)
+        )
+        return [Assembled(f"{_WORK}/labels.bin", pieces, self.n * content)]
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none: it was moved before."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _finish(shards: _Shards) -> Path:
+    """Writes the small files and gives the dump its name."""
+    plan = shards.plan
+    work = plan.path / _WORK
     if any((part / LENGTHS).exists() for part in plan.parts):
         lengths = [
-            np.fromfile(part / LENGTHS, "<u4") if (part / LENGTHS).exists() else np.full(held, content, "<u4")
-            for part, held in zip(plan.parts, counts, strict=True)
+            np.fromfile(part / LENGTHS, "<u4") if (part / LENGTHS).exists() else np.full(held, shards.content, "<u4")
+            for part, held in zip(plan.parts, shards.counts, strict=True)
         ]
         write_bytes(work / LENGTHS, np.concatenate(lengths).tobytes())
-    word = "n_ex" if name == "n_ex" else "n_imgs" if name == "n_imgs" else "n_examples"
-    listing = [{"name": f"acts{i:06}.bin", word: min(eps, n - i * eps)} for i in range(-(-n // eps))]
-    write_json(work / "shards.json", listing)
-    write_json(work / "metadata.json", metadata)
+    write_json(work / "shards.json", shards.listing())
+    write_json(work / "metadata.json", shards.metadata)
     _native.sync_files([work])
-    rename(work, place)
-    return place
+    rename(work, shards.place)
+    return shards.place
 
 
 class SaevMerger(Merger):
     """Merges dumps into shards with the same number of examples."""
 
-    makes: ClassVar[tuple[str, ...]] = (".merging",)
+    makes: ClassVar[tuple[str, ...]] = (_WORK,)
     names_itself: ClassVar[bool] = True
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         rf"acts\d{{6,}}\.bin(\.part)?|labels\.bin|{re.escape(LENGTHS)}|(shards|metadata)\.json"
@@ -164,5 +192,29 @@ class SaevMerger(Merger):
     def check(self, plan: Merge) -> None:
         _check(plan)
 
+    def assembled(self, plan: Merge) -> list[Assembled]:
+        shards = _Shards(plan)
+        return shards.divided()[0] + shards.labels()
+
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        return _Shards(plan).divided()[1]
+
+    def place(self, plan: Merge) -> Path:
+        return _Shards(plan).place
+
+    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+        shards = _Shards(plan)
+        lengths = any((part / LENGTHS).exists() for part in plan.parts)
+        listed = len(as_json(shards.listing())) + len(as_json(shards.metadata))
+        return 2 + lengths, listed + lengths * 4 * shards.n, True
+
     def run(self, plan: Merge) -> Path:
-        return _run(plan)
+        shards = _Shards(plan)
+        if shards.place.exists():  # created before a crash: the path was free when the merge began
+            if read_json(shards.place / "metadata.json") != shards.metadata:
+                raise ExistsError("another dataset with this name exists; move it away", path=shards.place)
+            return shards.place
+        return super().run(plan)
+
+    def finish(self, plan: Merge) -> Path:
+        return _finish(_Shards(plan))

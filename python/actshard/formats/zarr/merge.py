@@ -20,7 +20,7 @@ from actshard.formats.zarr.read import is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
 from actshard.location import Location
-from actshard.work import write_json
+from actshard.work import as_json, write_json
 
 
 def _check_chunks(sources: Sequence[Path]) -> None:
@@ -56,52 +56,66 @@ def _check(plan: Merge) -> None:
     check_column_types(plan, [_columns(_opened(p)) for p in plan.parts])
 
 
-def _run(plan: Merge) -> Path:
-    if plan.options["physical"]:
-        return _one_store(plan)
+def _manifest(stores: Sequence[Path]) -> dict[str, Any]:
+    """The manifest of a run of several stores."""
+    members = [Member(Location.at(path)) for path in stores]
     shards: list[dict[str, Any]] = []
     start = 0
-    member: Member | None = None
-    for i, part in enumerate(plan.parts):
-        name = f"shards/shard-{i:04}.zarr"
-        plan.take(part, plan.path / name)
-        member = Member(Location.at(plan.path / name))
-        shards.append({"path": name, "n_samples": member.n, "start": start})
+    for i, member in enumerate(members):
+        shards.append({"path": _shard(i), "n_samples": member.n, "start": start})
         start += member.n
-    assert member is not None
-    first = Member(Location.at(plan.path / shards[0]["path"]))
+    first = members[0]
     known: dict[str, Any] = {
         k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
     }
-    manifest: dict[str, Any] = {
+    return {
         "format": "activation-zarr-run",
         "manifest_version": "1.0",
         "n_samples": start,
         "num_layers": first.num_layers,
         "hidden_size": first.width,
-        "T_max": max(Member(Location.at(plan.path / s["path"])).arrays[0].shape[2] for s in shards),
+        "T_max": max(member.arrays[0].shape[2] for member in members),
         "dtype": str(first.arrays[0].dtype),
         **known,
         "shards": shards,
     }
+
+
+def _finish_run(plan: Merge) -> Path:
+    """Writes the manifest of a run of several stores."""
+    manifest = _manifest([plan.path / _shard(i) for i in range(len(plan.parts))])
     _native.sync_files([plan.path / "shards", plan.path])  # stores must be on disk before the manifest that lists them
     write_json(plan.path / "manifest.json", manifest)
     _native.sync_files([plan.path])
     return plan.path
 
 
+def _shard(i: int) -> str:
+    return f"shards/shard-{i:04}.zarr"
+
+
+def _chunks(plan: Merge) -> list[tuple[Path, Path]]:
+    """Chunk files and where they go: renumbered by the samples before them."""
+    found = []
+    start = 0
+    for path in plan.parts:
+        member = Member(Location.at(path))
+        for entry in sorted(os.scandir(member.arrays[0].folder), key=lambda e: e.name):
+            first, _, rest = entry.name.partition(".")
+            if first.isdigit() and int(first) < member.n:
+                target = plan.path / "arrays" / "activations" / f"{int(first) + start}.{rest}"
+                found.append((Path(entry.path), target))
+        start += member.n
+    return found
+
+
 def _one_store(plan: Merge) -> Path:
-    """Moves chunk files, renumbered by the samples before them, and writes all small files again."""
+    """Writes all small files again, for the chunks of all stores."""
     stores = [_opened(p) for p in plan.parts]
     members = [Member(Location.at(p)) for p in plan.parts]
     lengths, tables = [], []
     start = 0
     for store, member in zip(stores, members, strict=True):
-        folder = member.arrays[0].folder
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-            first, _, rest = entry.name.partition(".")
-            if first.isdigit() and int(first) < member.n:
-                plan.take(Path(entry.path), plan.path / "arrays" / "activations" / f"{int(first) + start}.{rest}")
         counts = store.token_counts()
         lengths.append(np.repeat(counts[:, None], member.num_layers, axis=1))
         tables.append(_columns(store))
@@ -133,6 +147,19 @@ def _one_store(plan: Merge) -> Path:
     return plan.path
 
 
+def _beside_chunks(store: Path) -> tuple[int, int, int]:
+    """Number and bytes of a store's small files, and the bytes of those with values of examples."""
+    chunks = Path(Member(Location.at(store)).arrays[0].folder)
+    found = [
+        (name, Path(folder, name).stat().st_size)
+        for folder, _, names in os.walk(store)
+        for name in names
+        if Path(folder) != chunks or not name[0].isdigit()
+    ]
+    columns = sum(size for name, size in found if name[0].isdigit() or name.endswith(".jsonl"))
+    return len(found), sum(size for _, size in found), columns
+
+
 def _opened(path: Path) -> Contents:
     return open_store(Location.at(path), Options.of(path))
 
@@ -162,5 +189,16 @@ class ZarrMerger(Merger):
     def check(self, plan: Merge) -> None:
         _check(plan)
 
-    def run(self, plan: Merge) -> Path:
-        return _run(plan)
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        if plan.options["physical"]:
+            return _chunks(plan)
+        return [(part, plan.path / _shard(i)) for i, part in enumerate(plan.parts)]
+
+    def finish(self, plan: Merge) -> Path:
+        return _one_store(plan) if plan.options["physical"] else _finish_run(plan)
+
+    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+        if not plan.options["physical"]:
+            return 1, len(as_json(_manifest(plan.parts))), True
+        counts = [_beside_chunks(part) for part in plan.parts]
+        return counts[0][0], counts[0][1] + sum(columns for _, _, columns in counts[1:]), False

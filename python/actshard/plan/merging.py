@@ -1,0 +1,274 @@
+"""Plans of merges: tasks copy the files that must be copied, and the commit links or renames the others.
+
+.. code-block:: text
+
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         what the task copied, under the names that it gets below DST
+
+Most formats have nothing to copy: their files are linked, and new ones only list them. Copied are saev's shards of equal numbers of
+examples, where parts do not begin with one, and everything if ``dst`` is on another file system than the parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard import _arguments
+from actshard.converting.segments import balanced
+from actshard.errors import ActshardError, ArgumentTypeError, DiskFullError, FormatError, boundary
+from actshard.formats.merging import Assembled, Merge
+from actshard.inputs import LOOKED_AT, Input, inputs_of
+from actshard.merging import AskedMerge, checked, merged, merger_of
+from actshard.opening import open_quietly
+from actshard.plan.book import work_folder
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.made import finished, leave, shape_of
+from actshard.plan.plan import Plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.store import Store
+from actshard.work import (
+    DUMPS_PLAN_FOLDER,
+    PLAN_FOLDER,
+    is_merging,
+    make_folder,
+    refuse_planned,
+    sync_folders,
+)
+
+FILES = "files"
+_PROCESS = 128 << 20
+"""Bytes of memory of a process that copies: the interpreter, numpy and pyarrow."""
+_FILE_WEIGHT = 4096
+"""Bytes that a file counts for beside its own, so that small files are divided, too."""
+_LEAST_INPUTS = 16
+
+
+def merge(
+    dst: str | os.PathLike[str],
+    parts: Sequence[str | os.PathLike[str]],
+    *,
+    tasks: int = 64,
+    physical: bool = False,
+    different_models: bool = False,
+    work: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plans a merge in tasks. The result has the same bytes as that of :func:`actshard.merge`.
+
+    Makes all checks, reads metadata of the parts, and writes nothing.
+
+    Args:
+        dst: a new folder, which all machines must see.
+        parts: datasets of one format, merged in this order; they are not changed.
+        tasks: most number of tasks. There are fewer if fewer files must be copied, and one if none; ``plan.notes`` tells.
+        physical: for Zarr, make one store.
+        different_models: also merge datasets of different models.
+        work: working folder, on the file system of ``dst``; None: a hidden folder in ``dst``.
+
+    Raises:
+        Errors of :func:`actshard.merge`, before anything is written.
+        DiskFullError: the file system of ``dst`` has not the room for the copies.
+    """
+    root = _arguments.local_path(dst, "dst")
+    tasks = _arguments.whole(tasks, "tasks", 1)
+    if parts is None:
+        raise ArgumentTypeError(
+            "parts: expected a list of paths, found None; actshard.merge merges parts written below one folder"
+        )
+    asked = AskedMerge.of(parts, physical, different_models)
+    with boundary(root, "plan a merge to"):
+        return _planned(root, asked, tasks, None if work is None else _arguments.local_path(work, "work"))
+
+
+def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Plan:
+    found = checked(root, asked)
+    merger = merger_of(found.format)
+    stores = [open_quietly(path, found.format, "auto") for path in found.parts]
+    apart = any(_device(part) != _device(root) for part in found.parts)
+    arguments: dict[str, Any] = {
+        "dst": str(root),
+        "parts": [str(part) for part in asked.parts or ()],
+        "datasets": [str(part) for part in found.parts],
+        "format": found.format,
+        "physical": asked.physical,
+        "different_models": asked.different_models,
+        "apart": apart,
+        "place": os.path.relpath(merger.place(found), root),
+        "shape": [sum(map(len, stores)), *shape_of(stores[0])[1:]],
+    }
+    files = _files(found, apart)
+    made, notes = _divided(files, tasks, found.format)
+    inputs = _inputs(stores)
+    known = identity("merge", arguments, inputs, made)
+    work = work or work_folder(root, known, dumps=merger.names_itself)
+    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
+        refuse_planned(root, prefix, work)
+    predicted = _predicted(found, files, apart)
+    free = _free(root)
+    if predicted.read > free and not work.exists():
+        raise DiskFullError(
+            f"expected {predicted.read:,} free bytes for what is copied, found {free:,}. Free some, or choose another disk.",
+            path=root,
+        )
+    return Plan("merge", arguments, inputs, made, predicted, work, tuple(notes))
+
+
+def _there(path: Path) -> Path:
+    """The nearest folder that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _device(path: Path) -> int:
+    return _there(path).stat().st_dev
+
+
+def _free(path: Path) -> int:
+    found = os.statvfs(_there(path))
+    return found.f_bavail * found.f_frsize
+
+
+def _files(found: Merge, apart: bool) -> list[Assembled]:
+    """The files that tasks copy. ``apart``: all, because files of another file system cannot be linked."""
+    merger = merger_of(found.format)
+    files = list(merger.assembled(found))
+    if apart:
+        for source, target in merger.taken(found):
+            name = target.relative_to(found.path).as_posix()
+            files += [Assembled(f"{name}{below}", ((file, 0, n, 0),), n) for file, below, n in _below(source)]
+    return files
+
+
+def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
+    """The files of a store, or the only one: (file, ``/`` and its path in the store, bytes)."""
+    if not source.is_dir():
+        yield source, "", source.stat().st_size
+        return
+    for folder, folders, names in os.walk(source):
+        folders.sort()
+        for name in sorted(names):
+            file = Path(folder, name)
+            yield file, f"/{file.relative_to(source).as_posix()}", file.stat().st_size
+
+
+def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """The tasks, and notes about them."""
+    if not files:
+        why = f"1 task: nothing of {format} datasets on one file system is copied; the commit links their files"
+        return ({"files": [0, 0], "bytes": 0},), [why]
+    weights = np.array([file.bytes + _FILE_WEIGHT for file in files])
+    firsts = balanced(weights, np.arange(len(files)), tasks)
+    ends = [*firsts[1:], len(files)]
+    made = [{"files": [a, b], "bytes": sum(f.bytes for f in files[a:b])} for a, b in zip(firsts, ends, strict=True)]
+    few = f"{len(made):,} tasks instead of {tasks:,}: {len(files):,} files are copied, each by one task"
+    return tuple(made), [few] if len(made) < tasks else []
+
+
+def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
+    """The files of the parts. Of many parts, fewer of each are looked at."""
+    most = max(_LEAST_INPUTS, LOOKED_AT // len(stores))
+    found: list[Input] = []
+    for store in stores:
+        inputs = inputs_of(store) or ()
+        # The last ones are those of the dataset's folder, with its metadata.
+        found += dict.fromkeys((*inputs[:: max(1, -(-len(inputs) // most))], *inputs[-_LEAST_INPUTS:]))
+    return tuple(found)
+
+
+def _predicted(found: Merge, files: Sequence[Assembled], apart: bool) -> Predicted:
+    merger = merger_of(found.format)
+    count, size, exact = merger.beside(found)
+    copied = sum(file.bytes for file in files)
+    every = list(files)
+    if not apart:
+        every += [Assembled("", ((f, 0, n, 0),), n) for source, _ in merger.taken(found) for f, _, n in _below(source)]
+    return Predicted(size + sum(f.size for f in every), count + len(every), copied, _PROCESS, exact=exact)
+
+
+class Merging(Verb):
+    """Runs the tasks of a merge."""
+
+    name = "merge"
+    _known: tuple[str, list[Assembled]] | None = None
+
+    def _files(self, plan: Planned) -> list[Assembled]:
+        if self._known is None or self._known[0] != plan.id:
+            self._known = (plan.id, _files(_merge(plan), plan.arguments["apart"]))
+        return self._known[1]
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Copies the task's files."""
+        first, end = plan.tasks[task]["files"]
+        total, done = plan.tasks[task]["bytes"], 0
+
+        def copied(count: int) -> None:
+            nonlocal done
+            done += count
+            tell(done, total)
+
+        for file in self._files(plan)[first:end] if end > first else ():
+            target = folder / FILES / file.name
+            make_folder(target.parent)
+            try:
+                file.write(target, copied)
+            except ActshardError as error:
+                error.detail = f"copying to {file.name}: {error.detail}"
+                raise
+        sync_folders(Path(path) for path, _, _ in os.walk(folder))
+        return {"files": [first, end], "bytes": total, "units": end - first}
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        """Raises FormatError if a copy is missing or has another size."""
+        for result in results:
+            for file, copy in self._copies(plan, result):
+                size = copy.stat().st_size if copy.is_file() else None
+                if size != file.size:
+                    said = f"expected {file.size:,} bytes, found {'nothing' if size is None else f'{size:,}'}"
+                    raise FormatError(
+                        f"task {result.task}: {said}; remove {result.folder} and run the task again", path=copy
+                    )
+
+    def _copies(self, plan: Planned, result: Result) -> list[tuple[Assembled, Path]]:
+        """The files of a finished task, and where it left them."""
+        first, end = plan.tasks[result.task]["files"]
+        files = self._files(plan)[first:end] if end > first else []
+        return [(file, result.folder / FILES / file.name) for file in files]
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
+        """Merges, with the tasks' copies; returns the dataset's path."""
+        if (over := self.committed(plan)) is not None:
+            return over
+        given = plan.arguments
+        copies = {file.name: copy for result in results for file, copy in self._copies(plan, result)}
+        asked = AskedMerge(
+            tuple(map(Path, given["parts"])),
+            given["physical"],
+            given["different_models"],
+            plan=plan.work,
+            copies=copies,
+        )
+        return merged(Path(given["dst"]), asked)
+
+    def committed(self, plan: Planned) -> Path | None:
+        """The merged dataset."""
+        given = plan.arguments
+        root = Path(given["dst"])
+        if is_merging(root):
+            return None
+        place = root / given["place"] if given["place"] != "." else root
+        found = finished(given["format"], place)
+        return place if found is not None and shape_of(found) == given["shape"] else None
+
+    def after(self, plan: Planned) -> None:
+        """Removes the folder of working folders, if none is left."""
+        leave(Path(plan.arguments["dst"]))
+
+
+def _merge(plan: Planned) -> Merge:
+    given = plan.arguments
+    parts = tuple(map(Path, given["datasets"]))
+    return Merge(Path(given["dst"]), given["format"], parts, False, {"physical": given["physical"]})
