@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_the_result_is_that_of_parts_and_merge(tmp_path: Path, format: str) -> N
             for n in plan.examples(task):
                 writer.append(DATA[n : n + 1], columns=columns(format, n))
     assert rows_in(plan.commit()) == rows_in(actshard.merge(tmp_path / "b"))
+
+
+def test_tasks_begin_with_shards_where_they_stay_equal(tmp_path: Path) -> None:
+    n = 4 * 40 + 2
+    plan = planned(tmp_path / "d", "saev", tasks=2, num_examples=n)
+    assert [plan.examples(task) for task in range(2)] == [range(80), range(80, n)]
+    for task in (1, 0):
+        with plan.writer(task) as writer:
+            writer.append(np.ones((len(writer.left), 2, TOKENS, WIDTH), np.float32))
+    inodes = {p.stat().st_ino for p in (tmp_path / "d/.parts").rglob("acts*.bin")}
+    assert {p.stat().st_ino for p in plan.commit().glob("acts*.bin")} == inodes  # nothing was copied
+    few = planned(tmp_path / "e", "saev", tasks=4, num_examples=18)  # five shards for four tasks
+    assert [len(few.examples(task)) for task in range(4)] == [4, 5, 4, 5]
 
 
 def test_a_plan_is_data(tmp_path: Path) -> None:
@@ -346,3 +360,14 @@ def test_a_process_finds_its_share_in_the_environment(
     assert shares.of_environment() == expected
     index, count = expected
     assert planned(tmp_path / "d", tasks=20).mine() == list(range(index, 20, count))
+
+
+def test_the_script_of_the_page_about_writing_runs_as_written(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/writing.md").read_text()
+    script = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "plan.mine()" in block)
+    states = np.random.default_rng(0).standard_normal((1000, 2, 3, 64)).astype(np.float32)
+    names: dict[str, Any] = {"actshard": actshard, "path": tmp_path / "d", "states_of": lambda batch: states[batch]}
+    exec(script, names)
+    store = actshard.open(tmp_path / "d")
+    assert len(store) == 1000
+    assert np.array_equal(store.sequence(999, 8), states[999, 1])

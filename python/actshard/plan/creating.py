@@ -50,6 +50,10 @@ from actshard.writing.sink import block_memory
 Computes = Callable[[Writer, range], object]
 """What computes activations: called with a writer, and the examples that it shall append."""
 MOST_TASKS = 99_999
+_EVEN = 1.05
+"""Most examples of a task, in relation to the mean, for tasks that begin with shards."""
+_MOST_LISTED = 1 << 28
+"""Most examples whose shards are listed."""
 _PLAIN = (str, int, float, bool)
 """Types of metadata that every format stores unchanged."""
 _PROCESS = 160 << 20
@@ -94,7 +98,7 @@ def create(
         layers: as for :func:`actshard.create`, like the arguments that are not explained here.
         d_model: elements per row.
         num_examples: number of examples of the whole dataset.
-        tasks: number of tasks. Their ranges are equal within one example.
+        tasks: number of tasks. Their ranges are equal within one example, or within 5 % where they can then begin with shards.
         dtype: dtype to store.
         metadata: values that the format stores.
         tokens_per_example: number of tokens. Formats without a constant number use it for the predicted size only.
@@ -151,7 +155,7 @@ def create(
         "overflow": overflow,
         "capture": None if capture is None else _name_of(capture),
     }
-    bounds = _bounds(n, parts)
+    bounds = _bounds(n, parts, target)
     predicted, notes, each = _predicted(arguments, bounds)
     if parts < tasks:
         notes.insert(0, f"{parts:,} tasks instead of {tasks:,}: there are {n:,} examples")
@@ -179,9 +183,19 @@ def _check_format(format: str) -> None:
         )
 
 
-def _bounds(n: int, tasks: int) -> list[int]:
-    """First examples of the tasks, and the end of the last."""
-    return [k * n // tasks for k in range(tasks + 1)]
+def _bounds(n: int, tasks: int, target: Target) -> list[int]:
+    """First examples of the tasks, and the end of the last.
+
+    Tasks begin with shards where these have a known number of examples and the tasks stay equal: the commit then copies nothing.
+    """
+    equal = [k * n // tasks for k in range(tasks + 1)]
+    if target.ragged or target.tokens is None or n > _MOST_LISTED:
+        return equal
+    borders = target.borders(np.broadcast_to(np.int64(target.tokens), (n, len(target.spec.layers))))
+    if borders is None or len(borders) < tasks:
+        return equal
+    whole = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
+    return whole if max(np.diff(whole)) <= _EVEN * n / tasks else equal
 
 
 def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
