@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -215,3 +217,42 @@ def test_a_copy_has_all_its_bytes_or_no_name(tmp_path: Path) -> None:
     assert not (tmp_path / "y").exists()
     Assembled("z", (), 0).write(tmp_path / "z")
     assert (tmp_path / "z").read_bytes() == b""
+
+
+def _mutated(plan: Any, path: Path) -> Iterator[str]:
+    """Files of the plan with one wrong value, under a hash that fits."""
+    from actshard.plan.data import identity
+
+    base = json.dumps(plan.as_dict())
+    places = [("arguments", name) for name in plan.arguments] + [("tasks", name) for name in plan.tasks[0]]
+    for (place, name), value in itertools.product(places, (None, -1, "x", [], [5, 2], [0, 10**30], {}, "gone")):
+        made = json.loads(base)
+        changed = made["arguments"] if place == "arguments" else made["tasks"][0]
+        changed[name] = value
+        if value == "gone":
+            del changed[name]
+        made["id"] = identity(made["verb"], made["arguments"], plan.inputs, made["tasks"])
+        path.write_text(json.dumps(made))
+        yield f"{place} {name} {value}"
+
+
+def test_plans_that_others_wrote_are_refused_in_one_line(tmp_path: Path) -> None:
+    parts = parts_in(tmp_path, "saev")
+    plans = [
+        actshard.plan.merge(tmp_path / "d", parts, tasks=2),
+        actshard.plan.create(tmp_path / "e", "zarr", layers=[0], d_model=8, num_examples=9, tasks=2, capture="a:b"),
+    ]
+    refused = []
+    for plan in plans:
+        for _what in _mutated(plan, tmp_path / "plan.json"):
+            try:
+                loaded = actshard.plan.load(tmp_path / "plan.json")
+            except actshard.ActshardError as error:
+                refused.append(str(error))
+                continue
+            loaded.status()
+            with contextlib.suppress(actshard.ActshardError):
+                loaded.run(0)
+            shutil.rmtree(loaded.work, ignore_errors=True)
+    assert len(refused) > 150
+    assert all(len(message.splitlines()) == 1 for message in refused)

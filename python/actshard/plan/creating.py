@@ -26,7 +26,9 @@ from actshard import _arguments, formats
 from actshard.errors import (
     ActshardError,
     ArgumentError,
+    DtypeError,
     ExistsError,
+    FormatError,
     InternalError,
     OutOfRangeError,
     boundary,
@@ -37,6 +39,7 @@ from actshard.formats.target import Target
 from actshard.layers import Layer
 from actshard.merging import AskedMerge, merged
 from actshard.plan.book import BEAT_SECONDS, work_folder
+from actshard.plan.checking import absolute, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
@@ -442,6 +445,28 @@ class Creating(Verb):
     """Runs the tasks of an extraction with a ``capture``, and merges what tasks wrote."""
 
     name = "create"
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`create` does not make."""
+        fields = arguments_of(plan, path)
+        absolute(fields, "path")
+        n = fields.integer("num_examples")
+        fields.boolean("pad")
+        fields.boolean("truncate")
+        if fields.text("overflow") not in ("refuse", "allow"):
+            raise fields.error("overflow", "refuse or allow")
+        if fields.value.get("capture") is not None:
+            fields.text("capture")
+        try:
+            _check_format(fields.text("format"))
+            _target(plan.arguments, None, 1, (0, len(plan)))
+            if fields.value["capture"] is not None:
+                _name_of(fields.value["capture"])
+        except (ArgumentError, DtypeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            said = error.detail if isinstance(error, ActshardError) else repr(error)
+            raise FormatError(f"field 'arguments': expected those of an extraction: {said}", path=path) from error
+        if divided(plan, "examples", path) != n or any(a == b for a, b in (task["examples"] for task in plan.tasks)):
+            raise FormatError(f"field 'tasks': expected ranges of all {n} examples, none of them empty", path=path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Runs the task's capture."""

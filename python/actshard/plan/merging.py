@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from actshard import _arguments
+from actshard import _arguments, formats
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentTypeError, DiskFullError, FormatError, boundary
 from actshard.formats.merging import Assembled, Merge
@@ -25,6 +25,7 @@ from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.merging import AskedMerge, checked, merged, merger_of
 from actshard.opening import open_quietly
 from actshard.plan.book import work_folder
+from actshard.plan.checking import absolute, absolutes, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
@@ -199,6 +200,24 @@ class Merging(Verb):
         if self._known is None or self._known[0] != plan.id:
             self._known = (plan.id, _files(_merge(plan), plan.arguments["apart"]))
         return self._known[1]
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`merge` does not make."""
+        fields = arguments_of(plan, path)
+        absolute(fields, "dst")
+        absolutes(fields, "parts")
+        absolutes(fields, "datasets")
+        for name in ("physical", "different_models", "apart"):
+            fields.boolean(name)
+        format = fields.text("format")
+        if format not in formats.names() or formats.get(format).merger() is None:
+            raise fields.error("format", "a format whose datasets can be merged")
+        place = fields.text("place")
+        if place in ("", "..") or "/" in place or "\0" in place:
+            raise fields.error("place", "the name of a folder in dst, or .")
+        if not isinstance(fields.value.get("shape"), list):
+            raise fields.error("shape", "a list")
+        divided(plan, "files", path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Copies the task's files."""

@@ -299,7 +299,9 @@ def load(path: str | os.PathLike[str]) -> Plan:
     kind: type[Plan] = Plan
     if isinstance(value, dict) and (own := PLANS.get(str(value.get("verb")))) is not None:
         kind = _imported(own)
-    return kind.from_dict(value, file)
+    made = kind.from_dict(value, file)
+    made.implementation.check_plan(made, file)
+    return made
 
 
 def _imported(place: str) -> Any:

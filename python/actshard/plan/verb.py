@@ -56,6 +56,9 @@ class Verb(ABC):
             ActshardError: the message tells which input, and which row.
         """
 
+    def check_plan(self, plan: Planned, path: Path) -> None:  # noqa: B027 -- whatever is wrong is found when a task runs
+        """Raises FormatError unless a plan that was read from a file has the arguments and tasks that this kind has."""
+
     def check(self, plan: Planned, results: Sequence[Result]) -> None:  # noqa: B027 -- most verbs have nothing to compare
         """Raises FormatError if the results of all tasks leave a hole, or overlap. Called before a commit begins."""
 

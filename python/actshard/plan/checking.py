@@ -1,0 +1,51 @@
+"""Checks of plans that were read from a file: their hash protects against mistakes, not against a program that writes plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actshard._json import MAX_INT, Fields
+from actshard.plan.data import Planned
+
+
+def arguments_of(plan: Planned, path: Path) -> Fields:
+    """The arguments of a plan; ``path`` is its file, for messages."""
+    return Fields(dict(plan.arguments), path, "arguments")
+
+
+def absolute(fields: Fields, name: str) -> str:
+    """An absolute path."""
+    text = fields.text(name)
+    if not _is_absolute(text):
+        raise fields.error(name, "an absolute path")
+    return text
+
+
+def absolutes(fields: Fields, name: str) -> list[str]:
+    """A list of absolute paths, not empty."""
+    found = fields.value.get(name)
+    if not isinstance(found, list) or not found or not all(map(_is_absolute, found)):
+        raise fields.error(name, "a list of absolute paths")
+    return found
+
+
+def _is_absolute(text: Any) -> bool:
+    if not isinstance(text, str) or "\0" in text or any("\ud800" <= c <= "\udbff" for c in text):
+        return False
+    return Path(text).is_absolute()
+
+
+def divided(plan: Planned, name: str, path: Path) -> int:
+    """Checks that the tasks' ranges ``name`` follow each other from 0 on; returns the end of the last."""
+    end = 0
+    for i, task in enumerate(plan.tasks):
+        fields = Fields(dict(task), path, f"tasks[{i}]")
+        fields.integer("bytes", minimum=0)
+        found = fields.value.get(name)
+        if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int for n in found):
+            raise fields.error(name, "two numbers")
+        if not end == found[0] <= found[1] < MAX_INT:
+            raise fields.error(name, f"a range that begins with {end}")
+        end = found[1]
+    return end
