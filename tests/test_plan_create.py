@@ -16,6 +16,7 @@ import pytest
 
 import actshard
 from actshard.plan import creating, shares
+from actshard.plan.book import Book
 from conftest import refuses
 
 LAYERS, WIDTH, TOKENS, N = [3, 7], 8, 3, 23
@@ -162,6 +163,18 @@ def test_processes_at_once_share_the_tasks(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == 0
     check(planned(tmp_path / "d", tasks=5).commit())
+
+
+def test_a_plan_that_another_process_begins_at_this_moment_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(tmp_path / "d")
+    write(plan, 0)
+    looks = iter([False])  # the first look came before the other process began
+    whole = Book.exists
+    monkeypatch.setattr(Book, "exists", lambda book: next(looks, None) is None and whole(book))
+    assert planned(tmp_path / "d") == plan
+    assert next(looks, None) is None
 
 
 def test_a_task_has_one_writer_at_a_time(tmp_path: Path) -> None:

@@ -171,7 +171,12 @@ def create(
     plan = CreatePlan("create", arguments, (), tuple(made), predicted, place, tuple(notes))
     with boundary(root, "plan an extraction to"):
         if not plan.book.exists():
-            _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
+            target.plan = plan.work
+            try:
+                _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
+            except ActshardError:
+                if not plan.book.exists():  # otherwise another process has begun this plan at this moment
+                    raise
     return plan
 
 
