@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +29,8 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, write_lines
 import actshard
 from actshard import tokens
 from actshard.plan import Plan, load, tokenize
-from actshard.tokens import pieces
+from actshard.tokens import estimating, pieces
+from actshard.tokens.processing import processor_of
 
 IDS = {"type": "prebuilt"}
 WAYS: list[dict[str, Any]] = [
@@ -38,6 +44,20 @@ WAYS: list[dict[str, Any]] = [
 
 def digests(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def _sampled_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts no process for each plan, except in tests of predictions."""
+    if "predict" in request.node.name:
+        return
+
+    def sampled(recipe: Any, tokenizer: Any, now: Any) -> estimating.Tokenized:
+        process = processor_of(recipe.format, tokenizer, recipe.options)
+        with tempfile.TemporaryDirectory() as folder:
+            return estimating._tokenize(recipe.sources, process, Path(folder), recipe.storage)
+
+    monkeypatch.setattr(estimating, "tokenized", sampled)
 
 
 def same_bytes(found: Path, wanted: Path) -> None:
@@ -131,12 +151,78 @@ def test_every_line_belongs_to_one_range(
     found = []
     for first, stop in itertools.pairwise(bounds):
         source = pieces.LineRange(path, "s", None, first, stop)
-        own = list(source._lines(None))
+        own = list(source.lines())
         assert all(first <= begin < stop and data[begin : begin + len(line)] == line for _, begin, line in own)
         assert [number for number, _, _ in own] == list(range(1, len(own) + 1))
         found += [line for _, _, line in own]
     assert found == data.splitlines(keepends=True) if b"\r" not in data else b"".join(found) == data
     assert all(line.endswith(b"\n") for line in found[:-1])
+
+
+def stored(root: Path) -> tuple[int, int]:
+    sizes = [p.stat().st_size for p in root.rglob("*") if p.is_file()]
+    return sum(sizes), len(sizes)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no eos token")
+@pytest.mark.parametrize("variant", BUILDS)
+def test_bytes_and_files_of_small_sources_are_predicted_exactly(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(GOLDEN)
+    files, tokenizer, form = BUILDS[variant]
+    sources = [f"{variant}/{file}" for file in files]
+    # Ways whose predictions have nothing in common; the second is for several shards.
+    ways: list[dict[str, Any]] = [{"keep_shards": True}, {"layout": "sharded", "storage": "lz4"}]
+    for number, how in enumerate(ways[: len(files)]):
+        plan = tokenize(sources, tmp_path / f"{number}", tokenizer, form, tasks=2, **how)
+        tokens.build_cache(sources, tmp_path / f"{number}", tokenizer, form, jobs=1, **how)
+        size, files_found = stored(tmp_path / f"{number}")
+        assert (plan.predicted.files, plan.predicted.exact) == (files_found, number == 0)
+        assert abs(plan.predicted.bytes - size) <= (0 if number == 0 else 0.01 * size)
+        assert plan.predicted.read == sum(Path(source).stat().st_size for source in sources)
+
+
+def _texts(path: Path, size: int, seed: int) -> Path:
+    """Texts of very different lengths: a sample of ranges meets few of the long ones."""
+    chosen = random.Random(seed)
+    words = [f"{chosen.randrange(10**9):x}"[: chosen.randrange(1, 9)] for _ in range(999)]
+    with path.open("w") as file:
+        while file.tell() < size:
+            count = int(chosen.lognormvariate(4, 1.2)) + 1
+            file.write(json.dumps({"text": " ".join(chosen.choices(words, k=count))}) + "\n")
+    return path
+
+
+def test_a_sample_predicts_large_sources(tmp_path: Path) -> None:
+    source = _texts(tmp_path / "a.jsonl", 4 << 20, 0)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_texts(tmp_path / "b", 2 << 20, 1).read_bytes()))
+    _parquet(tmp_path / "c.parquet", 3000)
+    plan = tokenize([source, tmp_path / "b.jsonl.gz", tmp_path / "c.parquet"], tmp_path / "c", GOLDEN / GPT2, tasks=2)
+    plan.save(tmp_path / "plan.json")
+    code = """
+        import sys
+        from actshard.plan import load
+        load(sys.argv[1]).run(0)
+        print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
+    """
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(tmp_path / "plan.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not plan.predicted.exact
+    assert plan.predicted.memory == pytest.approx(int(found.stdout) << 10, rel=0.2)
+    run(plan)
+    size, files = stored(tmp_path / "c")
+    assert plan.predicted.files == files
+    assert plan.predicted.bytes == pytest.approx(size, rel=0.01)
+
+
+def _parquet(path: Path, rows: int) -> None:
+    text = [f"row {i} " * (i % 40) for i in range(rows)]
+    pq.write_table(pa.table({"text": text}), path, row_group_size=700, compression="none", use_dictionary=False)
 
 
 @pytest.fixture

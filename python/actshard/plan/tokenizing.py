@@ -37,7 +37,7 @@ from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.tokens import formats, pieces, placing, shards
+from actshard.tokens import estimating, formats, pieces, placing, shards, sizes
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import BuildOptions, consolidate, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
@@ -159,13 +159,13 @@ def _planned(
         raise ExistsError(f"already contains this cache, finished; {_REMEDY}", path=root)
     recipe.refuse_foreign(root)
     warn_of_no_eos(root, form, tokenizer, options.enforce_eos, stacklevel=4)
-    sizes = [each.size or 0 for each in inputs]
+    total = sum(each.size or 0 for each in inputs)
     how = [
-        pieces.divisible(source, size, max(_PIECE, sum(sizes) // tasks))
-        for source, size in zip(recipe.sources, sizes, strict=True)
+        pieces.divisible(source, each.size or 0, max(_PIECE, total // tasks))
+        for source, each in zip(recipe.sources, inputs, strict=True)
         if isinstance(source, Source)
     ]
-    divided = pieces.divide(how, min(tasks, max(sum(sizes), 1)))
+    divided = pieces.divide(how, min(tasks, max(total, 1)))
     made = tuple(
         {"bytes": sum(p.stop - p.first for p in task), "pieces": [pieces.as_list(p, how[p.source]) for p in task]}
         for task in divided
@@ -177,8 +177,37 @@ def _planned(
         inputs += travels.inputs()
     name = identity("tokenize", arguments, inputs, made)
     at = work or work_folder(root, name)
-    predicted = Predicted(2 * sum(sizes), len(recipe.entries) + 1, sum(sizes), 0)
+    predicted = _predicted(recipe, tokenizer, arguments["now"], made)
     return Plan("tokenize", arguments, inputs, made, predicted, at, notes)
+
+
+def _predicted(
+    recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[Mapping[str, Any]]
+) -> Predicted:
+    """What a plan will take: numbers of rows and tokens are estimated from a sample of the records."""
+    largest = max(task["bytes"] for task in tasks)
+    copies = any(not _is_shard(recipe, piece) for task in tasks for piece in task["pieces"])
+    found = estimating.tokenized(recipe, tokenizer, now)
+    files = [source for source in recipe.sources if isinstance(source, Source)]
+    counts = {source.shard: found.counts(source) for source in files}
+    rows = {shard: n for shard, (n, _) in counts.items()}
+    elements = {shard: n for shard, (_, n) in counts.items()}
+    items = {name: kind.itemsize for name, kind in recipe.fields.items()}
+    compressed = recipe.storage != "plain"
+    arrays = {
+        name: sizes.Arrays(item, found.texts[name], found.stored[name] if compressed else None)
+        for name, item in items.items()
+    }
+    size, inodes = sizes.of_cache(recipe, arrays, rows, elements)
+    read = sum(source.size() for source in files)
+    made = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
+    # The sample is a part of what a task holds of its rows before it writes them.
+    held = [n * largest // max(read, 1) for n in made.values()]
+    more = sum(min(n, estimating.HELD) - min(n, m, estimating.HELD) for n, m in zip(held, found.held, strict=True))
+    copied = sum(made.values()) + 8 * len(made) * sum(rows.values())
+    return Predicted(
+        size, inodes, read, found.memory + more, copied if copies else 0, not found.rates and not compressed
+    )
 
 
 def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[Any] | None:

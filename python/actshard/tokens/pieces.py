@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from actshard.errors import FormatError, from_reader
 from actshard.location import Location
@@ -63,7 +63,7 @@ class LineRange(Source):
         """Names the line, or, where the number of lines before the range is unknown, the byte at which it begins."""
         if self.first == 0:
             return problem.error(self.path)
-        for number, begin, _ in self._lines(None):
+        for number, begin, _ in self.lines():
             if number == problem.number:
                 return RowProblem(begin, problem.detail, "line at byte").error(self.path)
         return problem.error(self.path)
@@ -71,12 +71,12 @@ class LineRange(Source):
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
         """Yields records with their numbers in the range, from 1."""
         with reading(self.path):
-            for number, _, line in self._lines(tell):
+            for number, _, line in self.lines(tell):
                 if len(line) > LONGEST_LINE:
                     raise self.error(RowProblem(number, f"expected at most {LONGEST_LINE} bytes"))
                 yield parsed(number, line)
 
-    def _lines(self, tell: Callable[[int], object] | None) -> Iterator[tuple[int, int, bytes]]:
+    def lines(self, tell: Callable[[int], object] | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yields (number from 1, first byte, line). A line that is too long is cut."""
         with Location.at(self.path).open("read") as raw:
             at = max(self.first - 1, 0)
@@ -166,15 +166,7 @@ def divisible(source: Source, size: int, wanted: int) -> Divisible:
 
 
 def _row_groups(path: Path, size: int) -> Divisible:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with Location.at(path).open("read") as raw:
-            about = pq.ParquetFile(raw, pre_buffer=False).metadata
-        groups = [about.row_group(i) for i in range(about.num_row_groups)]
-    except (pa.ArrowException, OSError) as error:
-        raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+    groups = _groups(path)
     weights = [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) + 1 for g in groups]
     total = sum(weights)
     if len(groups) < 2 or min(weights) < 1:
@@ -182,6 +174,23 @@ def _row_groups(path: Path, size: int) -> Divisible:
     borders = tuple(size * at // total for at in itertools.accumulate(weights, initial=0))
     rows = tuple(itertools.accumulate((g.num_rows for g in groups), initial=0))
     return Divisible(size, borders, rows) if len(set(borders)) == len(borders) else Divisible(size)
+
+
+def _groups(path: Path) -> list[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with Location.at(path).open("read") as raw:
+            about = pq.ParquetFile(raw, pre_buffer=False).metadata
+        return [about.row_group(i) for i in range(about.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+
+
+def rows_of_groups(path: Path) -> list[int]:
+    """Number of rows of each row group of a Parquet file."""
+    return [group.num_rows for group in _groups(path)]
 
 
 def as_list(piece: SourcePart, how: Divisible) -> list[int]:

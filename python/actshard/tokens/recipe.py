@@ -201,6 +201,33 @@ class Recipe:
         return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
 
 
+def shard_ledger(
+    name: str, rows: int, elements: Mapping[str, int], identity: str, skipped: int, metadata: Mapping[str, Any]
+) -> Ledger:
+    """The ledger of a shard.
+
+    Args:
+        name: the shard.
+        rows: number of rows.
+        elements: number of elements by field.
+        identity: of :meth:`Recipe.identity`.
+        skipped: number of unusable records.
+        metadata: the preprocessing options.
+    """
+    own: dict[str, Any] = {"identity": identity}
+    if skipped:
+        own["skipped"] = skipped
+    return Ledger(
+        total_num_rows=rows,
+        shard_rows={name: rows},
+        is_finished=True,
+        finished_shards=(name,),
+        field_counts=dict(sorted(elements.items())) if rows else {},
+        metadata={"preprocessor_metadata": dict(metadata)},
+        extra={OURS: own},
+    )
+
+
 def local_now(seconds: float | None = None) -> list[Any]:
     """A time (default: now) as a list for ``time.struct_time``, with name and offset of the zone, which templates may use."""
     here = time.localtime(seconds)

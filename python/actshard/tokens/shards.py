@@ -13,19 +13,20 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import actshard._native as _native
-from actshard.errors import ActshardError, as_plain, boundary
+from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
+from actshard.tokens.recipe import shard_ledger
 from actshard.tokens.sources import AnySource, Record, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -110,8 +111,22 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     return counts
 
 
+class Records(Protocol):
+    """What :func:`write_rows` reads: a source, or a sample of some."""
+
+    @property
+    def what(self) -> str:
+        """The unit of record numbers."""
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Yields records with their numbers."""
+
+    def error(self, problem: RowProblem) -> FormatError:
+        """The exception to raise for an unusable record."""
+
+
 def write_rows(
-    source: AnySource, process: Processor, writers: FieldWriters, *, skip: bool, tell: TellCounts | None = None
+    source: Records, process: Processor, writers: FieldWriters, *, skip: bool, tell: TellCounts | None = None
 ) -> Counts:
     """Appends the rows of a source to fields.
 
@@ -150,19 +165,7 @@ def complete_shard(
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
     rows, elements = writers.finish()
-    own: dict[str, Any] = {"identity": identity}
-    if skipped:
-        own["skipped"] = skipped
-    name = folder.name
-    ledger = Ledger(
-        total_num_rows=rows,
-        shard_rows={name: rows},
-        is_finished=True,
-        finished_shards=(name,),
-        field_counts=dict(sorted(elements.items())) if rows else {},
-        metadata={"preprocessor_metadata": metadata},
-        extra={OURS: own},
-    )
+    ledger = shard_ledger(folder.name, rows, elements, identity, skipped, metadata)
     ledger.write(staged)
     with boundary(folder, "write"):
         if rows:

@@ -98,9 +98,9 @@ class Source:
             if kind == ".parquet":
                 plain = compression(self.path) is None
                 share = _share_of(self.size(), tell) if plain else None
-                yield from parquet_rows(raw if plain else _inflated(watched, self.path), columns, self.path, share)
+                yield from parquet_rows(raw if plain else inflated(watched, self.path), columns, self.path, share)
                 return
-            stream = _inflated(watched, self.path)
+            stream = inflated(watched, self.path)
             if kind == ".json" and _is_array(stream):
                 yield from _array(stream, self.path)
             else:
@@ -196,7 +196,8 @@ def compression(path: Path) -> str | None:
     return COMPRESSIONS.get(path.suffix.lower())
 
 
-def _inflated(raw: io.RawIOBase, path: Path) -> Any:
+def inflated(raw: io.RawIOBase | io.BytesIO, path: Path) -> Any:
+    """A stream of a file's decompressed bytes."""
     buffered: Any = io.BufferedReader(raw, 1 << 18)
     how = compression(path)
     if how == "gzip":

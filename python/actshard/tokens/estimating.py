@@ -1,0 +1,312 @@
+"""Estimates the size of a token cache before it is built, by tokenizing a sample of the records.
+
+The sample is a few megabytes: evenly spaced ranges of JSON lines, the first bytes of compressed files, some rows of row groups.
+A process of its own tokenizes it as a task would, so that its memory is a task's. Small sources are read whole; then the numbers
+are exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import lzma
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
+from actshard.location import Location
+from actshard.tokens import formats, sizes
+from actshard.tokens.pieces import LineRange, rows_of_groups
+from actshard.tokens.processing import Processor, processor_of
+from actshard.tokens.recipe import Recipe
+from actshard.tokens.shards import write_rows
+from actshard.tokens.sources import Record, RowProblem, Source, compression, inflated, kind_of, parquet_rows, parsed
+from actshard.tokens.tokenizer import Tokenizer
+from actshard.tokens.writing import FieldWriters
+
+_SAMPLE, _RANGES = 2 << 20, 64
+"""Bytes of JSON lines that are read, and in how many ranges."""
+_FILES, _BEGINNING, _GROUPS, _ROWS = 4, 256 << 10, 4, 256
+"""Number of files of other kinds that are read; bytes of compressed ones; row groups and rows of Parquet."""
+
+HELD = 16 << 20
+"""Bytes of a field's elements that a writer holds at most."""
+
+
+# -- the sample ----------------------------------------------------------------------------------------------------
+
+Part = Callable[["_Sample", Sequence[str]], Iterator[Record]]
+
+
+class _Sample:
+    """Records of some parts of the sources of one kind, as a source."""
+
+    what = "record"
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self.read = 0.0
+        """Bytes of sources that the parts were made of; known when the records were read."""
+
+    def error(self, problem: RowProblem) -> FormatError:
+        """Never raised: the sample skips unusable records, which a task names."""
+        return problem.error(None)
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Yields the records of all parts."""
+        for part in self.parts:
+            yield from part(self, columns)
+
+
+def kind_named(path: Path) -> str:
+    """The kind of a source, of which one sample is made: its format and compression."""
+    return f"{kind_of(path)} {compression(path) or 'plain'}"
+
+
+def _kinds(sources: Sequence[Source]) -> list[list[Source]]:
+    """Sources that are not empty, by kind."""
+    kinds: dict[str, list[Source]] = {}
+    for source in sources:
+        if source.size():
+            kinds.setdefault(kind_named(source.path), []).append(source)
+    return [some for _, some in sorted(kinds.items())]
+
+
+def _reads_all(sources: list[Source]) -> bool:
+    """Whether sources of one kind are so small that they are read whole."""
+    limit = _SAMPLE if compression(sources[0].path) is None else _BEGINNING
+    return sum(source.size() for source in sources) <= limit
+
+
+def _parts(sources: list[Source], total: int) -> list[Part]:
+    """Parts of sources of one kind; ``total`` is the size of all sources."""
+    path, whole = sources[0].path, sum(source.size() for source in sources)
+    kind, plain = kind_of(path), compression(path) is None
+    if kind == ".jsonl" and plain:
+        return _ranges(sources, whole, max(_SAMPLE * whole // total, _SAMPLE // 8))
+    some = sources[:: max(1, -(-len(sources) // _FILES))]
+    if kind == ".jsonl":
+        return [_beginning(source) for source in some]
+    if kind == ".parquet" and plain:
+        return [_rows(source, k) for source in some for k in range(_GROUPS)]
+    return [_all(source) for source in some[:1]]
+
+
+def _all(source: Source) -> Part:
+    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+        yield from source.records(columns)
+        sample.read += source.size()
+
+    return part
+
+
+def _ranges(sources: list[Source], whole: int, size: int) -> list[Part]:
+    """Evenly spaced ranges of all files."""
+    each = max(size // _RANGES, 1)
+    ends = np.cumsum([source.size() for source in sources])
+    made: list[Part] = []
+    for k in range(_RANGES):
+        at = (2 * k + 1) * whole // (2 * _RANGES) - each // 2
+        i = int(np.searchsorted(ends, at, "right"))
+        first = at - int(ends[i]) + sources[i].size()
+        made.append(_range(sources[i], first, min(first + each, sources[i].size())))
+    return made
+
+
+def _range(source: Source, first: int, stop: int) -> Part:
+    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+        for number, _, line in LineRange(source.path, source.shard, source.version, first, stop).lines():
+            yield parsed(number, line)
+            sample.read += len(line)  # not the range's bytes: lines reach over its ends
+
+    return part
+
+
+def _beginning(source: Source) -> Part:
+    """The lines in the first bytes of a compressed file."""
+
+    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+        cut, lines = 0, list[bytes]()
+        while cut < source.size() and not lines:
+            cut = min(max(4 * cut, _BEGINNING), source.size())
+            lines = _lines_in(Location.at(source.path).read(0, cut), source.path)
+        for number, line in enumerate(lines, 1):
+            yield parsed(number, line)
+        sample.read += cut
+
+    return part
+
+
+def _lines_in(data: bytes, path: Path) -> list[bytes]:
+    """The whole lines in the beginning of a compressed file."""
+    lines = []
+    # Cut data end in an error, after all that they contain.
+    with contextlib.suppress(EOFError, OSError, zlib.error, lzma.LZMAError):
+        for line in inflated(io.BytesIO(data), path):
+            lines.append(line)
+    return lines
+
+
+def _rows(source: Source, k: int) -> Part:
+    """The first rows of a row group, which stand for their share of the file's bytes."""
+
+    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+        rows = rows_of_groups(source.path)
+        filled = [group for group, n in enumerate(rows) if n]
+        if k >= len(filled):
+            return
+        group = filled[k * len(filled) // min(_GROUPS, len(filled))]
+        count = min(_ROWS, rows[group])
+        with Location.at(source.path).open("read") as raw:
+            yield from itertools.islice(parquet_rows(raw, columns, source.path, groups=[group]), count)
+        sample.read += source.size() * count / sum(rows)
+
+    return part
+
+
+# -- its tokens ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What a sample gave.
+
+    Attributes:
+        known: rows and elements by field of the sources that were read whole, by shard.
+        rates: for each kind of other sources, rows and elements by field, per byte of the source.
+        stored: for each field, bytes per element of its ``data`` and its ``offsets``, as they were stored.
+        texts: for each field, bytes of the ``zarr.json`` of each.
+        memory: peak of the process in bytes.
+        held: for each field, bytes of its elements in the sample.
+    """
+
+    known: Mapping[str, tuple[int, Mapping[str, int]]]
+    rates: Mapping[str, tuple[float, Mapping[str, float]]]
+    stored: Mapping[str, tuple[float, float]]
+    texts: Mapping[str, tuple[int, int]]
+    memory: int
+    held: Sequence[int]
+
+    def counts(self, source: Source) -> tuple[int, dict[str, int]]:
+        """The number of rows of a source, and of elements by field."""
+        if source.shard in self.known:
+            held, counts = self.known[source.shard]
+            return held, dict(counts)
+        rows, elements = self.rates.get(kind_named(source.path), (0.0, {}))
+        size = source.size()
+        return round(rows * size), {name: round(rate * size) for name, rate in elements.items()}
+
+
+def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | None) -> Tokenized:
+    """Tokenizes a sample of a recipe's sources, in a process of its own. Unusable records are skipped.
+
+    Raises:
+        Errors of reading the sources.
+    """
+    setup = {
+        "sources": [[os.fspath(s.path), s.shard, s.version] for s in recipe.sources if isinstance(s, Source)],
+        "format": formats.as_dict(recipe.format),
+        "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
+        "options": recipe.options,
+        "storage": recipe.storage,
+        "now": now,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "actshard.tokens.estimating"],
+        input=json.dumps(setup).encode(),
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    try:
+        said = json.loads(done.stdout.rpartition(b"\n")[2])
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise InternalError(
+            f"the process that tokenizes a sample ended with status {done.returncode}: {last}"
+        ) from None
+    if "error" in said:
+        raise from_plain(said)
+    return Tokenized(**said)
+
+
+def main() -> None:
+    """Tokenizes a sample as told on stdin; writes a :class:`Tokenized`, or an error, as the last line of stdout."""
+    setup = json.load(sys.stdin)
+    try:
+        with boundary(None, "tokenize a sample"), tempfile.TemporaryDirectory() as folder:
+            tokenizer = None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"])
+            process = processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
+            process.now = None if setup["now"] is None else time.struct_time(tuple(setup["now"]))
+            sources = [Source(Path(path), shard, tuple(version)) for path, shard, version in setup["sources"]]
+            made = vars(_tokenize(sources, process, Path(folder), setup["storage"]))
+    except ActshardError as error:
+        made = as_plain(error)
+    sys.stdout.write("\n" + json.dumps(made))
+
+
+def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, storage: str) -> Tokenized:
+    writers = FieldWriters(folder, process.fields, storage)
+    known: dict[str, tuple[int, Mapping[str, int]]] = {}
+    rates: dict[str, tuple[float, Mapping[str, float]]] = {}
+    for some in _kinds(sources):
+        if _reads_all(some):
+            for source in some:
+                counts = write_rows(source, process, writers, skip=True)
+                known[source.shard] = counts.rows, counts.elements
+            continue
+        sample = _Sample(_parts(some, sum(source.size() for source in sources)))
+        counts = write_rows(sample, process, writers, skip=True)
+        if sample.read:
+            rates[kind_named(some[0].path)] = (
+                counts.rows / sample.read,
+                {name: n / sample.read for name, n in counts.elements.items()},
+            )
+    rows, elements = writers.finish()
+    stored, texts = {}, {}
+    for name in process.fields:
+        data, offsets = folder / name / "data", folder / name / "offsets"
+        item = process.fields[name].itemsize
+        stored[name] = (
+            max(_chunks(data) - sizes.padding(elements[name], item), 0) / max(elements[name], 1),
+            max(_chunks(offsets) - sizes.padding(rows + 1, 8), 0) / (rows + 1),
+        )
+        texts[name] = (_size(data / "zarr.json"), _size(offsets / "zarr.json"))
+    held = [elements[name] * kind.itemsize for name, kind in process.fields.items()]
+    return Tokenized(known, rates, stored, texts, _peak(), held)
+
+
+def _peak() -> int:
+    """Peak memory of this process in bytes."""
+    try:  # ru_maxrss begins with that of the process that started this one
+        with Path("/proc/self/status").open(encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) << 10
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _size(file: Path) -> int:
+    return Location.at(file).stat().size
+
+
+def _chunks(array: Path) -> int:
+    """Bytes of an array's frames."""
+    chunks = Location.at(array) / "c"
+    return sum(_size(file.local) - sizes.INDEX for file, _ in chunks.files()) if chunks.exists() else 0
+
+
+if __name__ == "__main__":
+    main()

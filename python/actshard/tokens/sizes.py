@@ -1,0 +1,105 @@
+"""Bytes and files of a token cache with given numbers of rows and elements, as ``rust/core/src/tokens/write.rs`` writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from actshard.tokens.ledger import CONSOLIDATED
+from actshard.tokens.recipe import Recipe, shard_ledger
+
+INNER, PER_FILE = 262_144, 512
+"""Elements per frame, and frames per file."""
+INDEX = PER_FILE * 16 + 4
+"""Bytes of a file's index."""
+_HEADER, _PAGE, _SMALLEST_BLOCK = 16, 4096, 32 << 10
+"""Bytes of a frame's header, of the page that precedes a full stored frame and contains it, and of a frame's smallest block."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """How the arrays of a field are stored.
+
+    Attributes:
+        item: bytes of an element.
+        texts: bytes of the ``zarr.json`` of ``data`` and ``offsets``.
+        stored: for compressed fields, bytes per element of both without :func:`padding`; None for plain ones.
+    """
+
+    item: int
+    texts: tuple[int, int]
+    stored: tuple[float, float] | None
+
+    def size(self, rows: int, elements: int) -> tuple[int, int]:
+        """(bytes, files) of both arrays."""
+        ends = rows + 1 if rows else 0
+        files = 2 + _files(elements) + _files(ends)
+        size = sum(self.texts) + (_files(elements) + _files(ends)) * INDEX
+        if self.stored is not None:
+            frames = elements * self.stored[0] + ends * self.stored[1]
+            return size + round(frames) + padding(elements, self.item) + padding(ends, 8), files
+        # The first frame of offsets is written last, without a page before it.
+        held = _PAGE - _HEADER if ends >= INNER else 0
+        return size + _plain(elements, self.item) + _plain(ends, 8) - held, files
+
+
+def padding(elements: int, item: int) -> int:
+    """About the bytes of the zeros with which a compressed frame is filled up, as measured: each plane of bytes takes some."""
+    zeros = -elements % INNER
+    return zeros * item // 253 + 26 + 20 * item if zeros else 0
+
+
+def _files(elements: int) -> int:
+    return -(-elements // (INNER * PER_FILE))
+
+
+def _plain(elements: int, item: int) -> int:
+    full, rest = divmod(elements, INNER)
+    return full * (_PAGE + INNER * item) + (_short(rest * item, INNER * item, item) if rest else 0)
+
+
+def _short(used: int, size: int, item: int) -> int:
+    """Bytes of a partial frame: one block with its elements, others that share a block of zeros (``short_frame``)."""
+    block = max(-(-used // (item * 16)) * item * 16, _SMALLEST_BLOCK)
+    if block * 2 > size:
+        return _HEADER + size
+    count = -(-size // block)
+    last = size - (count - 1) * block
+    made = -(-(_HEADER + 4 * count + 4) // 16) * 16 + block
+    if count > 2:
+        made += _zeros(block)
+    return made if last == block and count > 2 else made + _zeros(last)
+
+
+def _zeros(size: int) -> int:
+    return 4 + 4 + (size - 25) // 255 + 1 + 6
+
+
+def of_cache(
+    recipe: Recipe, arrays: Mapping[str, Arrays], rows: Mapping[str, int], elements: Mapping[str, Mapping[str, int]]
+) -> tuple[int, int]:
+    """(bytes, files) of a finished cache, folders not counted.
+
+    Args:
+        recipe: what it is built from.
+        arrays: how fields are stored, by name. Shards that are kept beside a consolidated cache are plain.
+        rows: number of rows by shard.
+        elements: number of elements by shard and field.
+    """
+    size, files = len(json.dumps(recipe.ledger(rows, elements, {}, None).as_dict())), 1
+    folders = [(shard, arrays) for shard in recipe.kept]
+    plain = {name: Arrays(a.item, a.texts, None) for name, a in arrays.items()}
+    if recipe.layout == CONSOLIDATED:
+        folders = [(shard, plain) for shard in recipe.kept]
+        every = {name: sum(elements[shard].get(name, 0) for shard in rows) for name in arrays}
+        for name, array in arrays.items():
+            more = array.size(sum(rows.values()), every[name])
+            size, files = size + more[0], files + more[1]
+    for shard, stored in folders:
+        held = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
+        size, files = size + len(json.dumps(held.as_dict())), files + 1 + bool(rows[shard])
+        for name, array in stored.items():
+            more = array.size(rows[shard], elements[shard].get(name, 0))
+            size, files = size + more[0], files + more[1]
+    return size, files
