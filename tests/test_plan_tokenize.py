@@ -203,7 +203,7 @@ def test_a_sample_predicts_large_sources(tmp_path: Path) -> None:
     code = """
         import sys
         from actshard.plan import load
-        load(sys.argv[1]).run(0)
+        load(sys.argv[1]).run(1)  # the task that reads Parquet: it needs most
         print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
     """
     found = subprocess.run(

@@ -48,15 +48,15 @@ HELD = 16 << 20
 
 # -- the sample ----------------------------------------------------------------------------------------------------
 
-Part = Callable[["_Sample", Sequence[str]], Iterator[Record]]
+SamplePart = Callable[["_SampleOfKind", Sequence[str]], Iterator[Record]]
 
 
-class _Sample:
+class _SampleOfKind:
     """Records of some parts of the sources of one kind, as a source."""
 
     what = "record"
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[SamplePart]) -> None:
         self.parts = parts
         self.read = 0.0
         """Bytes of sources that the parts were made of; known when the records were read."""
@@ -91,7 +91,7 @@ def _reads_all(sources: list[Source]) -> bool:
     return sum(source.size() for source in sources) <= limit
 
 
-def _parts(sources: list[Source], total: int) -> list[Part]:
+def _parts(sources: list[Source], total: int) -> list[SamplePart]:
     """Parts of sources of one kind; ``total`` is the size of all sources."""
     path, whole = sources[0].path, sum(source.size() for source in sources)
     kind, plain = kind_of(path), compression(path) is None
@@ -105,19 +105,19 @@ def _parts(sources: list[Source], total: int) -> list[Part]:
     return [_all(source) for source in some[:1]]
 
 
-def _all(source: Source) -> Part:
-    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+def _all(source: Source) -> SamplePart:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         yield from source.records(columns)
         sample.read += source.size()
 
     return part
 
 
-def _ranges(sources: list[Source], whole: int, size: int) -> list[Part]:
+def _ranges(sources: list[Source], whole: int, size: int) -> list[SamplePart]:
     """Evenly spaced ranges of all files."""
     each = max(size // _RANGES, 1)
     ends = np.cumsum([source.size() for source in sources])
-    made: list[Part] = []
+    made: list[SamplePart] = []
     for k in range(_RANGES):
         at = (2 * k + 1) * whole // (2 * _RANGES) - each // 2
         i = int(np.searchsorted(ends, at, "right"))
@@ -126,8 +126,8 @@ def _ranges(sources: list[Source], whole: int, size: int) -> list[Part]:
     return made
 
 
-def _range(source: Source, first: int, stop: int) -> Part:
-    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+def _range(source: Source, first: int, stop: int) -> SamplePart:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         for number, _, line in LineRange(source.path, source.shard, source.version, first, stop).lines():
             yield parsed(number, line)
             sample.read += len(line)  # not the range's bytes: lines reach over its ends
@@ -135,10 +135,10 @@ def _range(source: Source, first: int, stop: int) -> Part:
     return part
 
 
-def _beginning(source: Source) -> Part:
+def _beginning(source: Source) -> SamplePart:
     """The lines in the first bytes of a compressed file."""
 
-    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         cut, lines = 0, list[bytes]()
         while cut < source.size() and not lines:
             cut = min(max(4 * cut, _BEGINNING), source.size())
@@ -160,10 +160,10 @@ def _lines_in(data: bytes, path: Path) -> list[bytes]:
     return lines
 
 
-def _rows(source: Source, k: int) -> Part:
+def _rows(source: Source, k: int) -> SamplePart:
     """The first rows of a row group, which stand for their share of the file's bytes."""
 
-    def part(sample: _Sample, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         rows = rows_of_groups(source.path)
         filled = [group for group, n in enumerate(rows) if n]
         if k >= len(filled):
@@ -268,7 +268,7 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
                 counts = write_rows(source, process, writers, skip=True)
                 known[source.shard] = counts.rows, counts.elements
             continue
-        sample = _Sample(_parts(some, sum(source.size() for source in sources)))
+        sample = _SampleOfKind(_parts(some, sum(source.size() for source in sources)))
         counts = write_rows(sample, process, writers, skip=True)
         if sample.read:
             rates[kind_named(some[0].path)] = (
