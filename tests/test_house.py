@@ -237,6 +237,7 @@ ON_PATHS = {
     "formats.*.merge": "writes",
     "writing": "writes",
     "merging": "moves and links what it merges",
+    "converting.predicting": "counts what it wrote to a scratch folder",
     "converting.segments": "syncs what a task wrote",
     "plan.book": "the working folder of a plan",
     "plan.converting": "renames the files of tasks",

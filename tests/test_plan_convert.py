@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import actshard
 from actshard import formats, work
+from actshard.converting import predicting
 from actshard.converting.segments import balanced
 from actshard.plan.book import ALIVE_SECONDS, Book
 from actshard.plan.data import Planned
@@ -171,6 +172,52 @@ def test_ranges_are_as_equal_as_borders_allow(weights: list[int], tasks: int, da
         ends = [*firsts[1:], len(weights)]
         largest = max(sum(weights[a:b]) for a, b in zip(firsts, ends, strict=True))
         assert largest <= sum(weights) / tasks + 2 * max(weights)
+
+
+# -- predictions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
+@pytest.mark.parametrize("path", list(sources()), ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_sizes_of_golden_conversions_are_predicted_exactly(path: Path, tmp_path: Path) -> None:
+    for format in formats.written():
+        try:
+            plan = actshard.plan.convert(path, tmp_path / format, format, tasks=2)
+        except actshard.ActshardError:
+            continue
+        in_tasks(plan)
+        assert plan.predicted.exact
+        sizes = [len(data) for data in files(tmp_path / format).values()]
+        assert (plan.predicted.bytes, plan.predicted.files) == (sum(sizes), len(sizes)), format
+
+
+@pytest.mark.parametrize("format", WAYS)
+def test_sizes_are_predicted_from_samples(
+    source: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = ragged(tmp_path / "s", np.random.default_rng(3).integers(20, 60, 400).tolist(), 3, 64)
+    monkeypatch.setattr(predicting, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 3 << 20)
+    options = {name: value for name, value in WAYS[format].items() if name not in ("shard_bytes", "chunk_tokens")}
+    plan = actshard.plan.convert(large, tmp_path / "d", format, tasks=2, **options)
+    in_tasks(plan)
+    sizes = [len(data) for data in files(tmp_path / "d").values()]
+    assert not plan.predicted.exact
+    assert plan.predicted.bytes == pytest.approx(sum(sizes), rel=0.01)
+    assert plan.predicted.files == pytest.approx(len(sizes), rel=0.01)
+
+
+def test_a_full_disk_is_told_before_the_first_task(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 100))  # type: ignore[attr-defined]
+    with pytest.raises(actshard.DiskFullError, match=r"d: expected room for [\d,]+ bytes, found 100 free"):
+        actshard.plan.convert(source, tmp_path / "d", "zarr")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*free[:7], 3, *free[8:10])))
+    with pytest.raises(actshard.DiskFullError, match=r"expected room for [\d,]+ files, found 3 free inodes"):
+        actshard.plan.convert(source, tmp_path / "d", "zarr")
 
 
 # -- again, at once, killed ----------------------------------------------------------------------------------------
@@ -357,11 +404,16 @@ def test_an_unfinished_plan_is_no_dataset_and_no_place_for_another(source: Path,
     assert work.planned(tmp_path / "d") == plan.work
 
 
-def test_errors_name_the_examples_and_are_recorded(tmp_path: Path) -> None:
+def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.ones((6, 1, 3, 4), np.float32)
     rows[4, 0, 1, 2] = 1e30
     with actshard.create(tmp_path / "s", "zarr", layers=[0], d_model=4) as writer:
         writer.append(rows)
+    with pytest.raises(actshard.DtypeError, match="values of examples 0 to 5 are too large for float16"):
+        actshard.plan.convert(tmp_path / "s", tmp_path / "d", "zarr", tasks=3, dtype="float16")
+    monkeypatch.setattr(predicting, "WHOLE_BYTES", 0)  # as for large data, of which a sample is converted
+    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(predicting, "SAMPLE_FILES", 1)
     plan = actshard.plan.convert(tmp_path / "s", tmp_path / "d", "zarr", tasks=3, dtype="float16")
     with pytest.raises(
         actshard.TasksFailedError, match=r"1 of 3 tasks failed: task 2: .*values of examples 4 to 5"

@@ -291,6 +291,11 @@ def _write(
         raise
 
 
+def write_all(asked: Asked, target: Target, columns: Columns, overflow: str) -> Path:
+    """Converts everything, where nothing is yet."""
+    return _write(asked, target, columns, False, None, overflow)[0]
+
+
 def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
     """Builds the error for finite values that the result's dtype cannot represent."""
     wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"

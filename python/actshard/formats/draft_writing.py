@@ -87,6 +87,7 @@ class DraftTarget(Target):
     """Kinds of files by name; the first is the default if there is a last hidden state, else the first without one."""
     file: ClassVar[re.Pattern[str]]
     """Relative paths of files; group 1 is the example's number."""
+    copies: ClassVar[float] = 1.5
     holds_named_layers = True
     numbers_layers = False
     holds_metadata = False

@@ -168,6 +168,9 @@ class Target(ABC):
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
     """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 
+    copies: ClassVar[float] = 0.0
+    """Memory of :meth:`write` beside the block, in blocks, for predictions."""
+
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         unknown = sorted(set(spec.options) - set(self.own))

@@ -30,6 +30,7 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import OVERFLOW, Asked, ask, checked, columns_for, losses, settle, source
+from actshard.converting.predicting import memory, predict, refuse_full
 from actshard.converting.running import Conversion, content_lengths
 from actshard.converting.segments import Layout, apart, balanced, write_segment
 from actshard.errors import (
@@ -199,11 +200,20 @@ def _planned(
             "use a bucket"
         )
     notes += [f"lost: {loss}" for loss in losses(asked, target, columns)]
-    work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
-    tokens = np.maximum(layout.lengths, 0).max(axis=1)
-    _, files, size = target.estimate(tokens, has_labels=columns.labels is not None)
+
+    def begun(some: Asked, folder: Path) -> Target:
+        made = settle(some, folder, **sizes)
+        made.adopt(config)
+        if made.tokens is not None:
+            made.content_lengths = partial(content_lengths, some)
+        return made
+
+    size = predict(asked, target, np.maximum(layout.lengths, 0).max(axis=1), begun, overflow)
     read = int(layout.rows(count).sum()) * asked.store.d_model * asked.store.dtype.itemsize
-    predicted = Predicted(size, files, read, 0)
+    needed = memory(asked, target, max(task["bytes"] for task in made))
+    refuse_full(root, size.bytes, size.files + 4 * len(made))
+    work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
+    predicted = Predicted(size.bytes, size.files, read, needed, exact=size.exact)
     return Plan("convert", arguments, inputs, tuple(made), predicted, work, tuple(notes))
 
 

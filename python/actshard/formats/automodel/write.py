@@ -50,6 +50,7 @@ class AutomodelTarget(Target):
     }
     decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
     ragged = False
+    copies: ClassVar[float] = 2.0
     holds_named_layers = True
     splits = "examples"
     takes_shard_bytes = False

@@ -55,6 +55,7 @@ class SpeculatorsTarget(Target):
         "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
         'example, or one for the "whole" example',
     }
+    copies: ClassVar[float] = 1.5
     holds_named_layers = True
     splits = "examples"
     numbers_layers = False

@@ -1,0 +1,151 @@
+"""What a conversion will take: bytes, files, memory.
+
+Rows are counted exactly. What formats add, metadata, columns, headers and compression, is measured: small conversions are
+made once in a scratch folder, of large ones two samples.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.converting.columns import Columns, NumbersMatterError
+from actshard.converting.planning import Asked, checked
+from actshard.converting.running import write_all
+from actshard.errors import ArgumentError, DiskFullError
+from actshard.formats.target import Target
+
+WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
+"""A conversion of at most so many bytes of rows and so many files is made in a scratch folder."""
+SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
+"""Limits of a sample of a larger one."""
+PROCESS_BYTES = 168 << 20
+"""Memory of a process before its first block: Python, numpy, pyarrow, actshard. Measured with CPython 3.11, pyarrow 25, Linux."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Size of a result. ``exact``: measured, not extrapolated."""
+
+    bytes: int
+    files: int
+    exact: bool
+
+
+def predict(
+    asked: Asked, target: Target, tokens: NDArray[np.int64], made: Callable[[Asked, Path], Target], overflow: str
+) -> Prediction:
+    """Predicts the size of a conversion's result.
+
+    Args:
+        asked: the request.
+        target: the target, with all its settings.
+        tokens: tokens of each example.
+        made: makes the target of a part of the request in a scratch folder.
+        overflow: ``"refuse"`` or ``"allow"``.
+
+    Raises:
+        DtypeError: a value of those that were converted is too large.
+    """
+    has_labels = bool(asked.store.labels is not None and target.holds_labels)
+
+    def estimated(some: NDArray[np.int64]) -> tuple[int, int]:
+        _, files, size = target.estimate(tokens[some], has_labels=has_labels)
+        return files, size
+
+    rows = tokens.astype(np.int64) * len(asked.layers) * target.row_bytes
+    every = np.arange(len(tokens))
+    files, size = estimated(every)
+    if int(rows.sum()) <= WHOLE_BYTES and files <= WHOLE_FILES:
+        found = _written(asked, made, overflow)
+        if found is not None:
+            return Prediction(found[1], found[0], True)
+    whole = _sample(rows, files, len(tokens), SAMPLE_BYTES, SAMPLE_FILES)
+    half = whole[: max(1, len(whole) // 2)]
+    measured = [
+        (some, _written(replace(asked, examples=asked.ids(0, asked.count)[some]), made, overflow))
+        for some in (half, whole)
+    ]
+    if any(found is None for _, found in measured):
+        return Prediction(size, files, False)
+    (fewer, first), (more, last) = measured
+    assert first is not None
+    assert last is not None
+    files += last[0] - estimated(more)[0]
+    expected = estimated(more)[1]
+    if last[1] < expected:  # compressed
+        return Prediction(int(size * last[1] / expected), files, False)
+    over = [first[1] - estimated(fewer)[1], last[1] - expected]
+    each = (over[1] - over[0]) / max(1, len(more) - len(fewer))
+    return Prediction(int(size + over[1] + max(each, 0.0) * (len(tokens) - len(more))), files, False)
+
+
+def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_files: int) -> NDArray[np.int64]:
+    """Examples that take at most so many bytes and files: a run from the middle."""
+    limit = max(1, most_files * count // max(1, files))
+    first = count // 2 if count > limit else 0
+    ends = np.cumsum(rows[first : first + limit])
+    return np.arange(first, first + max(1, int(np.searchsorted(ends, most, "right"))))
+
+
+def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str) -> tuple[int, int] | None:
+    """(files, bytes) of a conversion that is made and removed; None if a part alone cannot be converted."""
+    with tempfile.TemporaryDirectory(prefix="actshard-plan-") as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = Path(scratch) / "d"
+        try:
+            write_all(asked, made(asked, folder), _columns(asked, made(asked, folder)), overflow)
+        except ArgumentError:
+            return None
+        found = [Path(path, name).stat().st_size for path, _, names in os.walk(folder) for name in names]
+    return len(found), sum(found)
+
+
+def _columns(asked: Asked, target: Target) -> Columns:
+    try:
+        return checked(asked, target)
+    except NumbersMatterError:
+        return checked(asked, target, numbers=True)
+
+
+def memory(asked: Asked, target: Target, largest: int) -> int:
+    """Bytes of memory of a process that converts ranges of at most ``largest`` bytes of rows; the page cache does not count."""
+    block = min(target.block_bytes, max(largest, 1))
+    units = asked.store.contents.units
+    unit = 0
+    if units is not None and len(units) > 1:
+        examples = int(np.diff(units).max())
+        row = asked.store.d_model * asked.store.dtype.itemsize
+        unit = int(examples * row * len(asked.store.layers) * max(1.0, float(asked.stored.mean())))
+    blocks = min(2 * block, max(largest, 1))
+    return int(PROCESS_BYTES + blocks + target.copies * block + 2 * unit)
+
+
+def refuse_full(root: Path, size: int, files: int) -> None:
+    """Raises DiskFullError if the file system of a folder, which need not exist, has not the room for a result."""
+    above = root
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    try:
+        free = shutil.disk_usage(above).free
+        held = os.statvfs(above)
+    except OSError:  # a file system that does not tell
+        return
+    if size > free:
+        raise DiskFullError(
+            f"expected room for {size:,} bytes, found {free:,} free on the file system of {above}", path=root
+        )
+    if held.f_files and files > held.f_favail:
+        raise DiskFullError(
+            f"expected room for {files:,} files, found {held.f_favail:,} free inodes on the file system of {above}; larger shards, "
+            "or a format with fewer files, need fewer",
+            path=root,
+        )
