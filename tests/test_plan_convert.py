@@ -207,6 +207,25 @@ def test_sizes_are_predicted_from_samples(
     assert plan.predicted.files == pytest.approx(len(sizes), rel=0.01)
 
 
+MEASURED = """
+import sys, actshard
+plan = actshard.plan.load(sys.argv[1])
+plan.run(0)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
+@pytest.mark.parametrize(("format", "tasks"), [("zarr", 1), ("zarr", 9), ("pickle", 1), ("specforge", 2)])
+def test_memory_of_a_task_is_predicted(tmp_path: Path, format: str, tasks: int) -> None:
+    large = ragged(tmp_path / "s", [512] * 24, 3, 1024)
+    options = {**WAYS[format], "shard_bytes": None}
+    plan = actshard.plan.convert(large, tmp_path / "d", format, tasks=tasks, **options)
+    child = [sys.executable, "-W", "ignore", "-c", MEASURED, str(plan.save(tmp_path / "plan.json"))]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=120, check=True)
+    assert plan.predicted.memory == pytest.approx(int(done.stdout) * 1024, rel=0.2)
+
+
 def test_a_full_disk_is_told_before_the_first_task(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ class DeepspecTarget(Target):
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
-    copies: ClassVar[float] = 1.5
+    copies: ClassVar[float] = 2.0
     holds_named_layers = True
     splits = "examples"
     only_columns: tuple[str, ...] | None = COLUMNS
