@@ -178,3 +178,10 @@ def drafts(folder: Path) -> dict[str, Any]:
 @pytest.mark.peers
 def test_the_blocks_of_the_page_of_draft_models_run_as_written(tmp_path: Path) -> None:
     assert checked_blocks("docs/drafts.md", drafts(tmp_path), heavy=True) > 8
+
+
+def test_the_blocks_of_the_page_of_plans_run_as_written(tmp_path: Path) -> None:
+    written(tmp_path)
+    src = next(path for path in tmp_path.iterdir() if path.is_dir())
+    given = {"src": src, "dst": tmp_path / "planned", "folder": tmp_path}
+    assert checked_blocks("docs/plans.md", given) > 1
