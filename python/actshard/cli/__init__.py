@@ -17,6 +17,7 @@ import typer.core
 import actshard
 from actshard import formats
 from actshard.errors import ActshardError, UnknownFormatError, boundary
+from actshard.runners import ENGINES
 
 
 class _TruncatedData(Exception):  # noqa: N818 -- carries an error through click
@@ -81,6 +82,9 @@ CacheOption = Annotated[
 FormatOption = Annotated[str | None, typer.Option("--format", help=f"{', '.join(formats.names())}. Default: detected.")]
 LayoutOption = Annotated[
     str | None, typer.Option("--layout", metavar="FILE", help="A layout.toml that describes the folder's files.")
+]
+PlanArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="The plan's JSON file, by Plan.save.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -424,6 +428,72 @@ def verify_command(
     raise typer.Exit(report.status)
 
 
+@app.command("run")
+def run_command(
+    plan: PlanArgument,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run only these: 17, 0-63, 3,5, or auto: this process's share by RANK, SLURM_*, OMPI_*. Repeatable. "
+            "Commits nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    on: Annotated[str, typer.Option("--on", help=f"Where: {', '.join(ENGINES)}.")] = "local",
+    workers: Annotated[int, typer.Option(min=0, help="For local: number of processes. 0: this process.")] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Engine's option. Repeatable.")
+    ] = None,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Run the other tasks after one has failed.")] = False,
+    retries: Annotated[int, typer.Option(min=0, help="How often tasks that failed are run again.")] = 0,
+    no_commit: Annotated[bool, typer.Option("--no-commit", help="Leave the commit to `actshard commit`.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption."""
+    from actshard.cli import running as verb
+    from actshard.cli.convert import options_named
+
+    found = actshard.plan.load(plan)
+    options = options_named(option or []) | ({"workers": workers} if workers else {})
+    if task:
+        numbers = verb.tasks_named(task, found)
+        verb.run(found, on, quiet=json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
+        _print(json, lambda: {"done": numbers}, lambda: typer.echo(f"{len(numbers):,} of {len(found):,} tasks: done"))
+        return
+    made = verb.run(found, on, quiet=json, commit=not no_commit, keep_going=keep_going, retries=retries, **options)
+    if no_commit:
+        _print(json, made.as_dict, lambda: verb.show_status(found, made, plan))
+        return
+    _print(json, lambda: verb.plain(made), lambda: verb.show(found, made))
+    raise typer.Exit(verb.exit_status(made))
+
+
+@app.command("status")
+def status_command(
+    plan: PlanArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Print it again and again until all tasks are done.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Print which tasks of a plan are done, running, stopped, failed and missing. Exit status: 0 all are done, 1 not."""
+    from actshard.cli import running as verb
+
+    found = actshard.plan.load(plan)
+    for now in verb.statuses(found, watch):
+        _print(json, now.as_dict, lambda now=now: verb.show_status(found, now, plan))  # type: ignore[misc]  # a default in a lambda
+    raise typer.Exit(1 if now.left else 0)
+
+
+@app.command("commit")
+def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
+    """Put the results of a plan's tasks together. Run it again after a kill."""
+    from actshard.cli import running as verb
+
+    found = actshard.plan.load(plan)
+    made = found.commit()
+    _print(json, lambda: verb.plain(made), lambda: verb.show(found, made))
+    raise typer.Exit(verb.exit_status(made))
+
+
 @app.command("stage")
 def stage_command(
     source: Annotated[
@@ -537,7 +607,8 @@ def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
     typer.echo(text)
 
 
-_COULD_NOT_CHECK = 3
+_COULD_NOT = {"verify": 3, "status": 2}
+"""Exit status of commands for which 1 is a finding, if they could not run."""
 _checked: list[str] = []
 """Paths for which ``verify`` has printed a report."""
 
@@ -545,7 +616,7 @@ _checked: list[str] = []
 def main() -> None:
     """Runs the command. An ActshardError is printed to stderr without a traceback; the exit status is 1.
 
-    ``verify`` exits with 3 if the check could not run, because 1 and 2 mean findings.
+    ``verify`` exits with 3 if the check could not run, because 1 and 2 mean findings; ``status`` with 2: 1 means tasks left.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -572,7 +643,7 @@ def main() -> None:
         raise SystemExit(141) from None
     except SystemExit as stop:
         if stop.code and _verifies() and not _checked:  # wrong options
-            raise SystemExit(_COULD_NOT_CHECK) from None
+            raise SystemExit(_COULD_NOT["verify"]) from None
         raise
     except Exception:
         if not _verifies():
@@ -580,13 +651,17 @@ def main() -> None:
         import traceback
 
         traceback.print_exc()
-        raise SystemExit(_COULD_NOT_CHECK) from None
+        raise SystemExit(_COULD_NOT["verify"]) from None
 
 
 def _verifies() -> bool:
-    return next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "verify"
+    return _command() == "verify"
+
+
+def _command() -> str:
+    return next((word for word in sys.argv[1:] if not word.startswith("-")), "")
 
 
 def _fail(message: str) -> None:
     typer.echo(f"actshard: {message}", err=True)
-    raise SystemExit(_COULD_NOT_CHECK if _verifies() else 1)
+    raise SystemExit(_COULD_NOT.get(_command(), 1))

@@ -142,7 +142,7 @@ class Book:
 
     def begin_attempt(self, task: int) -> Path:
         """As :meth:`attempt`, for a caller that removes the folder itself if the attempt fails."""
-        self._remove_dead(task)
+        self.remove_dead(task)
         folder = self.tasks / f".{task:05}.{host()}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             folder.mkdir()  # not its parents: a committed plan's folder stays removed
@@ -150,7 +150,7 @@ class Book:
             raise from_os(error, folder, "make") from error
         return folder
 
-    def _remove_dead(self, task: int) -> None:
+    def remove_dead(self, task: int) -> None:
         """Removes what killed processes of this machine left of a task."""
         for attempt in self._attempts(lambda number: number == task):
             if attempt.host == host() and not _is_alive(attempt.pid):

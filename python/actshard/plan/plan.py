@@ -179,6 +179,14 @@ class Plan(Planned):
 
     # -- all tasks -------------------------------------------------------------------------------------------------
 
+    def left(self) -> list[int]:
+        """Numbers of the tasks that are not done; none after the commit. Cheaper than :meth:`status`: one listing of a folder."""
+        book = self.book
+        if not book.exists():
+            return [] if self.implementation.committed(self) is not None else list(range(len(self)))
+        done = book.done()
+        return [task for task in range(len(self)) if task not in done]
+
     def status(self) -> Status:
         """Tells how far the plan is. Changes nothing."""
         book = self.book

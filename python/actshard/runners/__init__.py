@@ -1,36 +1,37 @@
 """``actshard.run``: runs the tasks of a plan on this machine, or on an engine, and commits.
 
-One file of this folder for each engine, imported when it is used. An engine starts ``plan.run(i)`` somewhere and tells how it
-ended; retries and resources are the engine's. What is done is known from the plan's working folder alone, so a driver that was
-killed is started again, and two drivers do no harm.
+One file of this folder for each engine, imported when it is used; ``tasks`` is what their processes run. An engine starts tasks
+somewhere and tells how they ended; machines and resources are the engine's. What is done is known from the plan's working folder
+alone: a lost message is no lost task, a driver that was killed is started again, and two drivers do no harm.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from actshard import _arguments
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, InternalError
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, OutOfRangeError, from_plain
 from actshard.plan.plan import Plan, failures, load
+from actshard.runners.tasks import Heard, Said
 
 ENGINES = ("local",)
 """Names of engines, which are modules of this folder."""
-Heard = Callable[[int, Mapping[str, Any] | None, ActshardError | None], object]
-"""Called by an engine when a task has ended, with (task, its record or None, its error or None)."""
+_MOST_RETRIES = 1000
 
 
 class Engine(Protocol):
     """What a module of this folder has."""
 
     def execute(self, plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool, **options: Any) -> None:
-        """Runs tasks, in any order. Returns when all have ended, or, without ``keep_going``, when one has failed.
+        """Runs tasks, in any order. Returns when all have ended, or, without ``keep_going``, soon after one has failed.
 
         Raises:
             MissingExtraError: the engine's library is not installed.
-            ArgumentError: an unknown option.
+            ArgumentError: a wrong option.
         """
 
 
@@ -39,7 +40,9 @@ def run(
     on: str = "local",
     *,
     keep_going: bool = False,
+    retries: int = 0,
     commit: bool = True,
+    tasks: Iterable[int] | None = None,
     progress: Callable[[int, int, int], object] | None = None,
     **options: Any,
 ) -> Any:
@@ -47,53 +50,91 @@ def run(
 
     Args:
         plan: a plan, or the path of its JSON.
-        on: ``"local"``.
+        on: ``"local"``: in this process, or with ``workers=N`` in N processes of this machine that share its processors.
         keep_going: run the other tasks after one has failed.
+        retries: how often tasks that failed are run again, when the others are done.
         commit: commit when all tasks are done; otherwise return the plan's status.
+        tasks: run only these, and commit nothing.
         progress: called with (tasks done, tasks, bytes of the tasks that were done in this call).
         options: the engine's.
 
     Returns:
-        What :meth:`actshard.plan.Plan.commit` returns.
+        What :meth:`actshard.plan.Plan.commit` returns; None with ``tasks``.
 
     Raises:
+        OutOfRangeError: there is no such task.
         TasksFailedError: tasks failed; ``errors`` has the error of each.
+        MissingExtraError: the engine's library is not installed.
         Errors of :meth:`actshard.plan.Plan.commit`.
     """
     plan = plan if isinstance(plan, Plan) else load(plan)
-    if not _arguments.is_one_of(on, ENGINES):
-        raise ArgumentError(f"on: expected one of {', '.join(ENGINES)}, found {on!r}")
     keep_going, commit = _arguments.switch(keep_going, "keep_going"), _arguments.switch(commit, "commit")
+    retries = _arguments.whole(retries, "retries", 0, _MOST_RETRIES)
     if progress is not None and not callable(progress):
         raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
-    engine: Engine = importlib.import_module(f"actshard.runners.{on}")
-    left = plan.status().left
-    errors: dict[int, ActshardError] = {}
-    done, size = len(plan) - len(left), 0
-
-    def heard(task: int, record: Mapping[str, Any] | None, error: ActshardError | None) -> None:
-        nonlocal done, size
-        if error is not None:
-            errors[task] = error
-            return
-        done += 1
-        size += plan.implementation.told((record or {}).get("value", {}))[0]
-        if progress is not None:
-            progress(done, len(plan), size)
-
-    if left:
-        plan.book.begin(plan.as_dict())
-        engine.execute(plan, left, heard, keep_going=keep_going, **options)
-    if errors:
-        raise failures(plan, errors)
+    engine = _engine(on, options)
+    wanted = None if tasks is None else _numbers(plan, tasks)
+    for again in reversed(range(retries + 1)):
+        left = [task for task in plan.left() if wanted is None or task in wanted]
+        if not left:
+            break
+        # What fails before the last round stops no other task.
+        errors = _round(plan, engine, left, keep_going=keep_going or again > 0, progress=progress, options=options)
+        if errors and not again:
+            raise failures(plan, errors)
+    if wanted is not None:
+        return None
     return plan.commit() if commit else plan.status()
 
 
-def outcome(plan: Plan, task: int) -> tuple[Mapping[str, Any] | None, ActshardError | None]:
-    """Runs a task; returns its record, or its error."""
-    try:
-        return plan.run(task), None
-    except ActshardError as error:
-        return None, error
-    except Exception as error:
-        return None, InternalError(f"task {task}: {type(error).__name__}: {error}", path=plan.work)
+def _numbers(plan: Plan, tasks: Iterable[int]) -> set[int]:
+    made = {_arguments.whole(task, "tasks", 0) for task in tasks}
+    if made and max(made) >= len(plan):
+        raise OutOfRangeError(f"tasks: expected 0 to {len(plan) - 1}, found {max(made)}")
+    return made
+
+
+def _round(
+    plan: Plan,
+    engine: Engine,
+    left: Sequence[int],
+    *,
+    keep_going: bool,
+    progress: Callable[[int, int, int], object] | None,
+    options: dict[str, Any],
+) -> dict[int, ActshardError]:
+    """Runs tasks once. Returns the errors of those that are not done, whatever was heard of them."""
+    errors: dict[int, ActshardError] = {}
+    done, size = len(plan) - len(left), 0
+
+    def heard(said: Said) -> None:
+        nonlocal done, size
+        if "error" in said:
+            errors[said["task"]] = from_plain(dict(said))
+            return
+        done, size = done + 1, size + said["bytes"]
+        if progress is not None:
+            progress(done, len(plan), size)
+
+    engine.execute(plan, left, heard, keep_going=keep_going, **options)
+    undone = set(plan.left()) if errors else set()
+    return {task: error for task, error in errors.items() if task in undone}
+
+
+def _engine(on: str, options: dict[str, Any]) -> Engine:
+    """The engine of a name.
+
+    Raises:
+        ArgumentError: there is none, or it has not these options.
+    """
+    if not _arguments.is_one_of(on, ENGINES):
+        raise ArgumentError(f"on: expected one of {', '.join(ENGINES)}, found {on!r}")
+    engine: Engine = importlib.import_module(f"actshard.runners.{on}")
+    taken = inspect.signature(engine.execute).parameters
+    names = list(taken)[4:]
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return engine
+    for name in options:
+        if name not in names:
+            raise ArgumentError(f"{name}: expected an option of on={on!r}: {', '.join(names)}")
+    return engine

@@ -1,17 +1,187 @@
-"""Tasks on this machine."""
+"""Tasks on this machine: in this process, or in worker processes that live as long as there are tasks.
+
+A worker holds a pipe to its driver as stdin. When the driver ends, whatever killed it, the worker reads end of file and exits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from actshard import _arguments
+from actshard.errors import InternalError
 from actshard.plan.plan import Plan
-from actshard.runners import Heard, outcome
+from actshard.runners.tasks import Heard, lost, outcome, plan_file
+from actshard.work import children
+
+MOST_WORKERS = 4096
 
 
-def execute(plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool) -> None:
-    """Runs tasks in this process, one after the other; see :class:`actshard.runners.Engine`."""
-    for task in tasks:
-        record, error = outcome(plan, task)
-        heard(task, record, error)
-        if error is not None and not keep_going:
+def execute(plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool, workers: int | None = None) -> None:
+    """Runs tasks here; see :class:`actshard.runners.Engine`.
+
+    Args:
+        plan: the plan.
+        tasks: numbers.
+        heard: called with how each ended.
+        keep_going: go on after one failed. Otherwise the tasks that run then are finished, and no other begins.
+        workers: number of processes, which share the processors; None: one after the other, in this process.
+    """
+    count = None if workers is None else _arguments.whole(workers, "workers", 1, MOST_WORKERS)
+    if count is None:
+        for task in tasks:
+            said = outcome(plan, task)
+            heard(said)
+            if "error" in said and not keep_going:
+                return
+        return
+    _Crew(plan, min(count, len(tasks)), heard, keep_going).run(tasks)
+
+
+class _Runner:
+    """A process that runs tasks one after another."""
+
+    def __init__(self, plan: str, threads: int) -> None:
+        self.task: int | None = None
+        """The task that it runs; None when idle."""
+        self._rest = b""
+        said, say = os.pipe()
+        self.said = os.fdopen(said, "rb", buffering=0)
+        """The pipe of its messages. Its stdout is left to what the tasks run."""
+        count = str(threads)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "actshard.runners.worker", str(say)],
+                stdin=subprocess.PIPE,
+                stdout=children.stderr(),  # stdout of this process may be parsed by a program
+                pass_fds=(say,),
+                env={**os.environ, "RAYON_NUM_THREADS": count, "ACTSHARD_NUM_THREADS": count},
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
+            )
+        except BaseException:
+            self.said.close()
+            raise
+        finally:
+            os.close(say)
+        self._write(json.dumps({"plan": plan, "path": sys.path}))
+
+    def give(self, task: int) -> None:
+        """Sends it a task."""
+        self.task = task
+        self._write(str(task))
+
+    def _write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it died; its end of file is read next
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def hear(self) -> Iterator[Mapping[str, Any]] | None:
+        """What it said since the last call; None when it has ended."""
+        data = os.read(self.said.fileno(), 1 << 16)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return map(json.loads, lines)
+
+    def end(self) -> int:
+        """Closes its stdin, so that it exits when idle, and waits. Returns its exit status."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.said.close()
+        return self.process.wait()
+
+
+class _Crew:
+    """Gives tasks to workers, the largest first, and replaces those that die."""
+
+    def __init__(self, plan: Plan, count: int, heard: Heard, keep_going: bool) -> None:
+        self._plan, self._count, self._heard, self._keep_going = plan, count, heard, keep_going
+        self._threads = max(1, _processors() // count)
+        self._file = plan_file(plan)
+        self._waiting: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._workers: set[_Runner] = set()
+
+    def run(self, tasks: Sequence[int]) -> None:
+        # The last are given first: no long task is left for the end.
+        self._waiting = sorted(tasks, key=lambda i: (self._plan.tasks[i].get("bytes", 0), -i))
+        try:
+            while self._waiting or self._workers:
+                while self._waiting and len(self._workers) < self._count:
+                    self._start()
+                for key, _ in self._selector.select():
+                    self._listen(key.data)
+        finally:
+            for worker in self._workers:
+                worker.process.kill()  # harmless: a task may be killed at any time
+            for worker in self._workers:
+                worker.end()
+                self._clear(worker)
+            self._selector.close()
+
+    def _start(self) -> None:
+        worker = _Runner(self._file, self._threads)
+        self._workers.add(worker)
+        self._selector.register(worker.said, selectors.EVENT_READ, worker)
+        worker.give(self._waiting.pop())
+
+    def _listen(self, worker: _Runner) -> None:
+        found = worker.hear()
+        if found is None:
+            self._ended(worker)
             return
+        for said in found:
+            self._tell(said)
+            worker.task = None
+            if self._waiting:
+                worker.give(self._waiting.pop())
+            else:
+                self._ended(worker)
+
+    def _ended(self, worker: _Runner) -> None:
+        self._selector.unregister(worker.said)
+        self._workers.discard(worker)
+        status = worker.end()
+        if worker.task is None:
+            return
+        self._clear(worker)
+        why = InternalError(f"its process {_died(status)}", path=self._plan.work)
+        self._plan.book.failed(worker.task, why)
+        self._tell(lost(worker.task, why))
+
+    def _clear(self, worker: _Runner) -> None:
+        """Removes what a process that died left, so that its task is not taken for a running one."""
+        if worker.task is not None:
+            self._plan.book.remove_dead(worker.task)
+
+    def _tell(self, said: Mapping[str, Any]) -> None:
+        if "error" in said and not self._keep_going:
+            self._waiting.clear()
+        self._heard(said)
+
+
+def _died(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = ", as the kernel does when memory is short" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def _processors() -> int:
+    asked = os.environ.get("ACTSHARD_NUM_THREADS", "")
+    if asked.isascii() and asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return children.processors()

@@ -37,6 +37,7 @@ from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.workers import Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.work import locked, make_folder, refuse_planned, remove, sync_folders, sync_tree, write_json
+from actshard.work.children import processors
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -327,8 +328,7 @@ class Build:
 
     def _build_shards(self, pending: list[tuple[AnySource, Task]]) -> None:
         files = [(source, task) for source, task in pending if isinstance(source, Source)]
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        jobs = min(self.jobs or processors, len(files))
+        jobs = min(self.jobs or processors(), len(files))
         small = self.jobs is None and self._pending_bytes < _WORTH_PROCESSES
         if jobs <= 1 or small or len(files) < len(pending):
             for source, task in pending:
@@ -349,7 +349,7 @@ class Build:
             self._files_done += 1
 
         setup = shards.setup_as_dict(self.format, self.tokenizer, self.options)
-        Workers(self.out, setup, jobs, max(1, processors // jobs), heard, done).run(files)
+        Workers(self.out, setup, jobs, max(1, processors() // jobs), heard, done).run(files)
 
     def _report(self, stage: str = "tokenizing") -> None:
         if self._tell is None:

@@ -17,15 +17,7 @@ from actshard.errors import InternalError, from_plain
 from actshard.tokens import shards
 from actshard.tokens.shards import Counts, Task
 from actshard.tokens.sources import Source
-
-
-def _stderr() -> int:
-    """The descriptor of stderr, or DEVNULL if it is closed."""
-    try:
-        os.get_inheritable(2)  # raises if it is closed
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
+from actshard.work import children
 
 
 class Worker:
@@ -50,7 +42,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actshard.tokens.shards", str(say)],
                 stdin=subprocess.PIPE,
-                stdout=_stderr(),  # stdout of this process may be parsed by a program
+                stdout=children.stderr(),  # stdout of this process may be parsed by a program
                 pass_fds=(say,),
                 env=env,
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers

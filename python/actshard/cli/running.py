@@ -1,0 +1,118 @@
+"""``actshard run``, ``status`` and ``commit``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from actshard import runners
+from actshard.cli._format import console
+from actshard.cli._progress import progress
+from actshard.errors import ArgumentError, OutOfRangeError
+from actshard.plan import Plan, Status
+from actshard.plan.plan import ranges
+from actshard.verifying import Report
+
+_EVERY = 5.0
+"""Seconds between two looks of ``--watch``."""
+_SHOWN = 20
+"""Most attempts and errors that are printed."""
+
+
+def tasks_named(words: Sequence[str], plan: Plan) -> list[int]:
+    """Parses ``--task``: ``17``, ``0-63``, ``3,5`` or ``auto``."""
+    made: list[int] = []
+    for word in (part for each in words for part in each.split(",")):
+        if word == "auto":
+            made += plan.mine()
+            continue
+        first, dash, last = word.partition("-")
+        if not all(n.isascii() and n.isdecimal() and len(n) < 10 for n in ((first, last) if dash else (first,))):
+            raise ArgumentError(f"--task: expected a number, first-last or auto, found {word!r:.40}")
+        a, b = int(first), int(last if dash else first)
+        if not a <= b < len(plan):
+            raise OutOfRangeError(f"--task: expected 0 to {len(plan) - 1}, found {word}")
+        made += range(a, b + 1)
+    return sorted(set(made))
+
+
+def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
+    """Runs tasks and shows progress."""
+    with progress(f"{plan.verb}, tasks", quiet=quiet) as watch:
+        return runners.run(plan, on, progress=watch.counts, **options)
+
+
+def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
+    """The status; with ``watch``, one after the other until all tasks are done."""
+    while True:
+        now = plan.status()
+        yield now
+        if not watch or not now.left:
+            return
+        time.sleep(_EVERY)
+
+
+def show_status(plan: Plan, now: Status, file: str) -> None:
+    """Prints how far a plan is, and what to type next."""
+    out = console()
+    if now.committed:
+        out.print(f"{plan.verb}: {now.tasks:,} tasks, committed")
+        return
+    counts = {"done": now.done, "running": now.running, "stopped": now.stopped, "failed": now.failed}
+    told = [f"{len(some):,} {what}" for what, some in {**counts, "missing": now.missing}.items() if some]
+    speed = f", {now.bytes / now.seconds / 1e6:,.1f} MB/s per task" if now.bytes and now.seconds else ""
+    out.print(f"{plan.verb}: of {now.tasks:,} tasks {', '.join(told)}{speed}{_time_left(plan, now)}", soft_wrap=True)
+    for attempt in now.running[:_SHOWN]:
+        part = f", {100 * attempt.done // attempt.total} %" if attempt.total else ""
+        out.print(f"  running {attempt.task}: {escape(attempt.host)}, process {attempt.pid}{part}")
+    for attempt in now.stopped[:_SHOWN]:
+        out.print(f"  [yellow]stopped[/] {attempt.task}: {escape(attempt.host)}, process {attempt.pid}")
+    for task, error in list(now.failed.items())[:_SHOWN]:
+        out.print(f"  [red]failed[/] {task}: {escape(str(error))}", soft_wrap=True)
+    if now.missing:
+        out.print(f"  missing {ranges(now.missing)}")
+    if not now.left:
+        out.print(f"[dim]next: actshard commit {escape(file)}[/]", soft_wrap=True)
+
+
+def _time_left(plan: Plan, now: Status) -> str:
+    """The time that the other tasks take at the speed of the finished ones, in as many processes as run now."""
+    sizes = [max(int(task.get("bytes", 0)), 1) for task in plan.tasks]
+    done = sum(sizes[task] for task in now.done)
+    if not now.left or not done or not now.seconds:
+        return ""
+    seconds = now.seconds / done * (sum(sizes) - done)
+    count = max(len(now.running), 1)
+    return f", {seconds / count:,.0f} s left in {count:,} process{'es' if count > 1 else ''}"
+
+
+def plain(made: Any) -> Any:
+    """What a commit returned, as JSON values."""
+    if isinstance(made, dict):
+        from actshard.cli import stats
+
+        return stats.as_dict(made)
+    as_dict = getattr(made, "as_dict", None)
+    return as_dict() if as_dict is not None else {"path": str(getattr(made, "path", made))}
+
+
+def show(plan: Plan, made: Any) -> None:
+    """Prints what a commit returned."""
+    if isinstance(made, Report):
+        from actshard.cli import verify
+
+        verify.show(made)
+    elif isinstance(made, dict):
+        for layer, found in made.items():
+            typer.echo(f"layer {layer}: {found.rows:,} rows, mean norm {found.mean_norm:.4g}; --json prints columns")
+    else:
+        typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {len(plan):,} tasks, committed")
+
+
+def exit_status(made: Any) -> int:
+    """That of ``actshard verify`` for a report; otherwise 0."""
+    return made.status if isinstance(made, Report) else 0

@@ -1,0 +1,61 @@
+"""How a task ended, as JSON values that any engine can send, and the processes' side of running one by its number.
+
+.. code-block:: text
+
+    {"task": 17, "bytes": 123456}                       it is done
+    {"task": 17, "error": "FormatError", ...}           it failed: :func:`actshard.errors.as_plain`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ActshardError, InternalError, as_plain
+from actshard.plan.plan import Plan, load
+from actshard.work import PLAN
+
+Said = Mapping[str, Any]
+Heard = Callable[[Said], object]
+"""Called by an engine, in the driver's process, when a task has ended."""
+
+
+def outcome(plan: Plan, task: int) -> dict[str, Any]:
+    """Runs a task and tells how it ended. What a task's record contains stays on the disk."""
+    try:
+        record = plan.run(task)
+    except ActshardError as error:
+        return lost(task, error)
+    except Exception as error:
+        return lost(task, InternalError(f"task {task}: {type(error).__name__}: {error}", path=plan.work))
+    return {"task": task, "bytes": plan.implementation.told(record["value"])[0]}
+
+
+def lost(task: int, error: ActshardError) -> dict[str, Any]:
+    """What is said of a task that failed."""
+    return {"task": task, **as_plain(error)}
+
+
+def plan_file(plan: Plan) -> str:
+    """Writes the plan to its working folder, which all machines see. Engines send this path instead of the plan."""
+    plan.book.begin(plan.as_dict())
+    return str(plan.work / PLAN)
+
+
+def outcomes_at(file: str, tasks: list[int]) -> list[dict[str, Any]]:
+    """Runs tasks of the plan in a file, one after the other: what engines call on other machines.
+
+    Raises no error of a task: an engine's own retries are for machines that died.
+    """
+    try:
+        plan = _loaded(file)
+    except ActshardError as error:
+        return [lost(task, error) for task in tasks]
+    return [outcome(plan, task) for task in tasks]
+
+
+@lru_cache(maxsize=4)
+def _loaded(file: str) -> Plan:
+    return load(Path(file))
