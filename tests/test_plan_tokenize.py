@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -14,6 +16,7 @@ import tempfile
 import textwrap
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,9 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
+from actshard.inputs import Input
 from actshard.plan import Plan, load, tokenize
+from actshard.plan.data import identity
 from actshard.tokens import estimating, pieces
 from actshard.tokens.processing import processor_of
 
@@ -487,3 +492,62 @@ def test_two_processes_may_run_a_task_at_once(lines: Path, tmp_path: Path) -> No
     plan.commit()
     same_bytes(tmp_path / "c", tmp_path / "one")
     assert np.array_equal(tokens.open_cache(tmp_path / "c")[49]["input_ids"], np.arange(49))
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a shard outside": (lambda p: p["arguments"]["sources"][0].__setitem__(1, "../../x"), "expected a shard's name"),
+    "another file": (
+        lambda p: p["arguments"]["sources"][0].__setitem__(0, "/etc/passwd"),
+        "expected the path of input 0",
+    ),
+    "a relative path": (lambda p: p["arguments"].update(out="c"), "field 'arguments.out': expected an absolute path"),
+    "a field outside": (lambda p: p["arguments"].update(fields={"../x": "int32"}), "expected names of fields"),
+    "no dtype": (lambda p: p["arguments"].update(fields={"x": "object"}), "expected an object of dtypes"),
+    "a hole": (lambda p: p["tasks"].pop(1), "without holes and overlaps"),
+    "an overlap": (lambda p: p["tasks"].append(p["tasks"][0]), "without holes and overlaps"),
+    "a range of nothing": (lambda p: p["tasks"][0].update(pieces=[[0, 5, 2]]), "expected pieces of sources"),
+    "an unknown source": (lambda p: p["tasks"][0].update(pieces=[[9]]), "expected pieces of sources"),
+    "a large number": (lambda p: p["tasks"][0].update(pieces=[[0, 0, 1 << 70]]), "expected pieces of sources"),
+    "an unknown layout": (lambda p: p["arguments"].update(layout="x"), "expected one of consolidated, sharded"),
+    "no time": (lambda p: p["arguments"].update(now=[1]), "expected a time of 11 values"),
+    "a switch": (lambda p: p["arguments"].update(skip=1), "field 'arguments.skip': expected"),
+    "an option": (lambda p: p["arguments"]["options"].update(dtype="int8"), "field 'arguments.options': expected"),
+    "two tokenizers": (lambda p: p["arguments"].update(tokenizer={"path": "/a", "packed": ""}), "packed tokenizer"),
+    "an unknown format": (lambda p: p["arguments"].update(format={"type": "x"}), "unknown format 'x'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_plan_that_a_program_changed_is_refused(what: str, lines: Path, tmp_path: Path) -> None:
+    made = tokenize(lines, tmp_path / "c", None, IDS, tasks=3).as_dict()
+    change, said = WRONG[what]
+    change(made)
+    inputs = [Input.of(each) for each in made["inputs"]]
+    made["id"] = identity(made["verb"], made["arguments"], inputs, made["tasks"])
+    (tmp_path / "plan.json").write_text(json.dumps(made))
+    with pytest.raises(actshard.ActshardError) as refused:
+        load(tmp_path / "plan.json")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "found", [[], [[1, [1], 0]], [[1, [-1], 0, []]], [[1, [1], 0, [[1, "x"]]]], [[1, [1, 2], 0, []]]], ids=str
+)
+def test_results_that_count_nothing_are_refused(found: Any, lines: Path, tmp_path: Path) -> None:
+    plan = tokenize(lines, tmp_path / "c", None, IDS, tasks=2)
+    for task in range(2):
+        plan.run(task)
+    file = plan.book.folder(1) / "result.json"
+    record = json.loads(file.read_text())
+    record["value"]["pieces"] = found
+    file.write_text(json.dumps(record))
+    with pytest.raises(actshard.FormatError, match="field 'pieces': expected"):
+        plan.commit()
+
+
+def test_a_packed_tokenizer_is_not_trusted(tmp_path: Path) -> None:
+    tokenizing = importlib.import_module("actshard.plan.tokenizing")
+    bomb = zlib.compress(b"[" * 10**6)
+    for packed in ("x", base64.b64encode(b"x").decode(), base64.b64encode(bomb).decode()):
+        with pytest.raises(actshard.FormatError, match=r"tokenizer\.packed': expected a tokenizer"):
+            tokenizing._unpacked(packed)

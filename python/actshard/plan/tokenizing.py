@@ -30,12 +30,22 @@ from numpy.typing import DTypeLike
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard.errors import ArgumentError, ChangedInputError, ExistsError, boundary, from_os
+from actshard._json import MAX_BYTES, MAX_INT
+from actshard.errors import (
+    ArgumentError,
+    ChangedInputError,
+    ExistsError,
+    FormatError,
+    MissingExtraError,
+    boundary,
+    from_os,
+)
 from actshard.inputs import Input, changed
 from actshard.location import Location
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
+from actshard.plan.tokenizing_checks import check_plan
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.tokens import estimating, formats, pieces, placing, shards, sizes
 from actshard.tokens import ledger as ledgers
@@ -297,7 +307,7 @@ def _tokenizer(given: Mapping[str, Any] | None) -> Tokenizer | None:
         found = _loaded.get(given["digest"])
         if found is None:
             if given["path"] is None:
-                found = Tokenizer.from_dict(json.loads(zlib.decompress(base64.b64decode(given["packed"]))))
+                found = _unpacked(given["packed"])
             else:
                 found = load_tokenizer(given["path"])
             if (digest := found.digest()) != given["digest"]:
@@ -309,6 +319,16 @@ def _tokenizer(given: Mapping[str, Any] | None) -> Tokenizer | None:
             _loaded.clear()
             _loaded[given["digest"]] = found
     return replace(found, name=given["name"])
+
+
+def _unpacked(text: str) -> Tokenizer:
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_BYTES)
+        return Tokenizer.from_dict(json.loads(data))
+    except MissingExtraError:
+        raise
+    except Exception as error:  # the tokenizers library raises Exception
+        raise FormatError(f"field 'arguments.tokenizer.packed': expected a tokenizer: {str(error)[:200]}") from error
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------------
@@ -359,6 +379,23 @@ class Tokenizing(Verb):
             "pieces": [_as_list(each, recipe) for each in counts],
         }
 
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Checks arguments and tasks of a plan from a file; see :meth:`Verb.check_plan`."""
+        check_plan(plan, path)
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        """Checks that each task counted the rows of all its pieces; see :meth:`Verb.check`."""
+        fields = len(plan.arguments["fields"])
+        for result in results:
+            found = result.value.get("pieces")
+            if not isinstance(found, list) or not all(_is_counted(each, fields) for each in found):
+                raise FormatError("field 'pieces': expected the rows of pieces", path=result.folder)
+            if len(found) != len(plan.tasks[result.task]["pieces"]):
+                raise FormatError(
+                    f"field 'pieces': expected {len(plan.tasks[result.task]['pieces'])}, found {len(found)}",
+                    path=result.folder,
+                )
+
     # -- the commit ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
@@ -395,6 +432,18 @@ class Tokenizing(Verb):
             (Path(plan.arguments["out"]) / FOLDER).rmdir()
         except OSError:
             return
+
+
+def _is_counted(value: Any, fields: int) -> bool:
+    """Whether a value is one of :func:`_as_list`."""
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    rows, elements, skipped, unusable = value
+    if not isinstance(elements, list) or len(elements) != fields or not isinstance(unusable, list):
+        return False
+    numbers = [rows, skipped, *elements]
+    named = all(isinstance(p, list) and list(map(type, p)) == [int, str, str] for p in unusable)
+    return named and all(type(n) is int and 0 <= n < MAX_INT for n in numbers)
 
 
 def _check(inputs: Sequence[Input]) -> None:

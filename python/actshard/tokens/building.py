@@ -282,7 +282,7 @@ class Build:
         settings, cache = digest(self.recipe.settings), digest(self.recipe.whole())
         said = placing.read_state(work)
         now = said.get("now") if said.get("settings") == settings else None
-        if not _is_time(now):
+        if not is_time(now):
             now = local_now()
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
         if state != said:
@@ -474,7 +474,7 @@ def _id_dtype(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
     """Whether a value is a valid argument of ``time.struct_time``."""
     try:
         return isinstance(value, list) and len(value) == 11 and bool(time.strftime("%c", time.struct_time(value)))
