@@ -43,6 +43,7 @@ __all__ = [
     "jax_permutation",
     "jax_randint30",
     "jax_split",
+    "joined_sums",
     "load_pickle",
     "load_pickle_file",
     "looks",
@@ -59,6 +60,7 @@ __all__ = [
     "run_lengths",
     "safetensors_header",
     "sync_files",
+    "total_sums",
     "write_pieces",
     "write_segments",
     "zarr_problem",
@@ -101,6 +103,8 @@ def read_zarr(
 def check_decoded_size(codec: str, data: bytes, limit: int, path: str | PathLike[str]) -> None: ...
 def zarr_problem(folder: str | PathLike[str], metadata: bytes) -> str | None: ...
 def count_selected(examples: int, tokens: _SelectedTokens) -> int: ...
+def joined_sums(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
+def total_sums(nodes: list[dict[str, Any]]) -> dict[str, Any] | None: ...
 def load_pickle(data: bytes) -> Any: ...
 def load_pickle_file(path: str | PathLike[str], compressed: bool, limit: int) -> Any: ...
 def placed_rows(
@@ -375,7 +379,23 @@ class Rows:
     def tokens_of(self, groups: Any, examples: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def view(self, group: int, example: int) -> NDArray[Any] | None: ...
     def view_all(self, group: int) -> tuple[NDArray[Any], int, int | None] | None: ...
-    def scan(self, group: int, progress: Callable[[int], object] | None = None) -> dict[str, Any]: ...
+    def scan(
+        self,
+        group: int,
+        progress: Callable[[int], object] | None = None,
+        *,
+        examples: tuple[int, int] | None = None,
+        wide: bool | None = None,
+    ) -> dict[str, Any]: ...
+    def leaf_rows(self, wide: bool) -> int: ...
+    def sums(
+        self,
+        group: int,
+        tokens: _SelectedTokens,
+        leaves: tuple[int, int],
+        wide: bool,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[dict[str, Any]]: ...
     def stats(
         self, group: int, tokens: _SelectedTokens, progress: Callable[[int], object] | None = None
     ) -> dict[str, Any]: ...

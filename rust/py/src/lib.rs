@@ -10,7 +10,8 @@
 //! - `copying`: copies of objects in local files, and the cache on disk
 //! - `detach`: the only function that releases the GIL
 //! - `tokens`: token caches, their batches and orders
-//! - `write`: writing files, scanning values
+//! - `summing`: statistics and scans
+//! - `write`: writing files
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
@@ -30,6 +31,7 @@ mod place;
 mod remote;
 mod rows;
 mod stream;
+mod summing;
 mod tokens;
 mod write;
 
@@ -284,6 +286,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(check_decoded_size, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
+    m.add_function(wrap_pyfunction!(summing::joined_sums, m)?)?;
+    m.add_function(wrap_pyfunction!(summing::total_sums, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle_file, m)?)?;
     m.add_function(wrap_pyfunction!(containers::read_torch, m)?)?;

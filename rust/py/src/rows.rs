@@ -30,7 +30,7 @@ use crate::addresses::{Addresses, IndexRecords, used};
 use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
 use crate::place::{NamedPlace, remote_store, store_of};
-use crate::{buffer, decoding, detach, errors, joined, pickle, stream, write};
+use crate::{buffer, decoding, detach, errors, joined, pickle, stream, summing};
 
 /// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
 /// samples, smallest and largest sample number, layers, maximum inflated bytes.
@@ -688,18 +688,39 @@ impl Rows {
         tokens: stream::Tokens<'py>,
         progress: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        detach::guarded(py, || stream::stats_of(py, self, group, tokens, progress))
+        detach::guarded(py, || summing::stats_of(py, self, group, tokens, progress))
     }
 
-    /// A scan of a group: oddities, columns, a hash per example.
-    #[pyo3(signature = (group, progress=None))]
+    /// Selected rows per leaf of the statistics; `wide` if stored types differ.
+    fn leaf_rows(&self, py: Python<'_>, wide: bool) -> PyResult<u64> {
+        detach::guarded(py, || summing::leaf_rows_of(py, self, wide))
+    }
+
+    /// Sums of a range of leaves of a group: a dict for each node.
+    #[pyo3(signature = (group, tokens, leaves, wide, progress=None))]
+    fn sums<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        tokens: stream::Tokens<'py>,
+        leaves: (u64, u64),
+        wide: bool,
+        progress: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        detach::guarded(py, || summing::sums_of(py, self, (group, wide), tokens, leaves.0..leaves.1, progress))
+    }
+
+    /// A scan of a group, or of some of its examples: oddities, columns, a hash per example.
+    #[pyo3(signature = (group, progress=None, *, examples=None, wide=None))]
     fn scan<'py>(
         &self,
         py: Python<'py>,
         group: usize,
         progress: Option<Bound<'py, PyAny>>,
+        examples: Option<(u64, u64)>,
+        wide: Option<bool>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        detach::guarded(py, || write::scan_of(py, self, group, progress))
+        detach::guarded(py, || summing::scan_of(py, self, group, (examples, wide), progress))
     }
 
     /// A read-only view of an example's rows, or None if they are not contiguous in one mapped file.

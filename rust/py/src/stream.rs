@@ -6,15 +6,15 @@ use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
 use actshard_core::rows::Units;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
+use actshard_core::stream::items_in;
 use actshard_core::stream::plan::{Plan, Settings, Shuffle, UNIT_BYTES};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::sequences::{self, PlacedSequences};
-use actshard_core::stream::{items_in, stats};
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PySlice};
+use pyo3::types::PySlice;
 
 use crate::arguments::dtype_of;
 use crate::buffer::{self, Lent};
@@ -35,7 +35,8 @@ pub enum Tokens<'py> {
     Each((PyReadonlyArray1<'py, i64>,)),
 }
 
-fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Selection> {
+/// The selection of these tokens.
+pub fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Selection> {
     let each = |counts: &[i64]| counts.iter().map(|n| u64::try_from(*n).unwrap_or(0)).collect::<Vec<_>>();
     match tokens {
         Tokens::Same((first, count)) => Selection::same(examples, first, count).map_err(|e| errors::raise(py, &e)),
@@ -421,62 +422,4 @@ impl Drop for Batches {
         // Not interruptible: an exception raised here would be lost. Only a panic can fail, and it has been reported.
         let _ = Python::attach(|py| detach::detached(py, |_| ahead.stop(&mut || false)));
     }
-}
-
-/// `Rows.stats`: statistics of all rows of a group.
-pub fn stats_of<'py>(
-    py: Python<'py>,
-    rows: &Rows,
-    group: usize,
-    tokens: Tokens<'py>,
-    progress: Option<Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyDict>> {
-    let mut dataset = rows.dataset(py)?;
-    if dataset.converts() {
-        // Values as they are stored, not rounded to the requested type first.
-        dataset = dataset.read_as(DType::F64).map_or(dataset, Arc::new);
-    }
-    let selection = selection(py, dataset.examples(), tokens)?;
-    let progress = progress.map(Bound::unbind);
-    let mut raised: Option<PyErr> = None;
-    let made = detach::detached(py, |watch| {
-        let mut failed = false;
-        let told = std::cell::RefCell::new(&mut raised);
-        let stop = std::cell::Cell::new(false);
-        let mut tell = |done: u64| {
-            if let Some(progress) = &progress
-                && let Err(error) = Python::attach(|py| progress.call1(py, (done,)).map(drop))
-            {
-                **told.borrow_mut() = Some(error);
-                stop.set(true);
-            }
-        };
-        let mut watch = || {
-            failed |= stop.get();
-            failed || watch()
-        };
-        let found = match stats::stats(&dataset, group, &selection, &mut tell, &mut watch) {
-            // Sums are float64 for every stored type.
-            Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
-                Some(wide) => stats::stats(&wide, group, &selection, &mut tell, &mut watch),
-                None => Err(error),
-            },
-            done => done,
-        };
-        if stop.get() { Err(Error::new(Kind::Interrupted, "interrupted")) } else { found }
-    });
-    if let Some(error) = raised {
-        return Err(error);
-    }
-    let made = made?;
-    let out = PyDict::new(py);
-    out.set_item("rows", made.rows)?;
-    for (name, values) in [("mean", made.mean), ("squares", made.squares), ("min", made.min), ("max", made.max)] {
-        out.set_item(name, PyArray1::from_vec(py, values))?;
-    }
-    for (name, values) in [("finite", made.finite), ("nan", made.nan), ("infinite", made.infinite)] {
-        out.set_item(name, PyArray1::from_vec(py, values.into_iter().map(|n| n as i64).collect()))?;
-    }
-    out.set_item("norms", made.norms)?;
-    Ok(out)
 }

@@ -1,4 +1,4 @@
-//! Writing files and scanning values, for Python.
+//! Writing files and counting values that overflow, for Python.
 
 use std::path::PathBuf;
 
@@ -6,15 +6,13 @@ use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::cast;
 use actshard_core::kernels::quantise::Quantised;
 use actshard_core::kernels::scaled::ScaledCode;
-use actshard_core::scan::{self, Oddity};
+use actshard_core::scan;
 use actshard_core::write::{self, Digested, Piece, Target};
 use actshard_core::{Error, Kind};
-use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::arguments::{dtype_of, helper};
-use crate::handle::Rows;
 use crate::{buffer, detach, errors};
 
 /// Columns of a table of pieces: source, start, bytes, file, offset.
@@ -177,58 +175,4 @@ pub fn count_overflows(py: Python<'_>, array: &Bound<'_, PyAny>, dtype: &Bound<'
         let bytes = bytes.as_slice()?;
         detach::detached(py, |watch| scan::count_overflows(from, to, bytes, watch))
     })
-}
-
-/// `Rows.scan`: scans every value of a group.
-pub fn scan_of<'py>(
-    py: Python<'py>,
-    rows: &Rows,
-    group: usize,
-    progress: Option<Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyDict>> {
-    let dataset = rows.dataset(py)?;
-    let progress = progress.map(Bound::unbind);
-    let mut raised: Option<PyErr> = None;
-    let mut dtype = dataset.row().dtype;
-    let made = detach::detached(py, |watch| {
-        let stop = std::cell::Cell::new(false);
-        let mut tell = |done: u64| {
-            if let Some(progress) = &progress
-                && let Err(error) = Python::attach(|py| progress.call1(py, (done,)).map(drop))
-            {
-                raised = Some(error);
-                stop.set(true);
-            }
-        };
-        let mut watch = || stop.get() || watch();
-        match scan::scan(&dataset, group, &mut tell, &mut watch) {
-            // Rows of several types are scanned as float64.
-            Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
-                Some(wide) => {
-                    dtype = DType::F64;
-                    scan::scan(&wide, group, &mut tell, &mut watch)
-                }
-                None => Err(error),
-            },
-            done => done,
-        }
-    });
-    if let Some(error) = raised {
-        return Err(error);
-    }
-    let made = made?;
-    let out = PyDict::new(py);
-    out.set_item("dtype", dtype.numpy_name().unwrap_or(dtype.name()))?;
-    out.set_item("rows", made.rows)?;
-    out.set_item("nan", made.bad[0])?;
-    out.set_item("infinite", made.bad[1])?;
-    for (name, oddity) in ["nan_rows", "infinite_rows", "zero_rows", "constant_rows"].iter().zip(Oddity::ALL) {
-        let k = oddity as usize;
-        out.set_item(name, (made.odd[k], made.places[k].clone()))?;
-    }
-    for (name, values) in [("magnitudes", made.magnitudes), ("differences", made.differences), ("hashes", made.hashes)]
-    {
-        out.set_item(name, PyArray1::from_vec(py, values))?;
-    }
-    Ok(out)
 }

@@ -36,11 +36,14 @@ pub struct Scan {
     pub magnitudes: Vec<u64>,
     /// Per column, all differences to the first row OR-ed: 0 for a constant column.
     pub differences: Vec<u64>,
+    /// The first row, as stored; empty without rows. Differences to another row are these OR-ed with the difference of both rows.
+    pub first: Vec<u8>,
     /// Per example, a hash of its rows; equal bytes give equal hashes.
     pub hashes: Vec<u64>,
 }
 
 impl Scan {
+    /// Adds the scan of rows that follow, whose differences are to the same row.
     pub(super) fn join(&mut self, next: Scan) {
         self.rows += next.rows;
         for k in 0..4 {

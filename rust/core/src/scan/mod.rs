@@ -31,10 +31,21 @@ const PIECE: usize = 2 << 20;
 /// Bytes between two calls of `progress`; also the amount decoded at once.
 const WAVE: u64 = 64 << 20;
 
-/// Scans all rows of a group.
-pub fn scan(rows: &Rows, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
+/// Scans all rows of a range of examples of a group.
+pub fn scan(
+    rows: &Rows,
+    group: usize,
+    examples: Range<u64>,
+    progress: &mut dyn FnMut(u64),
+    watch: Watch<'_>,
+) -> Result<Scan> {
     let row = rows.row();
-    let group = Group { rows, row, number: group, cast: Cast::between(row.dtype, row.dtype)?, staged: rows.decodes() };
+    if examples.start > examples.end || examples.end > rows.examples() {
+        let detail = format!("examples {} to {} of {} are out of range", examples.start, examples.end, rows.examples());
+        return Err(Error::new(Kind::OutOfRange, detail));
+    }
+    let cast = Cast::between(row.dtype, row.dtype)?;
+    let group = Group { rows, row, number: group, examples, cast, staged: rows.decodes() };
     let mut all =
         if rows.reads_blocks() { group.in_blocks(progress, watch)? } else { group.in_waves(progress, watch)? };
     if all.magnitudes.len() != row.width {
@@ -48,6 +59,7 @@ struct Group<'a> {
     rows: &'a Rows,
     row: Row,
     number: usize,
+    examples: Range<u64>,
     cast: Cast<'a>,
     /// Whether rows must be decoded; then each wave is decoded as a whole.
     staged: bool,
@@ -77,15 +89,16 @@ impl Group<'_> {
     /// Rows that are read in blocks: each reading thread scans what it reads.
     fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
         let mut first = None;
-        let (mut from, mut seen) = (0, 0);
-        while first.is_none() && from < self.rows.examples() {
+        let (mut from, mut seen) = (self.examples.start, 0);
+        while first.is_none() && from < self.examples.end {
             let wave = self.wave(from, &mut *watch)?;
             first = self.first_row(&wave, &mut *watch)?;
             from += wave.ids.len() as u64;
             seen += wave.bytes;
         }
         // About as many bytes for each example as in the waves seen.
-        let bytes = u128::from(seen) * u128::from(self.rows.examples()) / u128::from(from.max(1));
+        let (some, all) = (from - self.examples.start, self.examples.end - self.examples.start);
+        let bytes = u128::from(seen) * u128::from(all) / u128::from(some.max(1));
         let past_cache = bytes > u128::from(memory_limit() / 2);
         let first = first.unwrap_or_default();
         let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
@@ -112,6 +125,7 @@ impl Group<'_> {
                 }
             }
             progress(all.rows);
+            all.first.clone_from(&first);
             Ok(all)
         })
     }
@@ -120,8 +134,8 @@ impl Group<'_> {
     fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
         let mut all = Scan::default();
         let mut first: Option<Vec<u8>> = None;
-        let mut from = 0;
-        while from < self.rows.examples() {
+        let mut from = self.examples.start;
+        while from < self.examples.end {
             let wave = self.wave(from, &mut *watch)?;
             if first.is_none() {
                 first = self.first_row(&wave, &mut *watch)?;
@@ -143,14 +157,15 @@ impl Group<'_> {
             from += wave.ids.len() as u64;
             progress(all.rows);
         }
+        all.first = first.unwrap_or_default();
         Ok(all)
     }
 
     /// Parts of about [`PART`] bytes, or one longer example; ends after an error.
     fn parts(&self) -> impl Iterator<Item = Result<(Arc<Wave>, Range<usize>)>> + Send {
-        let (mut from, mut failed) = (0, false);
+        let (mut from, mut failed) = (self.examples.start, false);
         let waves = std::iter::from_fn(move || {
-            if failed || from >= self.rows.examples() {
+            if failed || from >= self.examples.end {
                 return None;
             }
             let wave = self.wave(from, &mut || false);
@@ -227,7 +242,7 @@ impl Group<'_> {
 
     /// The wave that begins at example `from`. Counting decodes shards, so it counts no more than will be read.
     fn wave(&self, from: u64, watch: Watch<'_>) -> Result<Wave> {
-        let mut ids: Vec<i64> = (from as i64..(from + 4096).min(self.rows.examples()) as i64).collect();
+        let mut ids: Vec<i64> = (from as i64..(from + 4096).min(self.examples.end) as i64).collect();
         let mut counts = if self.staged { vec![] } else { self.rows.tokens_of(self.groups(), &ids, &mut *watch)? };
         let (mut bytes, mut n) = (0, 0);
         while n < ids.len() && bytes < WAVE {

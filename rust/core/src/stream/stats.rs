@@ -1,8 +1,19 @@
 //! Statistics of all rows in one pass: mean, variance and extremes of each element.
 //!
-//! Rows are divided into blocks of fixed size. Each block is summed separately in float64, and blocks are combined in order
-//! (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), so the
-//! result is the same for any number of threads. NaN and infinite values are counted and excluded.
+//! Rows are divided into blocks of fixed size, and blocks into leaves of fixed size. Each block is summed separately in float64,
+//! the blocks of a leaf are combined in order, and leaves are combined pairwise
+//! (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979):
+//!
+//! ```text
+//! leaves   0   1   2   3   4   5   6
+//! level 1  0 - 1   2 - 3   4 - 5
+//! level 2  0 ----- 3
+//! total    ((0 to 3) + (4 to 5)) + 6
+//! ```
+//!
+//! A node of this tree begins at a multiple of its size. The sums of a range of leaves are the largest nodes in it ([`Sums`]), so
+//! the result has the same bits for any number of threads, and for any ranges that tasks sum. NaN and infinite values are counted
+//! and excluded.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -22,8 +33,10 @@ use crate::threads::{self, Stop, Turns, Watch, make_ahead};
 
 /// Rows per block: a block is summed twice while it is in the cache.
 const BLOCK: usize = 256;
-/// Rows read between two calls of the watch and of `progress`; bounds the memory for the sums of blocks.
-const AT_ONCE: u64 = 1 << 16;
+/// Most rows per leaf; a leaf is also the amount between two calls of the watch and of `progress`.
+const LEAF: u64 = 1 << 16;
+/// Most bytes per leaf, unless one block is larger.
+const LEAF_BYTES: u64 = 64 << 20;
 
 /// Sums over rows, per element.
 #[derive(Clone, Debug)]
@@ -129,12 +142,85 @@ impl Stats {
                 self.squares[k] += next.squares[k] + away * away * (a * b / (a + b));
             }
             self.finite[k] += next.finite[k];
-            self.min[k] = self.min[k].min(next.min[k]);
-            self.max[k] = self.max[k].max(next.max[k]);
+            // Not `f64::min`, which may return either of 0.0 and -0.0.
+            self.min[k] = if next.min[k] < self.min[k] { next.min[k] } else { self.min[k] };
+            self.max[k] = if next.max[k] > self.max[k] { next.max[k] } else { self.max[k] };
             self.nan[k] += next.nan[k];
             self.infinite[k] += next.infinite[k];
         }
     }
+}
+
+/// A node of the tree: the sums of `1 << level` leaves, or of fewer at the end.
+#[derive(Clone, Debug)]
+pub struct SumNode {
+    /// The number of its first leaf, a multiple of `1 << level`.
+    pub first: u64,
+    /// 0 for a leaf.
+    pub level: u32,
+    /// Sums over its rows.
+    pub sums: Stats,
+}
+
+/// The sums of a range of leaves: the largest nodes in it, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Sums {
+    nodes: Vec<SumNode>,
+}
+
+impl Sums {
+    /// The nodes, in order.
+    pub fn nodes(&self) -> &[SumNode] {
+        &self.nodes
+    }
+
+    /// Adds the node that follows, and combines nodes that are halves of a larger one. Errors if another one follows, or if its
+    /// width differs.
+    pub fn push(&mut self, next: SumNode) -> Result<()> {
+        let size = 1u64.checked_shl(next.level).filter(|size| next.first.is_multiple_of(*size));
+        let end = size.and_then(|size| next.first.checked_add(size));
+        if end.is_none() {
+            let detail =
+                format!("sums: expected a node's first leaf to be a multiple of its size, found {}", next.first);
+            return Err(Error::new(Kind::Argument, detail));
+        }
+        if let Some(last) = self.nodes.last() {
+            let expected = last.first + (1 << last.level);
+            if next.first != expected {
+                let what = if next.first > expected { "a hole" } else { "an overlap" };
+                let detail = format!("sums: expected leaf {expected} to follow, found {}: {what}", next.first);
+                return Err(Error::new(Kind::Argument, detail));
+            }
+            if next.sums.mean.len() != last.sums.mean.len() {
+                let detail =
+                    format!("sums: expected sums of {} columns, found {}", last.sums.mean.len(), next.sums.mean.len());
+                return Err(Error::new(Kind::Argument, detail));
+            }
+        }
+        self.nodes.push(next);
+        while let [.., left, right] = &mut self.nodes[..] {
+            if left.level != right.level || !left.first.is_multiple_of(2 << left.level) {
+                break;
+            }
+            left.sums.join(&right.sums);
+            left.level += 1;
+            self.nodes.pop();
+        }
+        Ok(())
+    }
+
+    /// The sums of all rows, if these are the sums of all leaves; `None` without leaves.
+    pub fn total(self) -> Option<Stats> {
+        let mut nodes = self.nodes.into_iter().map(|node| node.sums);
+        let mut all = nodes.next()?;
+        nodes.for_each(|next| all.join(&next));
+        Some(all)
+    }
+}
+
+/// Rows per leaf. Blocks never cross the bounds of leaves, which decide the last bits of the result.
+pub fn leaf_rows(row: Row) -> u64 {
+    LEAF.min((LEAF_BYTES / row.bytes.max(1) as u64).max(BLOCK as u64))
 }
 
 /// Statistics of one group's picks. Calls `progress` regularly with the number of rows done.
@@ -145,11 +231,31 @@ pub fn stats(
     progress: &mut dyn FnMut(u64),
     watch: Watch<'_>,
 ) -> Result<Stats> {
+    let leaves = selection.len().div_ceil(leaf_rows(rows.row()));
+    match sums(rows, group, (selection, 0..leaves), progress, watch)?.total() {
+        Some(all) => Ok(all),
+        None => Stats::new(rows.row().width),
+    }
+}
+
+/// Sums of a range of leaves of one group's picks. Calls `progress` regularly with the number of rows done.
+pub fn sums(
+    rows: &Rows,
+    group: usize,
+    (selection, leaves): (&Selection, Range<u64>),
+    progress: &mut dyn FnMut(u64),
+    watch: Watch<'_>,
+) -> Result<Sums> {
     let row = rows.row();
     let cast = Cast::between(row.dtype, DType::F64).map_err(|_| {
         Error::new(Kind::DType, format!("statistics: expected a floating type, found {}", row.dtype.name()))
     })?;
-    let source = Picked { rows, group, selection, cast };
+    let count = selection.len().div_ceil(leaf_rows(row));
+    if leaves.start > leaves.end || leaves.end > count {
+        let detail = format!("leaves {} to {} of {count} are out of range", leaves.start, leaves.end);
+        return Err(Error::new(Kind::OutOfRange, detail));
+    }
+    let source = Picked { rows, group, selection, cast, leaves };
     if rows.reads_blocks() { source.in_blocks(progress, watch) } else { source.in_waves(progress, watch) }
 }
 
@@ -160,15 +266,15 @@ struct Picked<'a> {
     selection: &'a Selection,
     /// To float64.
     cast: Cast<'a>,
+    /// The leaves to sum.
+    leaves: Range<u64>,
 }
 
 impl Picked<'_> {
-    /// Picks between two calls of the watch and of `progress`, by the number of the first. Blocks never cross these bounds, which
-    /// decide the last bits of the result.
-    fn waves(&self) -> impl Iterator<Item = Range<u64>> + Clone + use<> {
-        let row_bytes = self.rows.row().bytes as u64;
-        let (n, total) = (AT_ONCE.min(((64 << 20) / row_bytes).max(BLOCK as u64)), self.selection.len());
-        (0..total).step_by(n as usize).map(move |done| done..total.min(done + n))
+    /// Leaves: the number of each, and its picks.
+    fn waves(&self) -> impl Iterator<Item = (u64, Range<u64>)> + Clone + use<> {
+        let (n, total) = (leaf_rows(self.rows.row()), self.selection.len());
+        self.leaves.clone().map(move |leaf| (leaf, leaf * n..total.min((leaf + 1) * n)))
     }
 
     fn ids(&self, picks: Range<u64>) -> (Vec<i64>, Vec<i64>) {
@@ -180,15 +286,16 @@ impl Picked<'_> {
     }
 
     /// Rows that are read in blocks: each reading thread sums what it reads.
-    fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Stats> {
+    fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Sums> {
         let row = self.rows.row();
         // Whole blocks of about 2 MiB; fewer threads if a block is larger.
         let at_once = ((2 << 20) / (row.bytes * BLOCK)).max(1) * BLOCK;
         let readers = ((64 << 20) / (row.bytes * at_once)).clamp(2, READERS);
-        let parts = self.waves().flat_map(|wave| {
-            (wave.start..wave.end).step_by(at_once).map(move |from| from..wave.end.min(from + at_once as u64))
+        let parts = self.waves().flat_map(|(_, picks)| {
+            (picks.start..picks.end).step_by(at_once).map(move |from| from..picks.end.min(from + at_once as u64))
         });
-        let past_cache = self.selection.len().saturating_mul(row.bytes as u64) > memory_limit() / 2;
+        let total = self.waves().map(|(_, picks)| picks.end - picks.start).sum::<u64>();
+        let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
         let (turns, spare, values) = (Turns::new(threads::num_threads()), Mutex::new(vec![]), Mutex::new(vec![]));
         let sum = |picks: Range<u64>, stop: &Stop| -> Result<Vec<Stats>> {
             let taken = spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -226,18 +333,22 @@ impl Picked<'_> {
             spare.lock().unwrap_or_else(PoisonError::into_inner).push(mine);
             blocks
         };
-        let mut all = Stats::new(row.width)?;
-        let tell_every = AT_ONCE.min(((64 << 20) / row.bytes as u64).max(BLOCK as u64));
+        let mut all = Sums::default();
         make_ahead((readers, 2 * readers), parts, &sum, |next| {
-            let mut told = 0;
-            while let Some(blocks) = next(&mut *watch)? {
-                blocks.iter().for_each(|block| all.join(block));
-                if all.rows - told >= tell_every || all.rows == self.selection.len() {
-                    told = all.rows;
-                    progress(told);
-                    if watch() {
-                        return Err(threads::interrupted());
-                    }
+            let mut done = 0;
+            for (first, picks) in self.waves() {
+                let mut sums = Stats::new(row.width)?;
+                while sums.rows < picks.end - picks.start {
+                    let Some(blocks) = next(&mut *watch)? else {
+                        return Err(Error::new(Kind::Internal, "fewer blocks than rows"));
+                    };
+                    blocks.iter().for_each(|block| sums.join(block));
+                }
+                done += sums.rows;
+                all.push(SumNode { first, level: 0, sums })?;
+                progress(done);
+                if watch() {
+                    return Err(threads::interrupted());
                 }
             }
             Ok(())
@@ -246,12 +357,13 @@ impl Picked<'_> {
     }
 
     /// Other rows: those that must be decoded are read by all threads together, in large parts.
-    fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Stats> {
+    fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Sums> {
         let width = self.rows.row().width;
-        let mut all = Stats::new(width)?;
+        let mut all = Sums::default();
         let staged = self.rows.decodes();
-        for wave in self.waves() {
-            let (examples, tokens) = self.ids(wave.clone());
+        let mut done = 0;
+        for (first, picks) in self.waves() {
+            let (examples, tokens) = self.ids(picks);
             let read = |from: usize, to: usize, out: &mut [f64], watch: Watch<'_>| -> Result<()> {
                 let pick =
                     Pick::Tokens { examples: Ints::Each(&examples[from..to]), tokens: Ints::Each(&tokens[from..to]) };
@@ -273,10 +385,13 @@ impl Picked<'_> {
                     Stats::of(&values, width)
                 }
             };
+            let mut sums = Stats::new(width)?;
             for block in threads::map(n.div_ceil(BLOCK), &work, &mut *watch)? {
-                all.join(&block);
+                sums.join(&block);
             }
-            progress(wave.end);
+            done += sums.rows;
+            all.push(SumNode { first, level: 0, sums })?;
+            progress(done);
         }
         Ok(all)
     }
@@ -327,6 +442,82 @@ mod tests {
                 prop_assert_eq!(all.min[k], column.iter().copied().fold(f64::INFINITY, f64::min));
                 prop_assert_eq!(all.max[k], column.iter().copied().fold(f64::NEG_INFINITY, f64::max));
             }
+        }
+    }
+    fn bits(stats: &Stats) -> (Vec<u64>, Vec<u64>, Vec<u64>, Vec<u64>, u64, u64) {
+        let of = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        (
+            of(&stats.mean),
+            of(&stats.squares),
+            of(&stats.min),
+            [&stats.finite[..], &stats.nan, &stats.infinite].concat(),
+            stats.norms.0.to_bits(),
+            stats.rows,
+        )
+    }
+
+    proptest! {
+        /// Any ranges of leaves join to the tree of all leaves, which is written down once more here, from its definition.
+        #[test]
+        fn ranges_of_leaves_join_to_the_same_bits(
+            values in prop::collection::vec(prop::collection::vec(any::<f32>(), 2), 1..70),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..6),
+        ) {
+            let leaf = |k: usize| Stats::of(&values[k].iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2).unwrap();
+            fn node(leaf: &dyn Fn(usize) -> Stats, first: usize, level: u32) -> Stats {
+                if level == 0 {
+                    return leaf(first);
+                }
+                let mut left = node(leaf, first, level - 1);
+                left.join(&node(leaf, first + (1 << (level - 1)), level - 1));
+                left
+            }
+            let n = values.len();
+            let mut expected: Option<Stats> = None;
+            let mut at = 0;
+            for level in (0..8).rev().filter(|level| n >> level & 1 == 1) {
+                let next = node(&leaf, at, level);
+                at += 1 << level;
+                match &mut expected {
+                    None => expected = Some(next),
+                    Some(all) => all.join(&next),
+                }
+            }
+            let mut bounds: Vec<usize> = cuts.iter().map(|cut| cut.index(n + 1)).collect();
+            bounds.extend([0, n]);
+            bounds.sort_unstable();
+            let mut all = Sums::default();
+            for range in bounds.windows(2) {
+                let mut part = Sums::default();
+                for k in range[0]..range[1] {
+                    part.push(SumNode { first: k as u64, level: 0, sums: leaf(k) }).unwrap();
+                }
+                prop_assert!(part.nodes().len() <= 2 * 7);
+                for next in part.nodes() {
+                    all.push(next.clone()).unwrap();
+                }
+            }
+            prop_assert_eq!(all.nodes().len(), n.count_ones() as usize);
+            prop_assert_eq!(bits(&all.total().unwrap()), bits(&expected.unwrap()));
+        }
+
+        /// Numbers of nodes come from files.
+        #[test]
+        fn holes_overlaps_and_odd_nodes_are_refused(
+            first in prop_oneof![0u64..12, Just(u64::MAX), Just(1 << 63)],
+            level in prop_oneof![0u32..3, 60u32..70],
+            width in 0usize..3,
+        ) {
+            let mut all = Sums::default();
+            all.push(SumNode { first: 4, level: 1, sums: Stats::new(1).unwrap() }).unwrap();
+            let made = all.push(SumNode { first, level, sums: Stats::new(width).unwrap() });
+            prop_assert_eq!(made.is_ok(), first == 6 && level <= 1 && width == 1);
+            let expected: &[(u64, u32)] = match (made.is_ok(), level) {
+                (true, 1) => &[(4, 2)],
+                (true, _) => &[(4, 1), (6, 0)],
+                (false, _) => &[(4, 1)],
+            };
+            prop_assert_eq!(all.nodes().iter().map(|node| (node.first, node.level)).collect::<Vec<_>>(), expected);
         }
     }
 }
