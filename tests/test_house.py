@@ -245,6 +245,7 @@ ON_PATHS = {
     "plan.tokenizing": "puts a token cache in its place",
     "plan.merging": "copies files",
     "plan.made": "looks for what a plan made",
+    "plan.reading": "reads the arrays that tasks wrote",
     "pushing": "uploads local files",
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",

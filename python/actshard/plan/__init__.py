@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from actshard.plan.converting import convert
     from actshard.plan.creating import create
     from actshard.plan.merging import merge
+    from actshard.plan.stats import stats
     from actshard.plan.tokenizing import tokenize
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "tokenize"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stats", "tokenize"]
 
-_MAKERS = {"convert": "converting", "create": "creating", "merge": "merging", "tokenize": "tokenizing"}
+_MAKERS = {
+    "convert": "converting",
+    "create": "creating",
+    "merge": "merging",
+    "stats": "stats",
+    "tokenize": "tokenizing",
+}
 """Functions that make plans, and their modules, which load on first use."""
 
 

@@ -22,6 +22,7 @@ VERSION = 1
 VERBS: dict[str, str] = {
     "convert": "actshard.plan.converting:Converting",
     "create": "actshard.plan.creating:Creating",
+    "stats": "actshard.plan.stats:Summing",
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
     "merge": "actshard.plan.merging:Merging",
 }

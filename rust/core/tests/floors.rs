@@ -64,6 +64,7 @@ const BINDING: &[&str] = &[
     "pickle",
     "containers",
     "stream",
+    "summing",
     "packing",
     "write",
     "tokens",

@@ -1,0 +1,135 @@
+"""What plans share that only read a dataset: its place, their working folder, and their result, which is kept beside that folder.
+
+.. code-block:: text
+
+    WORK/            the working folder, by default .actshard-VERB-XXXXXXXX in the current folder; a commit removes it
+    WORK.json        what the commit returned: by it, a plan knows that it was committed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard._json import read_json
+from actshard.errors import ArgumentError, ArgumentTypeError, FormatError, MissingFileError, boundary, from_reader
+from actshard.plan.data import Planned
+from actshard.store import Store
+from actshard.work import make_folder, write_json
+
+NO_LISTING = (
+    "path: a web server cannot list its files, so a plan cannot tell whether they change; copy them with actshard.stage, or use a "
+    "bucket"
+)
+
+
+def place(path: Any) -> str:
+    """A dataset's path, absolute, or its URL: tasks run in other folders."""
+    if isinstance(path, Store):
+        raise ArgumentError(
+            "path: expected a path, which tasks of other processes open, found a store; pass store.path"
+        )
+    if isinstance(path, str) and "://" in path:
+        return path
+    return str(_arguments.local_path(path))
+
+
+def described(layout: Any) -> Any:
+    """A description of files as JSON values; a path is made absolute."""
+    if layout is None:
+        return None
+    if isinstance(layout, Mapping):
+        try:
+            return json.loads(json.dumps(dict(layout), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
+    if isinstance(layout, str) and ("\n" in layout or "=" in layout):
+        return layout
+    return str(_arguments.local_path(layout, "layout"))
+
+
+def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str] | None) -> Path:
+    """The working folder that was asked for, or one in the current folder.
+
+    Raises:
+        ArgumentError: it lies in the dataset, whose files are checked.
+    """
+    found = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
+    if "://" not in path and Path(path) in (found, *found.parents):
+        raise ArgumentError(f"work: expected a folder outside of the dataset, found {found}; pass work=")
+    return found
+
+
+def wide_groups(store: Store, groups: list[int]) -> list[int]:
+    """The groups in which some examples have another stored type than the dataset's: their rows are read as float64."""
+    if not groups or all(found == store.dtype for found in store.rows.stored_types(groups[0], None)):
+        return []
+    every = np.arange(store.num_examples)
+    return [g for g in groups if any(found != store.dtype for found in store.rows.stored_types(g, every))]
+
+
+def notes(count: int, asked: int, why: str, work: Path) -> tuple[str, ...]:
+    """What such a plan has to say."""
+    fewer = [f"{count:,} tasks instead of {asked:,}: {why}"] if count < asked else []
+    done = [f"{_kept_at(work)} has the result of an earlier run; remove it to run again"]
+    return (*fewer, *(done if _kept_at(work).exists() else ()))
+
+
+def _kept_at(work: Path) -> Path:
+    return work.with_name(f"{work.name}.json")
+
+
+def keep(plan: Planned, value: Any) -> None:
+    """Keeps the result of a commit, as JSON values."""
+    make_folder(plan.work.parent)
+    write_json(_kept_at(plan.work), {"actshard_result": 1, "plan": plan.id, "verb": plan.verb, "value": value}, None)
+
+
+def kept(plan: Planned) -> Any | None:
+    """The value of :func:`keep`; None if there is none, or another plan's."""
+    file = _kept_at(plan.work)
+    try:
+        found = read_json(file)
+    except MissingFileError:
+        return None
+    if not isinstance(found, dict) or found.get("plan") != plan.id or "value" not in found:
+        return None
+    return found["value"]
+
+
+def broken(plan: Planned, error: Exception) -> FormatError:
+    """The error for a kept result that cannot be read."""
+    return FormatError(
+        f"expected the result of a {plan.verb} plan: {error!r:.200}; remove the file, and run the plan again",
+        path=_kept_at(plan.work),
+    )
+
+
+def save(file: Path, values: NDArray[Any]) -> None:
+    """Writes an array of a task, synced."""
+    with boundary(file, "write"):
+        np.save(file, values, allow_pickle=False)
+    _native.sync_files([file])
+
+
+def saved(file: Path, dtype: Any, dims: int) -> NDArray[Any]:
+    """An array of :func:`save`.
+
+    Raises:
+        FormatError: it has another dtype or number of dimensions, or is truncated.
+    """
+    try:
+        found: NDArray[Any] = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise from_reader(error, file, "read", f"expected an array of a task: {error}") from error
+    if found.dtype != dtype or found.ndim != dims:
+        raise FormatError(f"expected {dims} dimensions of {dtype}, found {found.dtype} {found.shape}", path=file)
+    return found

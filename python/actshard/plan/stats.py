@@ -1,0 +1,256 @@
+"""Plans of statistics: tasks sum ranges of rows, and the commit joins the sums.
+
+A layer's rows are divided into leaves of a fixed size (the core's ``stream/stats.rs``). A task has a range of the leaves of all
+layers, and leaves the sums of each layer as a few nodes of the tree:
+
+.. code-block:: text
+
+    WORK/tasks/00017/sums.npy       (nodes, d_model) of actshard.stats.Sums; the nodes' places and counts are in result.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard.converting.segments import balanced
+from actshard.errors import ActshardError, ArgumentError, FormatError
+from actshard.inputs import inputs_of
+from actshard.layers import Layer, plain, several
+from actshard.opening import open_quietly
+from actshard.plan.checking import arguments_of, divided
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.reading import (
+    NO_LISTING,
+    broken,
+    described,
+    keep,
+    kept,
+    notes,
+    place,
+    save,
+    saved,
+    wide_groups,
+    work_folder,
+)
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.stats import SUMMED, Stats, Sums
+from actshard.store import Store
+from actshard.stream.selection import Tokens, select
+
+SUMS = "sums.npy"
+_PROCESS = 120 << 20
+"""Bytes of memory of a process that sums: the interpreter, numpy, and blocks of files."""
+
+
+def stats(
+    path: str | os.PathLike[str],
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    tasks: int = 64,
+    tokens: Tokens = "content",
+    ignore_labels: Sequence[int] = (),
+    format: str | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    work: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plans the statistics of layers in tasks. They have the same bits as :meth:`actshard.Store.stats`, for any number of tasks.
+
+    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns ``{layer: Stats}`` and keeps the same beside
+    the working folder, as ``WORK.json``: a second ``commit()`` returns it again.
+
+    Args:
+        path: a path or a URL that all machines see. Credentials come from each machine's environment.
+        layers: names from ``store.layers``; None: all.
+        tasks: most number of tasks. There are fewer if there are fewer leaves (65,536 rows, or 64 MiB); ``plan.notes`` tells.
+        tokens: as for :meth:`actshard.Store.stream`.
+        ignore_labels: as for :meth:`actshard.Store.stream`.
+        format: as for :func:`actshard.open`.
+        layout: as for :func:`actshard.open`.
+        work: working folder, outside of the dataset, which all machines must see; None: ``.actshard-stats-XXXXXXXX`` in the
+            current folder.
+
+    Raises:
+        Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
+    """
+    tasks = _arguments.whole(tasks, "tasks", 1)
+    where, layout = place(path), described(layout)
+    store = open_quietly(where, format, "pread", layout=layout)
+    groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
+    ignored = [int(x) for x in _arguments.listed(ignore_labels, "ignore_labels: expected a list of integers")]
+    wide = wide_groups(store, groups)
+    listed, weights = [], []
+    for group in groups:
+        selection = select(store, [store.layers[group]], tokens, ignored)
+        store.rows.sums(group, selection, (0, 0), group in wide)  # raises if rows are not numbers
+        rows = _native.count_selected(store.num_examples, selection)
+        each = store.rows.leaf_rows(group in wide)
+        sizes = np.full(-(-rows // each), each, np.int64)
+        if rows % each:
+            sizes[-1] = rows % each
+        listed.append([group, len(sizes), group in wide])
+        weights.append(sizes * (store.d_model * store.dtype.itemsize))
+    arguments: dict[str, Any] = {
+        "path": where,
+        "format": format,
+        "layout": layout,
+        "tokens": tokens,
+        "ignore_labels": ignored,
+        "layers": listed,
+    }
+    made = _divided(np.concatenate(weights) if weights else np.zeros(0, np.int64), tasks)
+    inputs = inputs_of(store)
+    if inputs is None:
+        raise ArgumentError(NO_LISTING)
+    folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
+    read = sum(task["bytes"] for task in made)
+    told = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
+    return Plan("stats", arguments, inputs, tuple(made), _predicted(store, made, read), folder, told)
+
+
+def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
+    if not len(weights):
+        return [{"leaves": [0, 0], "bytes": 0}]
+    firsts = balanced(weights, np.arange(len(weights)), tasks)
+    bounds = [*firsts, len(weights)]
+    return [{"leaves": [a, b], "bytes": int(weights[a:b].sum())} for a, b in itertools.pairwise(bounds)]
+
+
+def _predicted(store: Store, made: Sequence[dict[str, Any]], read: int) -> Predicted:
+    node = store.d_model * SUMMED.itemsize
+    # A range has at most two nodes of each size.
+    scratch = sum(2 * (task["leaves"][1] - task["leaves"][0] + 1).bit_length() * node for task in made)
+    return Predicted(0, 0, read, _PROCESS, scratch=scratch)
+
+
+class _Sought:
+    """A plan's request, opened."""
+
+    def __init__(self, plan: Planned) -> None:
+        self.given = given = plan.arguments
+        self.store = open_quietly(given["path"], given["format"], "pread", layout=given["layout"])
+        self.layers: list[list[Any]] = given["layers"]
+        if any(not 0 <= group < len(self.store.layers) for group, _, _ in self.layers):
+            raise FormatError(f"expected {len(self.store.layers)} layers, found {self.layers!r:.200}", path=plan.work)
+
+    def spans(self, first: int, end: int) -> Iterator[tuple[int, bool, int, int]]:
+        """The leaves of a task: group, whether read as float64, first and end in the group."""
+        at = 0
+        for group, leaves, wide in self.layers:
+            a, b = max(first - at, 0), min(end - at, leaves)
+            if a < b:
+                yield group, wide, a, b
+            at += leaves
+
+
+class Summing(Verb):
+    """Runs the tasks of a plan of statistics."""
+
+    name = "stats"
+    _known: tuple[str, _Sought] | None = None
+
+    def _request(self, plan: Planned) -> _Sought:
+        if self._known is None or self._known[0] != plan.id:
+            self._known = (plan.id, _Sought(plan))
+        return self._known[1]
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`stats` does not make."""
+        fields = arguments_of(plan, path)
+        fields.text("path")
+        leaves = 0
+        listed = fields.value.get("layers")
+        if not isinstance(listed, list):
+            raise fields.error("layers", "a list")
+        for each in listed:
+            if not isinstance(each, list) or [type(x) for x in each] != [int, int, bool] or min(each[:2]) < 0:
+                raise fields.error("layers", "a list of [group, leaves, whether read as float64]")
+            leaves += each[1]
+        if divided(plan, "leaves", path) != leaves:
+            raise fields.error("layers", "as many leaves as the tasks have")
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Sums the task's leaves."""
+        request, said = self._request(plan), plan.tasks[task]
+        store, given, first_and_end = request.store, request.given, said["leaves"]
+        spans = list(request.spans(*first_and_end))
+        total, done = sum(b - a for _, _, a, b in spans), 0
+        made, arrays = [], []
+        for group, wide, a, b in spans:
+            layer = store.layers[group]
+            leaf = store.rows.leaf_rows(wide)
+            selection = select(store, [layer], given["tokens"], given["ignore_labels"])
+            try:
+                nodes = store.rows.sums(
+                    group,
+                    selection,
+                    (a, b),
+                    wide,
+                    lambda rows, done=done, leaf=leaf: tell(done + rows // leaf, total),  # type: ignore[misc]  # defaults bind
+                )
+            except ActshardError as error:
+                error.detail = f"layer {plain(layer)}, rows {a * leaf:,} to {b * leaf:,}: {error.detail}"
+                raise
+            done += b - a
+            plain_nodes, columns = Sums(store.d_model, nodes).as_plain()
+            made.append({"layer": group, "nodes": plain_nodes})
+            arrays.append(columns)
+        save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
+        return {"leaves": list(first_and_end), "layers": made, "bytes": said["bytes"], "units": total}
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        """Raises FormatError for a result of other leaves than the task's."""
+        for result in results:
+            expected = plan.tasks[result.task]["leaves"]
+            if result.value.get("leaves") != expected:
+                raise FormatError(
+                    f"task {result.task}: expected leaves {expected}, found {result.value.get('leaves')}",
+                    path=result.folder,
+                )
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> dict[Layer, Stats]:
+        """Joins the sums."""
+        if (over := self.committed(plan)) is not None:
+            return over
+        request = self._request(plan)
+        store = request.store
+        sums = {group: Sums(store.d_model) for group, _, _ in request.layers}
+        for result in results:
+            columns = saved(result.folder / SUMS, SUMMED, 2)
+            try:
+                at = 0
+                for each in result.value["layers"]:
+                    end = at + len(each["nodes"])
+                    mine = Sums.of_plain(each["nodes"], columns[at:end], store.d_model)
+                    sums[each["layer"]] = sums[each["layer"]].join(mine)
+                    at = end
+            except (LookupError, TypeError, ValueError, OverflowError, ArgumentError) as error:
+                raise FormatError(f"expected sums of layers: {error!r:.200}", path=result.folder) from error
+        for group, leaves, _ in request.layers:
+            if sums[group].leaves != (0, leaves):
+                raise FormatError(
+                    f"layer {plain(store.layers[group])}: expected leaves {(0, leaves)}, found {sums[group].leaves}",
+                    path=plan.work,
+                )
+        made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in request.layers}
+        keep(plan, [stats.as_plain() for stats in made.values()])
+        return made
+
+    def committed(self, plan: Planned) -> dict[Layer, Stats] | None:
+        """The statistics that were kept."""
+        found = kept(plan)
+        if found is None:
+            return None
+        try:
+            each = [Stats.of_plain(said) for said in found]
+            return {stats.layer: stats for stats in each if stats.layer is not None}
+        except (LookupError, TypeError, ValueError) as error:
+            raise broken(plan, error) from error
