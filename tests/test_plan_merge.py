@@ -256,3 +256,18 @@ def test_plans_that_others_wrote_are_refused_in_one_line(tmp_path: Path) -> None
             shutil.rmtree(loaded.work, ignore_errors=True)
     assert len(refused) > 150
     assert all(len(message.splitlines()) == 1 for message in refused)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
+@pytest.mark.parametrize("format", ["saev", "lmprobe"])
+def test_the_memory_of_a_task_is_predicted(tmp_path: Path, far: Path, format: str) -> None:
+    plan = actshard.plan.merge(far / "d", parts_in(tmp_path, format), tasks=2)
+    code = (
+        "import sys\n"
+        "from actshard.plan import load\n"
+        "load(sys.argv[1]).run(0)\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(plan.save(tmp_path / "plan.json"))]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
+    assert 0.8 * peak <= plan.predicted.memory <= 1.2 * peak

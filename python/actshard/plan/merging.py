@@ -41,8 +41,8 @@ from actshard.work import (
 )
 
 FILES = "files"
-_PROCESS = 128 << 20
-"""Bytes of memory of a process that copies: the interpreter, numpy and pyarrow."""
+_PROCESS, _ARROW = 50 << 20, 38 << 20
+"""Bytes of memory of a process that copies, and of pyarrow, if the format's index needs it. Measured on Linux."""
 _FILE_WEIGHT = 4096
 """Bytes that a file counts for beside its own, so that small files are divided, too."""
 _LEAST_INPUTS = 16
@@ -183,11 +183,12 @@ def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
 def _predicted(found: Merge, files: Sequence[Assembled], apart: bool) -> Predicted:
     merger = merger_of(found.format)
     count, size, exact = merger.beside(found)
+    memory = _PROCESS + _ARROW * merger.reads_arrow
     copied = sum(file.bytes for file in files)
     every = list(files)
     if not apart:
         every += [Assembled("", ((f, 0, n, 0),), n) for source, _ in merger.taken(found) for f, _, n in _below(source)]
-    return Predicted(size + sum(f.size for f in every), count + len(every), copied, _PROCESS, exact=exact)
+    return Predicted(size + sum(f.size for f in every), count + len(every), copied, memory, exact=exact)
 
 
 class Merging(Verb):
