@@ -119,6 +119,14 @@ def test_tasks_begin_with_shards_where_they_stay_equal(tmp_path: Path) -> None:
     assert [len(few.examples(task)) for task in range(4)] == [4, 5, 4, 5]
 
 
+def test_a_disk_that_is_too_small_is_told_before_a_task_runs(tmp_path: Path) -> None:
+    with refuses(actshard.DiskFullError, tmp_path / "d", "expected room for"):
+        planned(tmp_path / "d", "saev", num_examples=1 << 50, tasks=1000)
+    unequal = planned(tmp_path / "d", "saev", num_examples=18, tasks=4)
+    assert 0 < unequal.predicted.scratch < unequal.predicted.bytes  # shards that the commit copies together
+    assert planned(tmp_path / "d", "saev", num_examples=16, tasks=4).predicted.scratch == 0
+
+
 def test_a_plan_is_data(tmp_path: Path) -> None:
     plan = planned(tmp_path / "d", metadata={"model_id": "m"})
     again = actshard.plan.load(plan.save(tmp_path / "plan.json"))

@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard.converting.predicting import refuse_full
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -57,6 +58,8 @@ _EVEN = 1.05
 """Most examples of a task, in relation to the mean, for tasks that begin with shards."""
 _MOST_LISTED = 1 << 28
 """Most examples whose shards are listed."""
+_ESTIMATED = 1 << 20
+"""Most examples whose files are counted one by one."""
 _PLAIN = (str, int, float, bool)
 """Types of metadata that every format stores unchanged."""
 _PROCESS = 120 << 20
@@ -123,6 +126,7 @@ def create(
         ArgumentError, DtypeError: as for :func:`actshard.create`; a format whose parts cannot be merged.
         ExistsError: ``path`` contains a dataset, or parts of another one.
         UnfinishedError: another plan, or a writer, makes a dataset in ``path``.
+        DiskFullError: the file system has not the room for what is predicted.
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
@@ -158,8 +162,9 @@ def create(
         "overflow": overflow,
         "capture": None if capture is None else _name_of(capture),
     }
-    bounds = _bounds(n, parts, target)
-    predicted, notes, each = _predicted(arguments, bounds)
+    borders = _borders(n, target)
+    bounds = _bounds(n, parts, borders)
+    predicted, notes, each = _predicted(arguments, bounds, borders)
     if parts < tasks:
         notes.insert(0, f"{parts:,} tasks instead of {tasks:,}: there are {n:,} examples")
     made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
@@ -191,15 +196,19 @@ def _check_format(format: str) -> None:
         )
 
 
-def _bounds(n: int, tasks: int, target: Target) -> list[int]:
+def _borders(n: int, target: Target) -> NDArray[np.int64] | None:
+    """Examples with which shards begin, where shards have a known number of examples."""
+    if target.ragged or target.tokens is None or n > _MOST_LISTED:
+        return None
+    return target.borders(np.broadcast_to(np.int64(target.tokens), (n, len(target.spec.layers))))
+
+
+def _bounds(n: int, tasks: int, borders: NDArray[np.int64] | None) -> list[int]:
     """First examples of the tasks, and the end of the last.
 
-    Tasks begin with shards where these have a known number of examples and the tasks stay equal: the commit then copies nothing.
+    Tasks begin with shards where the tasks stay equal: the commit then copies nothing.
     """
     equal = [k * n // tasks for k in range(tasks + 1)]
-    if target.ragged or target.tokens is None or n > _MOST_LISTED:
-        return equal
-    borders = target.borders(np.broadcast_to(np.int64(target.tokens), (n, len(target.spec.layers))))
     if borders is None or len(borders) < tasks:
         return equal
     whole = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
@@ -207,13 +216,14 @@ def _bounds(n: int, tasks: int, target: Target) -> list[int]:
 
 
 def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
-    """Raises ExistsError or UnfinishedError if the dataset cannot be written, before a model computes anything."""
+    """Raises ExistsError, UnfinishedError or DiskFullError if the dataset cannot be written, before a model computes anything."""
     root = plan.path
     if (there := plan.implementation.committed(plan)) is not None:
         if exist_ok:
             return
         raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=there)
     complete_at(target)
+    refuse_full(root, plan.predicted.bytes + plan.predicted.scratch, plan.predicted.files + 4 * len(plan))
     if (root / PARTS).exists():
         raise ExistsError(
             f"contains parts of another dataset: merge them with actshard.merge, or remove {PARTS}, or choose another folder",
@@ -221,7 +231,9 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
         )
 
 
-def _predicted(arguments: Mapping[str, Any], bounds: Sequence[int]) -> tuple[Predicted, list[str], list[int]]:
+def _predicted(
+    arguments: Mapping[str, Any], bounds: Sequence[int], borders: NDArray[np.int64] | None
+) -> tuple[Predicted, list[str], list[int]]:
     """What the extraction takes, notes about it, and the bytes of each task's rows."""
     notes = []
     tokens = arguments["tokens_per_example"]
@@ -238,14 +250,27 @@ def _predicted(arguments: Mapping[str, Any], bounds: Sequence[int]) -> tuple[Pre
         if target.dtype is None:
             target.dtype = np.dtype(np.float32)
         target.take_tokens(tokens or 2)
-        sizes.append(target.estimate(np.full(count, target.tokens or tokens or 1, np.int64), has_labels=False))
+        sizes.append(_estimate(target, count, target.tokens or tokens or 1))
     known = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
     merger = formats.get(arguments["format"]).merger()
     assert merger is not None
     files, size = merger.predicted([known[count] for count in counts], sizes[-1])
     each = [known[count][2] for count in counts]
     memory = _PROCESS + (block_memory(target) if tokens is None else min(block_memory(target), max(each)))
-    return Predicted(size, files, 0, memory), notes, each
+    begun = set() if borders is None else {*borders.tolist()}
+    copied = sum(
+        count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in begun
+    )
+    return Predicted(size, files, 0, memory, copied), notes, each
+
+
+def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
+    """Shards, files and bytes of examples of ``tokens`` tokens, of many in proportion to :data:`_ESTIMATED`."""
+    shards, files, size = target.estimate(np.full(min(count, _ESTIMATED), tokens, np.int64), has_labels=False)
+    if count <= _ESTIMATED:
+        return shards, files, size
+    all_shards = -(-shards * count // _ESTIMATED)
+    return all_shards, all_shards + files - shards, -(-size * count // _ESTIMATED)
 
 
 def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, formats
+from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentTypeError, DiskFullError, FormatError, boundary
+from actshard.errors import ActshardError, ArgumentTypeError, FormatError, boundary
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.merging import AskedMerge, checked, merged, merger_of
@@ -108,12 +109,8 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
         refuse_planned(root, prefix, work)
     predicted = _predicted(found, files, apart)
-    free = _free(root)
-    if predicted.read > free and not work.exists():
-        raise DiskFullError(
-            f"expected {predicted.read:,} free bytes for what is copied, found {free:,}. Free some, or choose another disk.",
-            path=root,
-        )
+    if not work.exists():
+        refuse_full(root, predicted.read, len(files) + 4 * len(made))
     return Plan("merge", arguments, inputs, made, predicted, work, tuple(notes))
 
 
@@ -126,11 +123,6 @@ def _there(path: Path) -> Path:
 
 def _device(path: Path) -> int:
     return _there(path).stat().st_dev
-
-
-def _free(path: Path) -> int:
-    found = os.statvfs(_there(path))
-    return found.f_bavail * found.f_frsize
 
 
 def _files(found: Merge, apart: bool) -> list[Assembled]:
