@@ -6,14 +6,14 @@ CARGO_PROFILE ?= dev
 TORTURE_SCALE ?= 1
 # Machines that count this process's descriptors and collect its garbage: they begin in a fresh process.
 FRESH := tests/torture/test_store_machine.py tests/torture/test_stream_machine.py
-LIGHT := not peers and not levanter and not servers
+LIGHT := not engines and not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check test-peers test-remote test-levanter bench fuzz-smoke fmt clean help
+.PHONY: demo test torture check test-peers test-remote test-engines test-levanter bench fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original lib
 
 test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
+
+test-engines: $(VENV)/.dev $(VENV)/.test $(VENV)/.engines ## plans on the engines that people have: Ray, Dask, submitit
+	$(BIN)/python -m pytest -m engines -rs tests/test_engines.py
 
 test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
 	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
@@ -105,6 +108,9 @@ $(LEVANTER)/.installed: $(VENV)/.base pyproject.toml
 
 $(VENV)/.peers: $(VENV)/.base pyproject.toml
 	$(UV) --group peers && $(UV) --no-deps --group originals && touch $@
+
+$(VENV)/.engines: $(VENV)/.base pyproject.toml
+	$(UV) --group engines && touch $@
 
 # nginx and s3s-fs are no Python packages; where they cannot be installed, their tests are skipped and say so.
 $(VENV)/.servers: $(VENV)/.base pyproject.toml

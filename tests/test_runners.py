@@ -206,7 +206,7 @@ def test_some_tasks_are_run_and_nothing_is_committed(notes: Path, tmp_path: Path
 def test_wrong_options_are_refused(notes: Path, tmp_path: Path) -> None:
     plan = planned(tmp_path / "d", "rows")
     for options, why in (
-        ({"on": "condor"}, "on: expected one of local"),
+        ({"on": "condor"}, "on: expected one of local, slurm, ray, dask"),
         ({"worker": 3}, "worker: expected an option of on='local': workers"),
         ({"workers": 0}, "workers: expected an integer"),
         ({"retries": -1}, "retries: expected"),
@@ -276,3 +276,13 @@ def test_a_process_runs_its_share(notes: Path, tmp_path: Path, monkeypatch: pyte
         failed = command("run", file, f"--task={wrong}")
         assert failed.returncode == 1
         assert "--task: expected" in failed.stderr
+
+
+@pytest.mark.parametrize(("on", "library"), [("slurm", "submitit"), ("ray", "ray"), ("dask", "distributed")])
+def test_engines_name_the_extra_that_is_missing(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(actshard.MissingExtraError, match=rf"actshard\[{on}\]"):
+        actshard.run(planned(tmp_path / "d", "rows"), on=on)
+    assert not (tmp_path / "d").exists()

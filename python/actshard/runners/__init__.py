@@ -18,7 +18,7 @@ from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, Out
 from actshard.plan.plan import Plan, failures, load
 from actshard.runners.tasks import Heard, Said
 
-ENGINES = ("local",)
+ENGINES = ("local", "slurm", "ray", "dask")
 """Names of engines, which are modules of this folder."""
 _MOST_RETRIES = 1000
 
@@ -50,7 +50,8 @@ def run(
 
     Args:
         plan: a plan, or the path of its JSON.
-        on: ``"local"``: in this process, or with ``workers=N`` in N processes of this machine that share its processors.
+        on: ``"local"``: in this process, or with ``workers=N`` in N processes of this machine that share its processors;
+            ``"slurm"``, ``"ray"`` or ``"dask"``: see the ``execute`` of these modules for their options.
         keep_going: run the other tasks after one has failed.
         retries: how often tasks that failed are run again, when the others are done.
         commit: commit when all tasks are done; otherwise return the plan's status.
