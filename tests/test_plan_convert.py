@@ -451,7 +451,7 @@ def test_status_tells_running_from_stopped(source: Path, tmp_path: Path) -> None
     assert plan.status().missing == (0, 1, 2)
     plan.book.begin(plan.as_dict())
     for task, age in ((0, 0.0), (1, 2 * ALIVE_SECONDS)):
-        folder = plan.work / "tasks" / f".{task:05}.far.1234.0123abcd"
+        folder = plan.work / "attempts" / f"{task:05}.far.1234.0123abcd"
         folder.mkdir()
         plan.book.tell(folder, 5, 10)
         now = (folder / "progress.json").stat().st_mtime
