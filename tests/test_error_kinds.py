@@ -87,7 +87,7 @@ def test_a_disk_that_fails_under_zstd_is_no_broken_data(tmp_path: Path, monkeypa
         def readinto(self, buffer: Any) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(sources, "_Watched", lambda *_: Fails())
+    monkeypatch.setattr(sources, "Watched", lambda *_: Fails())
     with pytest.raises(actshard.FileAccessError, match="Input/output") as caught:
         tokens.build_cache([file], tmp_path / "c", TOKENIZER, jobs=1)
     assert caught.value.path == file
