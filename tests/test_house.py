@@ -370,6 +370,13 @@ def test_rooms_and_functions_are_short() -> None:
     assert {name: lines for name, lines in functions.items() if lines > 80} == {}
 
 
+def test_engines_are_thin() -> None:
+    """What runs tasks is theirs: an adapter that grows does an engine's work."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "runners").glob("*.py")}
+    assert lines
+    assert {name: count for name, count in lines.items() if count > 150} == {}
+
+
 PLUGIN = """
 from pathlib import Path
 

@@ -1,23 +1,16 @@
-"""Tasks on this machine: in this process, or in worker processes that live as long as there are tasks.
-
-A worker holds a pipe to its driver as stdin. When the driver ends, whatever killed it, the worker reads end of file and exits.
-"""
+"""Tasks on this machine: in this process, or in worker processes that live as long as there are tasks."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import selectors
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actshard import _arguments
 from actshard.errors import InternalError
 from actshard.plan.plan import Plan
+from actshard.runners.process import Process, how_it_ended
 from actshard.runners.tasks import Heard, lost, outcome, plan_file
 from actshard.work import children
 
@@ -45,61 +38,6 @@ def execute(plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool,
     _Crew(plan, min(count, len(tasks)), heard, keep_going).run(tasks)
 
 
-class _Runner:
-    """A process that runs tasks one after another."""
-
-    def __init__(self, plan: str, threads: int) -> None:
-        self.task: int | None = None
-        """The task that it runs; None when idle."""
-        self._rest = b""
-        said, say = os.pipe()
-        self.said = os.fdopen(said, "rb", buffering=0)
-        """The pipe of its messages. Its stdout is left to what the tasks run."""
-        count = str(threads)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "actshard.runners.worker", str(say)],
-                stdin=subprocess.PIPE,
-                stdout=children.stderr(),  # stdout of this process may be parsed by a program
-                pass_fds=(say,),
-                env={**os.environ, "RAYON_NUM_THREADS": count, "ACTSHARD_NUM_THREADS": count},
-                start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
-            )
-        except BaseException:
-            self.said.close()
-            raise
-        finally:
-            os.close(say)
-        self._write(json.dumps({"plan": plan, "path": sys.path}))
-
-    def give(self, task: int) -> None:
-        """Sends it a task."""
-        self.task = task
-        self._write(str(task))
-
-    def _write(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it died; its end of file is read next
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-
-    def hear(self) -> Iterator[Mapping[str, Any]] | None:
-        """What it said since the last call; None when it has ended."""
-        data = os.read(self.said.fileno(), 1 << 16)
-        if not data:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return map(json.loads, lines)
-
-    def end(self) -> int:
-        """Closes its stdin, so that it exits when idle, and waits. Returns its exit status."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.said.close()
-        return self.process.wait()
-
-
 class _Crew:
     """Gives tasks to workers, the largest first, and replaces those that die."""
 
@@ -109,7 +47,7 @@ class _Crew:
         self._file = plan_file(plan)
         self._waiting: list[int] = []
         self._selector = selectors.DefaultSelector()
-        self._workers: set[_Runner] = set()
+        self._workers: set[Process] = set()
 
     def run(self, tasks: Sequence[int]) -> None:
         # The last are given first: no long task is left for the end.
@@ -129,12 +67,12 @@ class _Crew:
             self._selector.close()
 
     def _start(self) -> None:
-        worker = _Runner(self._file, self._threads)
+        worker = Process(self._file, self._threads)
         self._workers.add(worker)
         self._selector.register(worker.said, selectors.EVENT_READ, worker)
         worker.give(self._waiting.pop())
 
-    def _listen(self, worker: _Runner) -> None:
+    def _listen(self, worker: Process) -> None:
         found = worker.hear()
         if found is None:
             self._ended(worker)
@@ -147,18 +85,18 @@ class _Crew:
             else:
                 self._ended(worker)
 
-    def _ended(self, worker: _Runner) -> None:
+    def _ended(self, worker: Process) -> None:
         self._selector.unregister(worker.said)
         self._workers.discard(worker)
         status = worker.end()
         if worker.task is None:
             return
         self._clear(worker)
-        why = InternalError(f"its process {_died(status)}", path=self._plan.work)
+        why = InternalError(f"its process {how_it_ended(status)}", path=self._plan.work)
         self._plan.book.failed(worker.task, why)
         self._tell(lost(worker.task, why))
 
-    def _clear(self, worker: _Runner) -> None:
+    def _clear(self, worker: Process) -> None:
         """Removes what a process that died left, so that its task is not taken for a running one."""
         if worker.task is not None:
             self._plan.book.remove_dead(worker.task)
@@ -167,17 +105,6 @@ class _Crew:
         if "error" in said and not self._keep_going:
             self._waiting.clear()
         self._heard(said)
-
-
-def _died(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hint = ", as the kernel does when memory is short" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 def _processors() -> int:

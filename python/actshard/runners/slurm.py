@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from time import sleep
 from typing import Any
 
 from actshard import _arguments
@@ -25,7 +25,7 @@ def execute(
     cpus: int = 1,
     gpus: int = 0,
     memory: int | str | None = None,
-    time_minutes: int = 60,
+    time: int = 60,
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
@@ -44,7 +44,7 @@ def execute(
         cpus: of an element.
         gpus: of an element.
         memory: of an element, such as ``"4GiB"``; None: what the plan predicts.
-        time_minutes: limit of an element.
+        time: limit of an element, in minutes.
         partition: where.
         account: whose.
         qos: quality of service.
@@ -62,9 +62,7 @@ def execute(
         raise MissingExtraError.of("running a plan on Slurm", "slurm") from error
     file = plan_file(plan)
     executor = submitit.AutoExecutor(folder=logs or f"{plan.work}-logs", cluster=cluster)
-    executor.update_parameters(
-        timeout_min=time_minutes, cpus_per_task=cpus, gpus_per_node=gpus, name=f"actshard-{plan.id[:8]}"
-    )
+    executor.update_parameters(timeout_min=time, cpus_per_task=cpus, gpus_per_node=gpus, name=f"actshard-{plan.id[:8]}")
     if cluster == "slurm":
         own = {f"slurm_{n}": v for n, v in zip(_PLAIN, (partition, account, qos), strict=True) if v is not None}
         memory_mb = -(-needed // (1 << 20))
@@ -83,7 +81,7 @@ def execute(
                 if any("error" in each for each in said) and not keep_going:
                     return
             if not ended:
-                time.sleep(_POLL_SECONDS)
+                sleep(_POLL_SECONDS)
     finally:
         for job in left:
             job.cancel(check=False)
