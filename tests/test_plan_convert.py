@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard import formats, work
+from actshard import formats, inputs, work
 from actshard.converting import predicting
 from actshard.converting.segments import balanced
 from actshard.plan.book import ALIVE_SECONDS, Book
@@ -259,6 +259,20 @@ def test_tasks_and_commit_may_be_repeated_at_any_time(source: Path, tmp_path: Pa
     assert not (tmp_path / "d/.actshard").exists()
     with pytest.raises(actshard.ExistsError, match="already contains this dataset"):
         actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=3)
+
+
+def test_a_task_looks_at_few_files_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with actshard.create(tmp_path / "s", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((300, 1, 1, 4), np.float32))
+    plan = actshard.plan.convert(tmp_path / "s", tmp_path / "d", "npy", tasks=1)
+    assert len(plan.inputs) > 300
+    looked: list[Any] = []
+    at = inputs.Input.at
+    monkeypatch.setattr(inputs.Input, "at", lambda file: looked.append(file) or at(file))  # type: ignore[func-returns-value]  # append is for its effect
+    plan.run(0)
+    assert 0 < len(looked) <= 16
+    plan.commit()
+    assert len(looked) > 300
 
 
 def test_two_attempts_at_a_task_leave_one_result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,9 +233,16 @@ def settle(
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
-    # resume compares this: it must continue with the same examples of the same source.
-    ids = asked.examples
-    target.more_config = {
+    return target
+
+
+def source_config(asked: Asked) -> dict[str, Any]:
+    """What resume compares: it must continue with the same examples of the same source.
+
+    Looks at every file of the source, so tasks of a plan, which has them in its inputs, do without.
+    """
+    store, ids = asked.store, asked.examples
+    return {
         "source": {
             "path": str(store.path),
             "examples": None
@@ -249,7 +256,6 @@ def settle(
             **({} if asked.columns is None else {"columns": [list(pair) for pair in asked.columns.items()]}),
         }
     }
-    return target
 
 
 def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:

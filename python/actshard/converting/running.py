@@ -27,6 +27,7 @@ from actshard.converting.planning import (
     losses,
     settle,
     source,
+    source_config,
 )
 from actshard.converting.saving import SavesToDisk, saves
 from actshard.converting.uploading import uploads
@@ -213,6 +214,7 @@ def convert(
 
 def _settled(asked: Asked, root: Path, **given: Any) -> Target:
     target = settle(asked, root, **given)
+    target.more_config = source_config(asked)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target

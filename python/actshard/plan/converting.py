@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 FILES, EXAMPLES = "files", "examples.arrow"
 _RENAMING_THREADS = 16
 """Threads that rename files: on a network file system each rename waits for the server."""
-_AT_ONCE = 4096
+_AT_ONCE = 256
 _EXAMPLE_WEIGHT = 64
 """Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
 
@@ -174,7 +174,6 @@ def _planned(
         if asked.layers == asked.store.layers == asked.names
         else [list(p) for p in zip(asked.layers, asked.names, strict=True)]
     )
-    config = {name: value for name, value in target.config().items() if name not in target.more_config}
     arguments: dict[str, Any] = {
         "src": src,
         "src_format": src_format,
@@ -190,7 +189,7 @@ def _planned(
         "overflow": overflow,
         "numbers": columns.numbers,
         "sizes": sizes,
-        "config": config,
+        "config": target.config(),
     }
     made, notes = _divided(asked, target, layout, tasks)
     inputs = inputs_of(asked.store)
@@ -203,7 +202,7 @@ def _planned(
 
     def begun(some: Asked, folder: Path) -> Target:
         made = settle(some, folder, **sizes)
-        made.adopt(config)
+        made.adopt(arguments["config"])
         if made.tokens is not None:
             made.content_lengths = partial(content_lengths, some)
         return made
@@ -461,43 +460,40 @@ def _tiled(name: str, pieces: Pieces, work: Path) -> None:
         at = end
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files below a folder: name, path."""
-    for path, _, names in os.walk(folder):
-        above = os.path.relpath(path, folder)
-        for name in names:
-            yield name if above == "." else f"{above}/{name}", Path(path, name)
-
-
 def _move(results: Sequence[Result], root: Path, but: set[str]) -> None:
     """Renames the tasks' files into the dataset's folder. Files that were renamed before a kill are not there any more."""
-    folders: set[Path] = set()
-
-    def one(pair: tuple[Path, Path]) -> None:
-        try:
-            pair[0].rename(pair[1])
-        except FileNotFoundError:
-            if not pair[1].exists():
-                raise
-        except OSError as error:
-            raise from_os(error, pair[0], "rename") from error
-
+    folders: set[str] = set()
+    # Threads, because a file server answers many at once; lists of texts, because a plan may have millions of files.
     with ThreadPoolExecutor(_RENAMING_THREADS) as pool:
-        pending: list[tuple[Path, Path]] = []
-        for result in results:
-            for name, file in _files(result.folder / FILES):
-                if name in but:
-                    continue
-                into = root / name
-                if into.parent not in folders:
-                    make_folder(into.parent)
-                    folders.add(into.parent)
-                pending.append((file, into))
-                if len(pending) >= _AT_ONCE:
-                    list(pool.map(one, pending))
-                    pending.clear()
-        list(pool.map(one, pending))
-    sync_folders(sorted(folders))
+        for first in range(0, len(results), _AT_ONCE):
+            some = [f"{result.folder}/{FILES}" for result in results[first : first + _AT_ONCE]]
+            listed = [unit for units in pool.map(lambda top: _listed(top, str(root), but), some) for unit in units]
+            for into in sorted({into for _, into, _ in listed} - folders):
+                make_folder(Path(into))
+                folders.add(into)
+            list(pool.map(_renamed, listed))
+    sync_folders(sorted(Path(folder) for folder in folders))
+
+
+def _listed(top: str, root: str, but: set[str]) -> list[tuple[str, str, list[str]]]:
+    """(folder, its place in the dataset, names) of up to 256 files each, of all below a task's folder."""
+    made = []
+    for path, _, names in os.walk(top):
+        below = path[len(top) + 1 :]
+        wanted = [name for name in names if (f"{below}/{name}" if below else name) not in but] if but else names
+        into = f"{root}/{below}" if below else root
+        made += [(path, into, wanted[a : a + 256]) for a in range(0, len(wanted), 256)]
+    return made
+
+
+def _renamed(unit: tuple[str, str, list[str]]) -> None:
+    path, into, names = unit
+    for name in names:
+        try:
+            Path(f"{path}/{name}").rename(f"{into}/{name}")
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) or not Path(into, name).exists():
+                raise from_os(error, f"{path}/{name}", "rename") from error
 
 
 def _join(pieces: Pieces, into: Path) -> None:
