@@ -53,8 +53,8 @@ test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original lib
 test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
 
-test-engines: $(VENV)/.dev $(VENV)/.test $(VENV)/.engines ## plans on the engines that people have: Ray, Dask, submitit
-	$(BIN)/python -m pytest -m engines -rs tests/test_engines.py
+test-engines: $(VENV)/.dev $(VENV)/.test $(VENV)/.engines $(VENV)/.slurm ## plans on the engines that people have: Slurm, Ray, Dask
+	$(BIN)/python -m pytest -m engines -rs tests/test_engines.py tests/test_slurm.py
 
 test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
 	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
@@ -111,6 +111,11 @@ $(VENV)/.peers: $(VENV)/.base pyproject.toml
 
 $(VENV)/.engines: $(VENV)/.base pyproject.toml
 	$(UV) --group engines && touch $@
+
+# Slurm is no Python package; where apt or root are missing, its tests are skipped and say so.
+$(VENV)/.slurm: $(VENV)/.base
+	command -v slurmd >/dev/null || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge; } >/dev/null 2>&1 || true
+	touch $@
 
 # nginx and s3s-fs are no Python packages; where they cannot be installed, their tests are skipped and say so.
 $(VENV)/.servers: $(VENV)/.base pyproject.toml

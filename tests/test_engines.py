@@ -14,52 +14,18 @@ from typing import Any
 import pytest
 
 import actshard
+from engine_work import N, converted, environment, files, planned
 
 pytestmark = pytest.mark.engines
-
-CAPTURE = """
-import os, pathlib, time
-import numpy as np
-
-def slow(writer, examples):
-    (pathlib.Path(os.environ["NOTES"]) / f"{examples[0]}.{os.getpid()}").write_text("")
-    for n in examples:
-        time.sleep(0.1)
-        writer.append(np.full((1, 2, 3, 8), n, np.float32))
-
-def fails(writer, examples):
-    if 5 in examples:
-        raise ZeroDivisionError("example 5")
-    slow(writer, examples)
-"""
-N, TASKS = 60, 20
 
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "engine_captured.py").write_text(CAPTURE)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     sys.modules.pop("engine_captured", None)
-    (tmp_path / "notes").mkdir()
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     return tmp_path / "notes"
-
-
-def planned(path: Path, capture: str = "slow") -> actshard.plan.Plan:
-    return actshard.plan.create(
-        path, "lmprobe", layers=[0, 1], d_model=8, num_examples=N, tasks=TASKS, tokens_per_example=3,
-        storage="full_sequence", capture=f"engine_captured:{capture}",
-    )  # fmt: skip
-
-
-def converted(source: Path, path: Path) -> actshard.plan.Plan:
-    return actshard.plan.convert(source, path, "saev", tasks=TASKS, pad=True, shard_bytes=1000)
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def check(tmp_path: Path, run: Callable[[actshard.plan.Plan], Any]) -> None:

@@ -275,6 +275,27 @@ def test_a_task_looks_at_few_files_of_the_source(tmp_path: Path, monkeypatch: py
     assert len(looked) > 300
 
 
+@pytest.mark.parametrize("format", ["saev", "zarr", "lmprobe"])
+def test_tasks_begin_while_another_process_begins_the_plan(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """One process finds no plan's folder, and looks whether it was committed; another makes the folder at that moment."""
+    options = {"pad": True} if format == "saev" else {}
+    plan = actshard.plan.convert(source, tmp_path / "d", format, tasks=2, **options)
+    exists = Book.exists
+
+    def begun_after(book: Book) -> bool:
+        monkeypatch.setattr(Book, "exists", exists)
+        book.begin(plan.as_dict())
+        return False
+
+    for call in (plan.left, plan.status, lambda: plan.run(0)):
+        shutil.rmtree(plan.work, ignore_errors=True)
+        monkeypatch.setattr(Book, "exists", begun_after)
+        call()
+    assert 0 not in plan.left()
+
+
 def test_two_attempts_at_a_task_leave_one_result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=2)
     publish = Book.publish

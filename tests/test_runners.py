@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard import cli
+from actshard import _arguments, cli
 from conftest import refuses
 
 CAPTURE = """
@@ -216,6 +216,14 @@ def test_wrong_options_are_refused(notes: Path, tmp_path: Path) -> None:
         with pytest.raises(actshard.ArgumentError, match=why):
             actshard.run(plan, **options)  # type: ignore[arg-type]  # that is the test
     assert not (tmp_path / "d").exists()
+
+
+def test_time_limits_are_read_as_slurm_reads_them() -> None:
+    said = {60: 60, "60": 60, "90:30": 91, "4:00:00": 240, "1-12": 2160, "1-12:30": 2190, "0-0:0:1": 1}
+    assert {text: _arguments.minutes(text, "time") for text in said} == said
+    for wrong in (0, "", "x", "1:2:3:4", "1-", True, 1.5, -1, None, "\u0663", "9" * 30, ["1"]):
+        with pytest.raises(actshard.ArgumentError, match="time: expected minutes, or a limit such as"):
+            _arguments.minutes(wrong, "time")  # type: ignore[arg-type]  # that is the test
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])

@@ -225,6 +225,26 @@ def size(value: int | str, what: str) -> int:
     return found
 
 
+def minutes(value: int | str, what: str) -> int:
+    """Converts a time limit to minutes: a number of them, or one of Slurm's ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``."""
+    text = str(value) if not isinstance(value, bool) else ""
+    words = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,4}))?(?::(\d{1,4}))?", text, re.ASCII)
+    if words is None:
+        made = 0
+    else:
+        days, first, second, third = (int(word or 0) for word in words.groups())
+        if words[1] is not None:
+            seconds = ((days * 24 + first) * 60 + second) * 60 + third
+        elif words[4] is not None:
+            seconds = (first * 60 + second) * 60 + third
+        else:
+            seconds = first * 60 + second
+        made = -(-seconds // 60)
+    if made <= 0:
+        raise ArgumentError(f'{what}: expected minutes, or a limit such as "4:00:00" or "1-12", found {value!r:.40}')
+    return made
+
+
 def whole(
     value: Any,
     what: str,

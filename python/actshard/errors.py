@@ -300,6 +300,12 @@ class TasksFailedError(ActshardError, RuntimeError):
         self.errors = {}
 
 
+class LostWorkerError(ActshardError, RuntimeError):
+    """The process that ran a task of a plan died, or its machine was taken away: run the plan again."""
+
+    kind = "lost_worker"
+
+
 class InternalError(ActshardError, RuntimeError):
     """A bug in actshard; please report it."""
 

@@ -133,7 +133,7 @@ class Plan(Planned):
             raise OutOfRangeError(f"task: expected 0 to {len(self) - 1}, found {task}")
         book = self.book
         if not book.exists():
-            if self.implementation.committed(self) is not None:
+            if self._committed(book) is not None:
                 return {"task": task, "value": {}, "seconds": 0.0, "committed": True}
             book.begin(self.as_dict())
         if (found := book.result(task)) is not None:
@@ -147,6 +147,15 @@ class Plan(Planned):
             made = InternalError(f"task {task}: {type(error).__name__}: {error}", path=self.work)
             book.failed(task, made)
             raise made from error
+
+    def _committed(self, book: Book) -> Any | None:
+        """What :meth:`Verb.committed` finds; None also if another process begins the plan at this moment."""
+        try:
+            return self.implementation.committed(self)
+        except ActshardError:
+            if book.exists():
+                return None
+            raise
 
     def _run(self, task: int, book: Book) -> dict[str, Any]:
         began = time.perf_counter()
@@ -183,7 +192,7 @@ class Plan(Planned):
         """Numbers of the tasks that are not done; none after the commit. Cheaper than :meth:`status`: one listing of a folder."""
         book = self.book
         if not book.exists():
-            return [] if self.implementation.committed(self) is not None else list(range(len(self)))
+            return [] if self._committed(book) is not None else list(range(len(self)))
         done = book.done()
         return [task for task in range(len(self)) if task not in done]
 
@@ -191,7 +200,7 @@ class Plan(Planned):
         """Tells how far the plan is. Changes nothing."""
         book = self.book
         if not book.exists():
-            over = self.implementation.committed(self) is not None
+            over = self._committed(book) is not None
             return Status(len(self), (), (), (), {}, () if over else tuple(range(len(self))), over, False)
         done = book.done()
         attempts = [a for a in book.attempts() if a.task not in done]
@@ -234,7 +243,7 @@ class Plan(Planned):
         """
         verb, book = self.implementation, self.book
         if not book.exists():
-            if (over := verb.committed(self)) is not None:
+            if (over := self._committed(book)) is not None:
                 book.remove()  # a commit that was killed may have left some of it
                 verb.after(self)
                 return over

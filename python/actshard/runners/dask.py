@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actshard import _arguments
-from actshard.errors import InternalError, MissingExtraError
+from actshard.errors import LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
 from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
 
@@ -62,7 +62,7 @@ def execute(
             if failure is None:
                 (said,) = future.result()
             else:
-                said = lost(task, InternalError(f"Dask could not run it: {failure!r}", path=plan.work))
+                said = lost(task, LostWorkerError(f"Dask could not run it: {failure!r}", path=plan.work))
             heard(said)
             if "error" in said and not keep_going:
                 waiting.clear()

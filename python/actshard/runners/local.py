@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actshard import _arguments
-from actshard.errors import InternalError
+from actshard.errors import LostWorkerError
 from actshard.plan.plan import Plan
 from actshard.runners.process import Process, how_it_ended
 from actshard.runners.tasks import Heard, lost, outcome, plan_file
@@ -92,7 +92,7 @@ class _Crew:
         if worker.task is None:
             return
         self._clear(worker)
-        why = InternalError(f"its process {how_it_ended(status)}", path=self._plan.work)
+        why = LostWorkerError(f"its process {how_it_ended(status)}", path=self._plan.work)
         self._plan.book.failed(worker.task, why)
         self._tell(lost(worker.task, why))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actshard import _arguments
-from actshard.errors import InternalError, MissingExtraError
+from actshard.errors import LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
 from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
 
@@ -65,7 +65,7 @@ def execute(
             try:
                 (said,) = ray.get(reference)
             except ray.exceptions.RayError as error:
-                said = lost(task, InternalError(f"Ray could not run it: {error}", path=plan.work))
+                said = lost(task, LostWorkerError(f"Ray could not run it: {error}", path=plan.work))
             heard(said)
             if "error" in said and not keep_going:
                 waiting.clear()

@@ -1,18 +1,24 @@
-"""Tasks as an array job of Slurm, by submitit. A requeued job runs again what is not done."""
+"""Tasks as an array job of Slurm, by submitit. Elements that are preempted are queued again, and run what is not done."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Sequence
 from time import sleep
 from typing import Any
 
 from actshard import _arguments
-from actshard.errors import ArgumentError, InternalError, MissingExtraError
+from actshard.errors import ArgumentError, LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
-from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
+from actshard.runners import squeue
+from actshard.runners.element import Element
+from actshard.runners.tasks import Heard, lost, plan_file
 
 _POLL_SECONDS = 2.0
-_PLAIN = ("partition", "account", "qos")
+_MOST_REQUEUES = 10_000
+"""An element that gets nothing done is not queued again (:mod:`actshard.runners.element`)."""
+_HINTS = {"TIMEOUT": ": ask for more time", "OUT_OF_MEMORY": ": ask for more memory"}
 
 
 def execute(
@@ -25,12 +31,12 @@ def execute(
     cpus: int = 1,
     gpus: int = 0,
     memory: int | str | None = None,
-    time: int = 60,
+    time: int | str = 60,
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
-    slurm_options: dict[str, Any] | None = None,
     logs: str | None = None,
+    slurm_options: dict[str, Any] | None = None,
     cluster: str = "slurm",
 ) -> None:
     """Runs tasks in an array job of Slurm, and waits for it; see :class:`actshard.runners.Engine`.
@@ -41,41 +47,78 @@ def execute(
         heard: called with how each ended.
         keep_going: go on after one failed. Otherwise the other elements of the array are cancelled.
         array_size: number of elements of the array: element i runs tasks i, i + array_size, ...
-        cpus: of an element.
+        cpus: of an element, which uses as many threads.
         gpus: of an element.
         memory: of an element, such as ``"4GiB"``; None: what the plan predicts.
-        time: limit of an element, in minutes.
+        time: limit of an element: minutes, or Slurm's ``"4:00:00"`` or ``"1-12"``.
         partition: where.
         account: whose.
         qos: quality of service.
+        logs: the folder of the elements' logs, which all nodes see; None: in the plan's working folder, until the commit.
         slurm_options: further options by submitit's names, such as ``{"slurm_constraint": "a100"}``.
-        logs: the folder of submitit's logs, which all nodes see; None: ``PLAN's working folder + "-logs"``.
         cluster: ``"slurm"``, or ``"local"`` for processes of this machine.
+
+    Raises:
+        ArgumentError: an option that is wrong, or that Slurm refuses.
     """
     count = min(_arguments.whole(array_size, "array_size", 1, 100_000), len(tasks))
-    needed = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
+    cpus, gpus = _arguments.whole(cpus, "cpus", 1, 100_000), _arguments.whole(gpus, "gpus", 0, 100_000)
+    megabytes = -(-(plan.predicted.memory if memory is None else _arguments.size(memory, "memory")) // (1 << 20))
+    limit = _arguments.minutes(time, "time")
     if not _arguments.is_one_of(cluster, ("slurm", "local")):
         raise ArgumentError(f"cluster: expected 'slurm' or 'local', found {cluster!r}")
     try:
         import submitit
     except ImportError as error:
         raise MissingExtraError.of("running a plan on Slurm", "slurm") from error
+    real = cluster == "slurm"
+    if real and not all(map(shutil.which, ("sbatch", "srun", "squeue"))):
+        raise ArgumentError("on: expected sbatch, srun and squeue of a Slurm cluster on PATH, found none")
+    name = f"actshard-{plan.id[:8]}"
+    options = {
+        "timeout_min": limit,
+        "cpus_per_task": cpus,
+        "gpus_per_node": gpus or None,
+        **(slurm_options or {}),
+        "name": name,
+    }
+    if real:
+        own = {
+            "mem": f"{megabytes}M",
+            "partition": partition,
+            "account": account,
+            "qos": qos,
+            "array_parallelism": count,
+        }
+        # srun does not inherit --cpus-per-task from its job since Slurm 22.05.
+        setup = [f"export SRUN_CPUS_PER_TASK={cpus} ACTSHARD_NUM_THREADS={cpus}", *options.get("slurm_setup", ())]
+        options = {**{f"slurm_{n}": value for n, value in own.items()}, **options, "slurm_setup": setup}
     file = plan_file(plan)
-    executor = submitit.AutoExecutor(folder=logs or f"{plan.work}-logs", cluster=cluster)
-    executor.update_parameters(timeout_min=time, cpus_per_task=cpus, gpus_per_node=gpus, name=f"actshard-{plan.id[:8]}")
-    if cluster == "slurm":
-        own = {f"slurm_{n}": v for n, v in zip(_PLAIN, (partition, account, qos), strict=True) if v is not None}
-        memory_mb = -(-needed // (1 << 20))
-        executor.update_parameters(slurm_mem=f"{memory_mb}M", slurm_array_parallelism=count, **own)
-    executor.update_parameters(**(slurm_options or {}))
     shares = [list(tasks[i::count]) for i in range(count)]
-    jobs = executor.map_array(outcomes_at, [file] * count, shares)
-    left = dict(zip(jobs, shares, strict=True))
+    try:
+        executor = submitit.AutoExecutor(logs or plan.work / "logs", cluster, slurm_max_num_timeout=_MOST_REQUEUES)
+        executor.update_parameters(**options)
+        jobs = executor.map_array(Element(limit), [file] * count, shares)
+    except (NameError, AssertionError, ValueError) as error:
+        raise ArgumentError(f"slurm_options: {error}") from error
+    except submitit.core.utils.FailedJobError as error:
+        raise ArgumentError(f"expected options that Slurm accepts, found: {' '.join(str(error).split())}") from error
+    queue = squeue.Queue(job.job_id for job in jobs) if real else None
+    _wait(plan, dict(zip(jobs, shares, strict=True)), heard, keep_going, queue)
+    if real and not plan.left():
+        squeue.clear(name)
+
+
+def _wait(plan: Plan, left: dict[Any, list[int]], heard: Heard, keep_going: bool, queue: squeue.Queue | None) -> None:
+    """Returns when all elements have ended, or one with an error; cancels the others."""
     try:
         while left:
-            ended = [job for job in left if job.done()]
+            over = {} if queue is None else queue.lost(job.job_id for job in left)
+            ended = [
+                job for job in left if job.job_id in over or (job.paths.result_pickle.exists() if queue else job.done())
+            ]
             for job in ended:
-                said = _said(job, left.pop(job), plan)
+                said = _said(plan, job, left.pop(job), over.get(job.job_id))
                 for each in said:
                     heard(each)
                 if any("error" in each for each in said) and not keep_going:
@@ -83,17 +126,25 @@ def execute(
             if not ended:
                 sleep(_POLL_SECONDS)
     finally:
-        for job in left:
+        if left and queue is not None:
+            queue.cancel()
+        for job in left if queue is None else ():
             job.cancel(check=False)
 
 
-def _said(job: Any, share: list[int], plan: Plan) -> list[Any]:
+def _said(plan: Plan, job: Any, share: list[int], state: str | None) -> list[Any]:
     """How the tasks of an element ended; of those that a lost element finished, the working folder tells."""
-    error = job.exception()
-    if error is None:
-        return list(job.result())
+    for folder in (job.paths.folder, plan.book.tasks):
+        with contextlib.suppress(OSError):  # network file systems look again at a folder whose mode is set
+            folder.chmod(folder.stat().st_mode)
+    if state is None or job.paths.result_pickle.exists():
+        error = job.exception()
+        if error is None:
+            return list(job.result())
+        state = f"{job.state}: {(str(error).strip().splitlines() or [repr(error)])[-1]}"
+    why = f"element {job.job_id} of the array ended as {state}{_HINTS.get(state, '')}; its log: {job.paths.stderr}"
     done = plan.book.done()
-    why = f"job {job.job_id} ended as {job.state}: {str(error).strip().splitlines()[-1] if str(error).strip() else error!r}"
     return [
-        {"task": task, "bytes": 0} if task in done else lost(task, InternalError(why, path=plan.work)) for task in share
+        {"task": task, "bytes": 0} if task in done else lost(task, LostWorkerError(why, path=plan.work))
+        for task in share
     ]

@@ -56,6 +56,14 @@ def outcomes_at(file: str, tasks: list[int]) -> list[dict[str, Any]]:
     return [outcome(plan, task) for task in tasks]
 
 
+def done_at(file: str, tasks: list[int]) -> set[int]:
+    """Those of some tasks of the plan in a file that are done."""
+    try:
+        return _loaded(file).book.done() & set(tasks)
+    except ActshardError:
+        return set()
+
+
 @lru_cache(maxsize=4)
 def _loaded(file: str) -> Plan:
     return load(Path(file))

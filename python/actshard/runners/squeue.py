@@ -1,0 +1,87 @@
+"""Which elements of an array job are over, by ``squeue``.
+
+submitit asks ``sacct``, which clusters without accounting do not have, every ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterable
+
+ASK_SECONDS = 15.0
+"""Least seconds between two questions to Slurm's controller, which all users share."""
+_LEAVE_SECONDS = 30.0
+_ANSWER_SECONDS = 120.0
+_OVER = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
+)  # fmt: skip
+GONE = "no longer in the queue"
+"""State of an element that the controller has forgotten, some minutes after its end."""
+
+
+class Queue:
+    """The elements of one array job."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._ids = set(ids)
+        self._array = next(iter(self._ids)).partition("_")[0]
+        self._asked = time.monotonic()
+        self._over: dict[str, str] = {}
+
+    def lost(self, ids: Iterable[str]) -> dict[str, str]:
+        """States of those elements that are over. Asks now and then, and answers nothing in between.
+
+        An element must be found over twice: it may be between two states, and its result may not be visible here yet.
+        """
+        now = time.monotonic()
+        if now - self._asked < ASK_SECONDS:
+            return {}
+        self._asked = now
+        found = _states("--jobs", self._array)
+        if found is None:
+            return {}
+        over = {each: found.get(each, GONE) for each in self._ids if found.get(each, "CANCELLED") in _OVER}
+        before, self._over = self._over, over
+        return {each: over[each] for each in ids if each in over and each in before}
+
+    def cancel(self) -> None:
+        """Cancels the array."""
+        _slurm("scancel", "--quiet", self._array)
+
+
+def clear(name: str) -> None:
+    """Cancels the caller's jobs of a name, such as elements that a killed driver left, and waits until they write no more logs."""
+    _slurm("scancel", "--quiet", "--user", str(os.getuid()), "--name", name)
+    limit = time.monotonic() + _LEAVE_SECONDS
+    while time.monotonic() < limit:
+        found = _states("--user", str(os.getuid()), "--name", name)
+        if found is not None and all(state in _OVER for state in found.values()):
+            return
+        time.sleep(1.0)
+
+
+def _states(*which: str) -> dict[str, str] | None:
+    """States by element, such as ``{"17_3": "RUNNING"}``; None if Slurm does not answer."""
+    done = _slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i %T", *which)
+    if done is None or (done.returncode != 0 and "Invalid job id" not in done.stderr):
+        return None
+    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) == 2)
+
+
+def _slurm(*words: str) -> subprocess.CompletedProcess[str] | None:
+    # The user's own filters and formats are in variables.
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
+    try:
+        return subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_SECONDS,
+            env=own,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
