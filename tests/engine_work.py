@@ -100,6 +100,16 @@ class Work:
         """The result is that of one process, bit for bit, and nothing else is left."""
         assert files(self.folder / "many") == files(self.one)
 
+    def finish_after_a_kill(self, *options: str) -> None:
+        """Kills a driver when some tasks have begun, and starts it again."""
+        driver = self.driver(*options)
+        until(lambda: len(self.begun()) >= 3, "tasks")
+        driver.kill()
+        driver.wait()
+        assert self.plan.left()
+        assert self.driver(*options).wait(120) == 0
+        self.check()
+
     def driver(self, *options: str) -> subprocess.Popen[bytes]:
         """Starts ``actshard run`` with an engine, to be killed."""
         return subprocess.Popen(

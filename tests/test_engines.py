@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import actshard
-from engine_work import N, converted, environment, files, planned
+from actshard.runners.element import Element
+from actshard.runners.tasks import outcomes_at, plan_file
+from engine_work import N, Work, converted, environment, files, planned, until
 
 pytestmark = pytest.mark.engines
 
@@ -55,37 +60,89 @@ def after_notes(notes: Path, count: int, then: Callable[[], object]) -> threadin
     return thread
 
 
-def test_ray_finishes_when_a_node_is_killed(notes: Path, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
+@pytest.fixture
+def work(notes: Path, tmp_path: Path) -> Work:
+    return Work(tmp_path)
+
+
+@contextmanager
+def ray_cluster(**first: Any) -> Iterator[Any]:
+    """Three nodes: the head, and two of two processors each; ``first`` are resources of the first of them."""
+    pytest.importorskip("ray")
+    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    cluster.add_node(num_cpus=2, **first)
+    cluster.add_node(num_cpus=2)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
-        killing = after_notes(notes, 3, lambda: cluster.remove_node(nodes[0], allow_graceful=False))
-        check(tmp_path, lambda plan: actshard.run(plan, on="ray", memory=1, retries=3))
-        killing.join(60)
-        limit = time.monotonic() + 120
-        while sum(node["Alive"] for node in ray.nodes()) > 2:  # health checks take some seconds
-            assert time.monotonic() < limit, "the node lives"
-            time.sleep(0.2)
-        plan = planned(tmp_path / "failing", "fails")
-        with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
-            actshard.run(plan, on="ray", keep_going=True)
-        assert set(failed.value.errors) == {1}
-        assert plan.left() == [1]
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
+def test_ray_finishes_when_a_node_is_killed(notes: Path, tmp_path: Path) -> None:
+    with ray_cluster() as cluster:
+        import ray
+
+        node = next(iter(cluster.worker_nodes))
+        killing = after_notes(notes, 3, lambda: cluster.remove_node(node, allow_graceful=False))
+        check(tmp_path, lambda plan: actshard.run(plan, on="ray", memory=1, retries=3))
+        killing.join(60)
+        until(
+            lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the node's death"
+        )  # health checks take some seconds
+        plan = planned(tmp_path / "failing", "fails")
+        with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
+            actshard.run(plan, on="ray", keep_going=True)
+        assert set(failed.value.errors) == {1}
+        assert plan.left() == [1]
+
+
+def test_ray_refuses_what_no_node_has_and_cancels_after_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ray_cluster(num_gpus=1, memory=3 << 30, resources={"nvme": 2}):
+        for options, why in (
+            ({"memory": "900TiB"}, "memory: expected at most [0-9,]+, the most that a machine of this Ray cluster has"),
+            ({"cpus": 3}, "cpus: expected at most 2, .* found 3"),
+            ({"gpus": 2}, "gpus: expected at most 1, .* found 2"),
+            ({"ray_options": {"resources": {"tape": 1}}}, "tape: expected at most 0, .* found 1"),
+            ({"cpus": -1}, "cpus: expected a number"),
+        ):
+            with pytest.raises(actshard.ArgumentError, match=why):
+                actshard.run(work.plan, on="ray", **options)  # type: ignore[arg-type]  # that is the test
+        large = dataclasses.replace(work.plan, predicted=dataclasses.replace(work.plan.predicted, memory=1 << 50))
+        with pytest.raises(actshard.ArgumentError, match=r"memory: .*which the plan predicts: plan more tasks"):
+            actshard.run(large, on="ray")
+        assert not (work.folder / "many").exists()
+        plan = planned(work.folder / "failing", "fails")
+        with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
+            actshard.run(plan, on="ray", in_flight=4)
+        assert set(failed.value.errors) == {1}
+        assert len(list(work.notes.iterdir())) < len(plan) - 1
+        actshard.run(work.plan, on="ray", cpus=2, gpus=0.5, ray_options={"resources": {"nvme": 1}})
+        work.check()
+
+
+def test_a_killed_driver_of_ray_is_started_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOWLY", "0.5")
+    with ray_cluster() as cluster:
+        work.finish_after_a_kill("--on", "ray", "-o", f"address={cluster.address}", "-o", "cpus=1")
+        assert {note.read_text() for note in work.notes.iterdir()} == {"1"}  # threads
+
+
+@contextmanager
+def dask_cluster(**options: Any) -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed")
+    settings = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, **options}
+    with distributed.LocalCluster(**settings) as cluster:
+        yield cluster
+
+
 def test_dask_finishes_when_a_worker_is_killed(notes: Path, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster) as client,
-    ):
+    with dask_cluster() as cluster, distributed.Client(cluster) as client:
         pids = list(client.run(os.getpid).values())
         killing = after_notes(notes, 3, lambda: os.kill(pids[0], signal.SIGKILL))
         check(tmp_path, lambda plan: actshard.run(plan, on="dask", scheduler=client, retries=3))
@@ -97,13 +154,71 @@ def test_dask_finishes_when_a_worker_is_killed(notes: Path, tmp_path: Path) -> N
         assert set(failed.value.errors) == {1}
 
 
+def test_dask_refuses_what_no_worker_has_and_sends_none_after_an_error(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOWLY", "0.2")
+    with dask_cluster(threads_per_worker=3, memory_limit="1GiB", resources={"GPU": 1}) as cluster:
+        address = cluster.scheduler_address
+        for options, why in (
+            (
+                {"memory": "2GiB"},
+                "memory: expected at most 1,073,741,824, the most that a machine of this Dask cluster has",
+            ),
+            ({"resources": {"GPU": 2}}, "GPU: expected at most 1, .* found 2"),
+            ({"resources": {"TAPE": 1}}, "TAPE: expected at most 0, .* found 1"),
+        ):
+            with pytest.raises(actshard.ArgumentError, match=why):
+                actshard.run(work.plan, on="dask", scheduler=address, **options)  # type: ignore[arg-type]  # that is the test
+        assert not (work.folder / "many").exists()
+        plan = planned(work.folder / "failing", "fails")
+        with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
+            actshard.run(plan, on="dask", scheduler=address, in_flight=4)
+        assert set(failed.value.errors) == {1}
+        assert len(list(work.notes.iterdir())) < len(plan) - 1
+        actshard.run(work.plan, on="dask", scheduler=address, resources={"GPU": 1}, memory="700MiB")
+        work.check()
+        assert {note.read_text() for note in work.notes.glob("*.*.*")} == {"3"}  # threads, of conversions
+
+
+def test_a_killed_driver_of_dask_is_started_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOWLY", "0.5")
+    with dask_cluster() as cluster:
+        work.finish_after_a_kill("--on", "dask", "-o", f"scheduler={cluster.scheduler_address}")
+
+
 def test_submitit_runs_an_array(notes: Path, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    check(
-        tmp_path,
-        lambda plan: actshard.run(plan, on="slurm", cluster="local", array_size=3, logs=str(tmp_path / "logs")),
-    )
+    check(tmp_path, lambda plan: actshard.run(plan, on="slurm", cluster="local", array_size=3))
     plan = planned(tmp_path / "failing", "fails")
     with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
         actshard.run(plan, on="slurm", cluster="local", array_size=2, logs=str(tmp_path / "logs"), keep_going=True)
     assert set(failed.value.errors) == {1}
+    assert list((tmp_path / "logs").iterdir())
+
+
+def test_an_element_is_queued_again_as_long_as_it_gets_on(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit of no minutes, time is up at every signal. In task 1 comes one, and submitit's handler calls checkpoint."""
+    pytest.importorskip("submitit")
+    file, tasks = plan_file(work.plan), [0, 1, 2]
+    queued: list[Any] = []
+
+    def outcomes(file: str, some: list[int]) -> list[dict[str, Any]]:
+        if some == [1]:
+            queued.append(running.checkpoint(file, tasks))
+            raise SystemExit
+        return outcomes_at(file, some)
+
+    monkeypatch.setattr("actshard.runners.element.outcomes_at", outcomes)
+    running = Element(0)
+    with pytest.raises(SystemExit):
+        running(file, tasks)
+    assert work.plan.book.done() == {0}
+    (again,) = queued
+    assert again.args == (file, tasks)
+    running = pickle.loads(pickle.dumps(again.function))
+    said = running(file, tasks)  # task 0 was done before
+    assert [each["task"] for each in said] == tasks
+    assert [each.get("error") for each in said] == [None, "UnfinishedError", "UnfinishedError"]
+    assert len(queued) == 1
+    assert not list((work.plan.work / "attempts").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 import actshard
 from actshard import _arguments, cli
+from actshard.runners import capacity
 from conftest import refuses
 
 CAPTURE = """
@@ -216,6 +218,29 @@ def test_wrong_options_are_refused(notes: Path, tmp_path: Path) -> None:
         with pytest.raises(actshard.ArgumentError, match=why):
             actshard.run(plan, **options)  # type: ignore[arg-type]  # that is the test
     assert not (tmp_path / "d").exists()
+
+
+def test_tasks_are_sent_as_there_is_room_for_them() -> None:
+    machines = [{"cpus": 4, "memory": 10.0}, {"cpus": 2, "memory": math.inf}, {"cpus": 0.3}]
+    for needed, expected in (
+        ({"cpus": 1}, 6),
+        ({"cpus": 0.1}, 40 + 20 + 3),
+        ({"cpus": 1, "memory": 4}, 2 + 2),
+        ({"cpus": 1, "memory": 11}, 2),
+        ({"cpus": 1, "gpus": 0}, 6),
+        ({"cpus": 3, "memory": 11}, 0),
+    ):
+        assert capacity.places(machines, needed) == expected, needed
+        assert capacity.Capacity(lambda: machines, needed, None, spare=True).tasks() == max(2 * expected, 1)
+        assert capacity.Capacity(lambda: machines, needed, None, spare=False).tasks() == max(expected, 1)
+        assert capacity.Capacity(lambda: machines, needed, 7, spare=True).tasks() == 7
+    assert capacity.Capacity(list, {"cpus": 1}, None, spare=True).tasks() >= 1000
+    with refuses(actshard.ArgumentError, None, "expected a machine of this Ray cluster with .* together"):
+        capacity.check("Ray", machines, {"cpus": 3, "memory": 11}, predicted=False)
+    with refuses(actshard.ArgumentError, None, "gpus: expected at most 0, .* found 1"):
+        capacity.check("Ray", machines, {"cpus": 1, "gpus": 1}, predicted=False)
+    with refuses(actshard.ArgumentError, None, "memory: expected at most 10, .* found 11, which the plan predicts"):
+        capacity.check("Ray", machines[:1], {"memory": 11}, predicted=True)
 
 
 def test_time_limits_are_read_as_slurm_reads_them() -> None:

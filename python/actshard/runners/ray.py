@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actshard import _arguments
-from actshard.errors import LostWorkerError, MissingExtraError
+from actshard.errors import ArgumentTypeError, LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
+from actshard.runners import capacity
 from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
 
-MOST_IN_FLIGHT = 10_000
+_RESOURCES = {"cpus": "CPU", "gpus": "GPU", "memory": "memory"}
 
 
 def execute(
@@ -23,8 +25,9 @@ def execute(
     cpus: float = 1,
     gpus: float = 0,
     memory: int | str | None = None,
-    in_flight: int = 1000,
+    in_flight: int | None = None,
     restarts: int = 3,
+    autoscaling: bool = False,
     ray_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Runs tasks on a Ray cluster; see :class:`actshard.runners.Engine`.
@@ -33,39 +36,73 @@ def execute(
         plan: the plan; all nodes see its paths.
         tasks: numbers.
         heard: called with how each ended.
-        keep_going: go on after one failed. Otherwise no other is sent, and those that were sent are finished.
+        keep_going: go on after one failed. Otherwise the others are cancelled.
         address: the cluster's, or ``"auto"``; None: the one that is connected, or a new one on this machine.
-        cpus: of a task.
+        cpus: of a task, which uses as many threads.
         gpus: of a task.
         memory: of a task, such as ``"4GiB"``; None: what the plan predicts.
-        in_flight: most tasks that Ray has at a time.
+        in_flight: most tasks that Ray has at a time; None: twice as many as it has room for.
         restarts: how often Ray runs a task again whose node or process died.
+        autoscaling: the cluster adds nodes when tasks wait, also larger ones than it has now.
         ray_options: further options of ``ray.remote``, such as ``{"scheduling_strategy": "SPREAD"}``.
+
+    Raises:
+        ArgumentError: no node has room for a task, and ``autoscaling`` is False.
     """
-    needed = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
-    bound = _arguments.whole(in_flight, "in_flight", 1, MOST_IN_FLIGHT)
+    size = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
+    needed = {"cpus": _amount(cpus, "cpus"), "gpus": _amount(gpus, "gpus"), "memory": size}
+    asked = None if in_flight is None else _arguments.whole(in_flight, "in_flight", 1, capacity.MOST_IN_FLIGHT)
     again = _arguments.whole(restarts, "restarts", 0, 1000)
+    elastic = _arguments.switch(autoscaling, "autoscaling")
     try:
         import ray
     except ImportError as error:
         raise MissingExtraError.of("running a plan on Ray", "ray") from error
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False)
-    resources = {"num_cpus": cpus, "num_gpus": gpus, "memory": needed, "max_retries": again}
-    function = ray.remote(**{**resources, **(ray_options or {})})(outcomes_at)
-    file = plan_file(plan)
+    needed |= (ray_options or {}).get("resources") or {}
+    if not elastic:
+        capacity.check("Ray", _nodes(ray), needed, memory is None)
+    options = {"num_cpus": cpus, "num_gpus": gpus, "memory": size, "max_retries": again, **(ray_options or {})}
+    function = ray.remote(**options)(outcomes_at)
+    file, threads = plan_file(plan), max(1, int(cpus))
+    free = capacity.Capacity(lambda: [] if elastic else _nodes(ray), needed, asked, spare=True)
     waiting = list(reversed(tasks))
     sent: dict[Any, int] = {}
-    while waiting or sent:
-        while waiting and len(sent) < bound:
-            task = waiting.pop()
-            sent[function.remote(file, [task])] = task
-        for reference in ray.wait(list(sent), num_returns=1)[0]:
-            task = sent.pop(reference)
-            try:
-                (said,) = ray.get(reference)
-            except ray.exceptions.RayError as error:
-                said = lost(task, LostWorkerError(f"Ray could not run it: {error}", path=plan.work))
-            heard(said)
-            if "error" in said and not keep_going:
-                waiting.clear()
+    try:
+        while waiting or sent:
+            while waiting and len(sent) < free.tasks():
+                task = waiting.pop()
+                sent[function.remote(file, [task], threads)] = task
+            for reference in ray.wait(list(sent), num_returns=1)[0]:
+                said = _said(ray, plan, sent.pop(reference), reference)
+                heard(said)
+                if "error" in said and not keep_going:
+                    return
+    finally:
+        for reference in sent:
+            ray.cancel(reference)
+
+
+def _said(ray: Any, plan: Plan, task: int, reference: Any) -> Mapping[str, Any]:
+    try:
+        (said,) = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return lost(task, LostWorkerError(f"Ray could not run it: {error}", path=plan.work))
+    return dict(said)
+
+
+def _nodes(ray: Any) -> list[dict[str, float]]:
+    """Resources of the nodes that are alive, by names of options."""
+    own = {theirs: name for name, theirs in _RESOURCES.items()}
+    return [
+        {own.get(name, name): amount for name, amount in node["Resources"].items()}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _amount(value: float, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{what}: expected a number of at least 0, found {value!r:.40}")
+    return value

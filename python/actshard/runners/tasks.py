@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -44,11 +45,14 @@ def plan_file(plan: Plan) -> str:
     return str(plan.work / PLAN)
 
 
-def outcomes_at(file: str, tasks: list[int]) -> list[dict[str, Any]]:
+def outcomes_at(file: str, tasks: list[int], threads: int | None = None) -> list[dict[str, Any]]:
     """Runs tasks of the plan in a file, one after the other: what engines call on other machines.
 
-    Raises no error of a task: an engine's own retries are for machines that died.
+    Raises no error of a task: an engine's own retries are for machines that died. ``threads``: as many as the engine gave this
+    process, where it does not bind processes to processors.
     """
+    if threads is not None:
+        os.environ.setdefault("ACTSHARD_NUM_THREADS", str(threads))  # read when the first task begins
     try:
         plan = _loaded(file)
     except ActshardError as error:
