@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
@@ -47,6 +48,7 @@ __all__ = [
     "load_pickle",
     "load_pickle_file",
     "looks",
+    "move_files",
     "num_threads",
     "pack_rows",
     "panic_for_test",
@@ -57,6 +59,7 @@ __all__ = [
     "read_arrays",
     "read_torch",
     "read_zarr",
+    "remove_folders",
     "run_lengths",
     "safetensors_header",
     "sync_files",
@@ -175,6 +178,8 @@ def write_segments(
 ) -> tuple[int, str]: ...
 def digest_file(path: str | PathLike[str]) -> tuple[int, str]: ...
 def sync_files(paths: list[str | PathLike[str]]) -> None: ...
+def move_files(folders: list[str | PathLike[str]], root: str | PathLike[str], but: list[str]) -> list[Path]: ...
+def remove_folders(folders: list[str | PathLike[str]]) -> None: ...
 def copy_range(
     source: str | PathLike[str], start: int, size: int, target: str | PathLike[str], offset: int
 ) -> None: ...

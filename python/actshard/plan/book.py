@@ -262,6 +262,8 @@ class Book:
         """Removes the folder; ``plan.json`` first, so that attempts that still run see that the plan is committed."""
         with contextlib.suppress(OSError):
             (self.work / PLAN).unlink()
+        with contextlib.suppress(ActshardError):
+            _native.remove_folders([f"{at}/{name}" for at in (self.tasks, self.running) for name in _names(at)])
         shutil.rmtree(self.work, ignore_errors=True)
 
 

@@ -3,7 +3,7 @@
 .. code-block:: text
 
     DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         what the task's writer left, under the names of the dataset
-    DST/.actshard/plan-XXXXXXXX/tasks/00017/examples.arrow    lengths and columns of its examples
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/examples.arrow    lengths and columns of its examples, if its result does not tell them
 
 Files belong to one task where the format has borders (shards, chunks, files of examples). A file that two tasks share, such as an
 index, is copied together by the commit.
@@ -17,7 +17,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,12 +38,12 @@ from actshard.errors import (
     FormatError,
     boundary,
     from_os,
-    from_reader,
 )
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.inputs import inputs_of, newest
 from actshard.layers import Layer
+from actshard.plan import examples
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
@@ -55,12 +54,9 @@ from actshard.writing.existing import check_same, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
-FILES, EXAMPLES = "files", "examples.arrow"
-_RENAMING_THREADS = 16
-"""Threads that rename files: on a network file system each rename waits for the server."""
-_AT_ONCE = 256
+FILES = "files"
 _EXAMPLE_WEIGHT = 64
 """Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
 
@@ -338,7 +334,7 @@ class Converting(Verb):
                 f"{error}; pass columns= with the column of sample numbers, and make the plan again",
                 path=asked.store.path,
             ) from error
-        _write_table(folder / EXAMPLES, made.table)
+        told = examples.write(folder, made.table)
         return {
             "examples": list(span[:2]),
             "layers": said.get("layers"),
@@ -346,6 +342,7 @@ class Converting(Verb):
             "fragments": [list(each) for each in made.fragments],
             "overflows": made.overflows,
             "bytes": made.rows,
+            **told,
         }
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
@@ -387,11 +384,13 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         make_folder(target.root)
         shared = _shared(results)
-        _move(results, target.root, set(shared))
+        # Files that were renamed before a kill are not there any more.
+        files = [f"{result.folder}/{FILES}" for result in results]
+        sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
             _join(pieces, target.root / name)
         whole = results[:1] if "layers" in plan.tasks[0] else results
-        tables = [_read_table(result.folder / EXAMPLES) for result in whole]
+        tables = examples.read(whole)
         lengths = lengths_in(tables, len(target.spec.layers))
         columns, _ = columns_in(tables, plan.work)
         target.restore(target.together([result.value["state"] for result in results]), lengths)
@@ -433,9 +432,10 @@ def _shared(results: Sequence[Result]) -> dict[str, Pieces]:
             made.setdefault(name, []).append((begin, end, result.folder / FILES / name))
     for name, pieces in made.items():
         # The first piece begins with the file: its task did not know that others go on.
+        known = {file for _, _, file in pieces}
         for result in results:
             file = result.folder / FILES / name
-            if all(file != other for _, _, other in pieces):
+            if file not in known:
                 try:
                     size = file.stat().st_size
                 except OSError:
@@ -460,42 +460,6 @@ def _tiled(name: str, pieces: Pieces, work: Path) -> None:
         at = end
 
 
-def _move(results: Sequence[Result], root: Path, but: set[str]) -> None:
-    """Renames the tasks' files into the dataset's folder. Files that were renamed before a kill are not there any more."""
-    folders: set[str] = set()
-    # Threads, because a file server answers many at once; lists of texts, because a plan may have millions of files.
-    with ThreadPoolExecutor(_RENAMING_THREADS) as pool:
-        for first in range(0, len(results), _AT_ONCE):
-            some = [f"{result.folder}/{FILES}" for result in results[first : first + _AT_ONCE]]
-            listed = [unit for units in pool.map(lambda top: _listed(top, str(root), but), some) for unit in units]
-            for into in sorted({into for _, into, _ in listed} - folders):
-                make_folder(Path(into))
-                folders.add(into)
-            list(pool.map(_renamed, listed))
-    sync_folders(sorted(Path(folder) for folder in folders))
-
-
-def _listed(top: str, root: str, but: set[str]) -> list[tuple[str, str, list[str]]]:
-    """(folder, its place in the dataset, names) of up to 256 files each, of all below a task's folder."""
-    made = []
-    for path, _, names in os.walk(top):
-        below = path[len(top) + 1 :]
-        wanted = [name for name in names if (f"{below}/{name}" if below else name) not in but] if but else names
-        into = f"{root}/{below}" if below else root
-        made += [(path, into, wanted[a : a + 256]) for a in range(0, len(wanted), 256)]
-    return made
-
-
-def _renamed(unit: tuple[str, str, list[str]]) -> None:
-    path, into, names = unit
-    for name in names:
-        try:
-            Path(f"{path}/{name}").rename(f"{into}/{name}")
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) or not Path(into, name).exists():
-                raise from_os(error, f"{path}/{name}", "rename") from error
-
-
 def _join(pieces: Pieces, into: Path) -> None:
     """Copies pieces together to one file, under a temporary name first."""
     size = pieces[-1][1]
@@ -512,21 +476,3 @@ def _join(pieces: Pieces, into: Path) -> None:
     _native.sync_files([temporary])
     rename(temporary, into)
     sync_folders([into.parent])
-
-
-def _write_table(path: Path, table: pa.Table) -> None:
-    import pyarrow as pa
-
-    with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-    _native.sync_files([path])
-
-
-def _read_table(path: Path) -> pa.Table:
-    import pyarrow as pa
-
-    try:
-        with path.open("rb") as file:
-            return pa.ipc.open_file(file).read_all()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise from_reader(error, path, "read", f"expected the examples of a task: {error}") from error

@@ -298,6 +298,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::write_segments, m)?)?;
     m.add_function(wrap_pyfunction!(write::digest_file, m)?)?;
     m.add_function(wrap_pyfunction!(write::sync_files, m)?)?;
+    m.add_function(wrap_pyfunction!(write::move_files, m)?)?;
+    m.add_function(wrap_pyfunction!(write::remove_folders, m)?)?;
     m.add_function(wrap_pyfunction!(write::copy_range, m)?)?;
     m.add_function(wrap_pyfunction!(write::cast_into, m)?)?;
     m.add_function(wrap_pyfunction!(write::quantise, m)?)?;

@@ -79,6 +79,21 @@ pub fn sync_files(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
     detach::guarded(py, || detach::detached(py, |watch| write::sync(&paths, watch)))
 }
 
+/// Renames all files below folders into `root`, but some. Returns the folders whose entries changed.
+#[pyfunction]
+pub fn move_files(py: Python<'_>, folders: Vec<PathBuf>, root: PathBuf, but: Vec<PathBuf>) -> PyResult<Vec<PathBuf>> {
+    detach::guarded(py, || {
+        let but = but.into_iter().collect();
+        detach::detached(py, |watch| write::move_files(&folders, &root, &but, watch))
+    })
+}
+
+/// Removes folders and what is in them, as far as the system lets it.
+#[pyfunction]
+pub fn remove_folders(py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<()> {
+    detach::guarded(py, || detach::detached(py, |watch| write::remove_folders(&folders, watch)))
+}
+
 /// Copies a range of bytes between files.
 #[pyfunction]
 pub fn copy_range(

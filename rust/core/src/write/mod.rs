@@ -6,9 +6,11 @@
 //! bytes, small files and file systems without direct writes use the cache.
 
 mod disk;
+mod folders;
 mod pieces;
 mod segments;
 
 pub use disk::{copy_range, sync};
+pub use folders::{move_files, remove_folders};
 pub use pieces::{Piece, Target, write};
 pub use segments::{Digested, digest, write_segments};
