@@ -118,6 +118,19 @@ class Report:
             "findings": [f.as_dict() for f in self.findings],
         }
 
+    @classmethod
+    def of_dict(cls, said: dict[str, Any]) -> Report:
+        """The report of :meth:`as_dict`.
+
+        Raises:
+            LookupError, TypeError, ValueError: the values are no report.
+        """
+        made = cls(place_of(said["path"]), said["format"], bool(said["deep"]))
+        made.checked = {str(what): int(n) for what, n in said["checked"].items()}
+        for each in said["findings"]:
+            made.add(each["code"], place_of(each["path"]), each["found"], each["expected"], each["place"])
+        return made
+
     def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
         """Adds a finding, unless it is already present."""
         path = place_of(path)

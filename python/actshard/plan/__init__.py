@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from actshard.plan.merging import merge
     from actshard.plan.stats import stats
     from actshard.plan.tokenizing import tokenize
+    from actshard.plan.verifying import verify
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stats", "tokenize"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stats", "tokenize", "verify"]
 
 _MAKERS = {
     "convert": "converting",
@@ -31,6 +32,7 @@ _MAKERS = {
     "merge": "merging",
     "stats": "stats",
     "tokenize": "tokenizing",
+    "verify": "verifying",
 }
 """Functions that make plans, and their modules, which load on first use."""
 

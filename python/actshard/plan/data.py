@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "create": "actshard.plan.creating:Creating",
     "stats": "actshard.plan.stats:Summing",
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
+    "verify": "actshard.plan.verifying:Verifying",
     "merge": "actshard.plan.merging:Merging",
 }
 """The kinds of plans, and where they are implemented."""

@@ -22,6 +22,9 @@ from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.walking import find_cache, is_cache_itself
 
+Values = Callable[[Store, Report, Callable[[str, int, int], object]], None]
+"""Checks every value of a store."""
+
 __all__ = ["CODES", "Finding", "Report", "verify"]
 
 
@@ -92,7 +95,30 @@ def verify(
             return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format
         layout = (store.contents.whole or store.contents).layout
-    root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # a store's path, or the caller's
+    return of_path(
+        path,  # type: ignore[arg-type]  # a store's path, or the caller's
+        format,
+        deep=bool(deep),
+        layout=layout,
+        progress=progress,
+        store=store,
+        remote=(storage_options, cache),
+    )
+
+
+def of_path(
+    path: str | os.PathLike[str],
+    format: str | None,
+    *,
+    deep: bool,
+    layout: Any = None,
+    progress: Callable[[str, int, int], object] | None = None,
+    store: Store | None = None,
+    remote: tuple[Any, Any] = (None, None),
+    values: Values | None = None,
+) -> Report:
+    """:func:`verify` of a path. ``values`` is called instead of the check of every value, if that would be made. Internal."""
+    root = existing_anywhere(path, *remote)
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
@@ -100,9 +126,9 @@ def verify(
         format = formats.described() if format is None else format
         if not formats.get(format).takes_layout:
             raise ArgumentError(f"layout: {format} datasets describe themselves; leave it out")
-    report = Report(root.place, format, bool(deep), layout=layout)
+    report = Report(root.place, format, deep, layout=layout)
     with report.noting(root):
-        _check(root, format, report, progress or (lambda what, done, total: None), store)
+        _check(root, format, report, progress or (lambda what, done, total: None), store, values)
     return report
 
 
@@ -124,6 +150,7 @@ def _check(
     report: Report,
     tell: Callable[[str, int, int], object],
     store: Store | None = None,
+    values: Values | None = None,
 ) -> None:
     if not root.lists:
         report.add("not-listed", root, "a folder on a web server")
@@ -154,7 +181,7 @@ def _check(
     if report.deep and store.layers:
         from actshard.verifying.deep import check_values
 
-        check_values(store, report, tell)
+        (values or check_values)(store, report, tell)
 
 
 def _find(root: Location) -> tuple[Location, str]:

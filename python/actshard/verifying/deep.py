@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,9 @@ from actshard.layers import Layer, plain
 from actshard.store import Store
 
 _FEW = 8
+_PLACES = 16
+"""Places of each kind that a scan keeps."""
+_ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
 _COMPARED = 256
 """Maximum number of pairs of examples with equal hashes that are compared byte by byte."""
 _NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
@@ -24,25 +27,77 @@ it has a smaller range, which trailing bits do not show."""
 
 def check_values(store: Store, report: Report, tell: Any) -> None:
     """Reads every row once, layer by layer, and adds findings to the report."""
-    together: NDArray[np.uint64] | None = None
+    add_findings(store, (scan(store, layer, tell) for layer in store.layers), report)
+
+
+def scan(
+    store: Store, layer: Layer, tell: Any, examples: tuple[int, int] | None = None, wide: bool | None = None
+) -> dict[str, Any] | ActshardError:
+    """Scans a layer, or some of its examples; ``wide`` if stored types differ, None if that is found out. Or returns the error."""
+    group = store.group_of(layer)
+    told = partial(_tell, tell, group, len(store.layers))
+    try:
+        return store.rows.scan(group, told, examples=examples, wide=wide)
+    except ActshardError as error:
+        return error
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The scan of a layer, from the scans of consecutive ranges of its examples. Hashes are left out.
+
+    Differences of a range are to its own first row. OR-ed with the difference of both first rows they are those to the first
+    row of all: a bit is set if any two rows differ in it.
+    """
+    made = dict(parts[0])
+    for key in ("rows", "nan", "infinite"):
+        made[key] = sum(part[key] for part in parts)
+    for key in _ODD:
+        made[key] = (sum(part[key][0] for part in parts), [p for part in parts for p in part[key][1]][:_PLACES])
+    some = [part for part in parts if part["rows"]]
+    for part in some:
+        made["magnitudes"] = made["magnitudes"] | part["magnitudes"]
+        made["differences"] = made["differences"] | part["differences"] | (part["first"] ^ some[0]["first"])
+    return made
+
+
+def first_row(found: dict[str, Any]) -> NDArray[np.uint64]:
+    """The bits of the first row of a scan, an integer per column; zeros without rows."""
+    width = len(found["magnitudes"])
+    if not found["rows"]:
+        return np.zeros(width, np.uint64)
+    return np.frombuffer(found["first"], f"<u{len(found['first']) // width}").astype(np.uint64)
+
+
+def together(all_before: NDArray[np.uint64] | None, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each example's rows in several layers, from that in the layers before and that in the next."""
+    if all_before is None:
+        return hashes
+    with np.errstate(over="ignore"):
+        return (all_before * np.uint64(0x9E3779B97F4A7C15)) ^ hashes
+
+
+def add_findings(
+    store: Store,
+    scans: Iterable[dict[str, Any] | ActshardError],
+    report: Report,
+    hashes: NDArray[np.uint64] | None = None,
+) -> None:
+    """Adds what the scans of all layers, in order, have found. ``hashes``: those of all layers; None: the scans have them."""
+    every = hashes
     readable = True
-    for number, layer in enumerate(store.layers):
-        try:
-            found = store.rows.scan(store.group_of(layer), partial(_tell, tell, number, len(store.layers)))
-        except ActshardError as error:
-            report.error(error, store.path)
+    for layer, found in zip(store.layers, scans, strict=True):
+        if isinstance(found, ActshardError):
+            report.error(found, store.path)
             readable = False
             continue
         report.count("rows", found["rows"])
         _rows(store, layer, found, report)
         if found["rows"]:
             _columns(store, layer, found, report)
-        hashes = found["hashes"]
-        mixed = np.uint64(0x9E3779B97F4A7C15)
-        with np.errstate(over="ignore"):
-            together = hashes if together is None else (together * mixed) ^ hashes
-    if together is not None and readable:
-        _duplicates(store, together, report)
+        if hashes is None:
+            every = together(every, found["hashes"])
+    if every is not None and readable:
+        _duplicates(store, every, report)
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:

@@ -1,0 +1,270 @@
+"""Plans of deep checks: tasks scan ranges of examples, and the commit joins what they found to one report.
+
+.. code-block:: text
+
+    WORK/tasks/00017/columns.npy    (layers, 3, d_model) uint64: magnitudes, differences, bits of the first row
+    WORK/tasks/00017/hashes.npy     (examples,) uint64: a hash of each example's rows in all layers
+
+Task 0 also checks the files, as without ``deep``. A dataset that cannot be opened, or has no values, is one task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard import _arguments
+from actshard.converting.segments import balanced
+from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
+from actshard.finding import existing_anywhere, find_any
+from actshard.formats.report import NOT_OF_DATA, Report
+from actshard.inputs import LOOKED_AT, Input, inputs_of
+from actshard.location import Location
+from actshard.opening import open_quietly
+from actshard.plan.checking import arguments_of, divided
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.reading import (
+    NO_LISTING,
+    broken,
+    described,
+    keep,
+    kept,
+    notes,
+    place,
+    save,
+    saved,
+    wide_groups,
+    work_folder,
+)
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.store import Store
+from actshard.verifying import of_path
+from actshard.verifying.deep import add_findings, first_row, joined, scan, together
+
+COLUMNS, HASHES = "columns.npy", "hashes.npy"
+_SMALL = ("dtype", "rows", "nan", "infinite", "nan_rows", "infinite_rows", "zero_rows", "constant_rows")
+_PROCESS = 120 << 20
+"""Bytes of memory of a process that scans: the interpreter, numpy, and blocks of files."""
+_EXAMPLE_WEIGHT = 64
+"""Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    tasks: int = 64,
+    deep: bool = True,
+    format: str | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    work: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plans the check of a dataset in tasks. The report equals that of :func:`actshard.verify`, for any number of tasks.
+
+    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns the report and keeps it beside the working
+    folder, as ``WORK.json``: a second ``commit()`` returns it again.
+
+    Args:
+        path: a path or a URL that all machines see. Credentials come from each machine's environment.
+        tasks: most number of tasks. There are fewer if there are fewer examples; ``plan.notes`` tells.
+        deep: read every row; without, there is one task, which checks the files.
+        format: as for :func:`actshard.verify`.
+        layout: as for :func:`actshard.verify`.
+        work: working folder, outside of the dataset, which all machines must see; None: ``.actshard-verify-XXXXXXXX`` in the
+            current folder.
+
+    Raises:
+        Errors of :func:`actshard.verify`.
+    """
+    tasks, deep = _arguments.whole(tasks, "tasks", 1), bool(_arguments.switch(deep, "deep"))
+    where, layout = place(path), described(layout)
+    root = existing_anywhere(where, None, None)
+    opened = _opened(where, format, layout) if deep else None
+    store, weights, wide = opened or (None, np.zeros(0, np.int64), [])
+    arguments: dict[str, Any] = {
+        "path": where,
+        "format": format,
+        "layout": layout,
+        "deep": deep,
+        "examples": None if store is None else len(weights),
+        "wide": wide,
+    }
+    firsts = balanced(weights + _EXAMPLE_WEIGHT, np.arange(len(weights)), tasks) if len(weights) else [0]
+    bounds = [*firsts, len(weights)]
+    made: list[dict[str, Any]] = [
+        {"examples": [a, b], "bytes": int(weights[a:b].sum())} for a, b in itertools.pairwise(bounds)
+    ]
+    inputs = _files(root) if store is None else inputs_of(store)
+    if inputs is None:
+        raise ArgumentError(NO_LISTING)
+    folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
+    why = "only the files can be checked" if store is None else f"there are {len(weights):,} examples"
+    read = sum(task["bytes"] for task in made)
+    scratch = 0 if store is None else 8 * (len(weights) + 3 * len(made) * len(store.layers) * store.d_model)
+    predicted = Predicted(0, 0, read, _PROCESS, scratch=scratch)
+    return Plan("verify", arguments, inputs, tuple(made), predicted, folder, notes(len(made), tasks, why, folder))
+
+
+def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, list[int]] | None:
+    """The store whose values are checked, its bytes per example, and the layers of several types; None if there is none."""
+    try:
+        store = _store(where, format, layout)
+        weights = np.zeros(store.num_examples, np.int64)
+        for layer in store.layers:
+            weights += np.maximum(store.tokens_in(layer), 0)
+        wide = wide_groups(store, list(range(len(store.layers))))
+    except NOT_OF_DATA:
+        raise
+    except ActshardError:
+        return None
+    if not store.layers or not store.num_examples:
+        return None
+    return store, weights * (store.d_model * store.dtype.itemsize), wide
+
+
+def _store(where: str, format: str | None, layout: Any) -> Store:
+    """The store that :func:`actshard.verify` reads."""
+    root = existing_anywhere(where, None, None)
+    if format is None:
+        root, format = find_any(root)
+    return open_quietly(root, format, "auto", cache=False, layout=layout)
+
+
+def _files(root: Location) -> tuple[Input, ...] | None:
+    """The files below a path, without those of more than :data:`LOOKED_AT` that are not looked at."""
+    if root.kind() == "file":
+        return (Input.at(root),)
+    if not root.lists:
+        return None
+    root.list_below()
+    found = [file for file, _ in root.files()]
+    return tuple(map(Input.at, found[:: max(1, -(-len(found) // LOOKED_AT))]))
+
+
+class Verifying(Verb):
+    """Runs the tasks of a check."""
+
+    name = "verify"
+    _known: tuple[str, Store] | None = None
+
+    def _open(self, plan: Planned) -> Store:
+        if self._known is None or self._known[0] != plan.id:
+            given = plan.arguments
+            self._known = (plan.id, _store(given["path"], given["format"], given["layout"]))
+        return self._known[1]
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`verify` does not make."""
+        fields = arguments_of(plan, path)
+        fields.text("path")
+        fields.boolean("deep")
+        wide = fields.value.get("wide")
+        if not isinstance(wide, list) or any(type(x) is not int or x < 0 for x in wide):
+            raise fields.error("wide", "a list of numbers of layers")
+        examples = fields.value.get("examples")
+        if examples is not None and type(examples) is not int:
+            raise fields.error("examples", "a number, or null")
+        if divided(plan, "examples", path) != (examples or 0):
+            raise fields.error("examples", "as many examples as the tasks have")
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Scans the task's examples; task 0 also checks the files."""
+        given, said = plan.arguments, plan.tasks[task]
+        value: dict[str, Any] = {"examples": said["examples"], "bytes": said["bytes"]}
+        whole = given["examples"] is None
+        if task == 0:
+            reached: list[bool] = []
+            report = of_path(
+                given["path"],
+                given["format"],
+                deep=given["deep"],
+                layout=given["layout"],
+                values=None if whole else lambda store, report, tell: reached.append(True),
+            )
+            value |= {"report": report.as_dict(), "values": bool(reached)}
+        if whole:
+            return value
+        store = self._open(plan)
+        every, columns, layers = None, np.zeros((len(store.layers), 3, store.d_model), np.uint64), []
+        for group, layer in enumerate(store.layers):
+            tell(group, len(store.layers))
+            found = scan(store, layer, lambda *_: None, tuple(said["examples"]), group in given["wide"])
+            if isinstance(found, ActshardError):
+                if isinstance(found, NOT_OF_DATA):
+                    raise found
+                layers.append({"error": as_plain(found)})
+                continue
+            layers.append({name: found[name] for name in _SMALL})
+            columns[group] = found["magnitudes"], found["differences"], first_row(found)
+            every = together(every, found["hashes"])
+        save(folder / COLUMNS, columns)
+        save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
+        return {**value, "layers": layers, "units": len(layers)}
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        """Raises FormatError for a result of other examples than the task's."""
+        for result in results:
+            expected = plan.tasks[result.task]["examples"]
+            if result.value.get("examples") != expected:
+                raise FormatError(
+                    f"task {result.task}: expected examples {expected}, found {result.value.get('examples')}",
+                    path=result.folder,
+                )
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Report:
+        """Joins the report about the files and the scans."""
+        if (over := self.committed(plan)) is not None:
+            return over
+        try:
+            report = Report.of_dict(results[0].value["report"])
+            report.layout = plan.arguments["layout"]
+            if results[0].value["values"]:
+                self._add_values(plan, results, report)
+        except (LookupError, TypeError, ValueError) as error:
+            raise FormatError(f"expected the results of a check: {error!r:.200}", path=plan.work) from error
+        keep(plan, report.as_dict())
+        return report
+
+    def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
+        store = self._open(plan)
+        scans: list[list[dict[str, Any]]] = [[] for _ in store.layers]
+        errors: dict[int, ActshardError] = {}
+        hashes = []
+        for result in results:
+            columns = saved(result.folder / COLUMNS, np.uint64, 3)
+            if columns.shape != (len(store.layers), 3, store.d_model):
+                raise FormatError(f"expected columns of all layers, found {columns.shape}", path=result.folder)
+            for group, said in enumerate(result.value["layers"]):
+                if "error" in said:
+                    errors.setdefault(group, from_plain(said["error"]))
+                    continue
+                magnitudes, differences, first = columns[group]
+                odd = {name: (said[name][0], [tuple(p) for p in said[name][1]]) for name in _SMALL[4:]}
+                scans[group].append(
+                    {**said, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
+                )
+            hashes.append(saved(result.folder / HASHES, np.uint64, 1))
+        every = np.concatenate(hashes)
+        if not errors and len(every) != store.num_examples:
+            raise FormatError(
+                f"expected hashes of {store.num_examples:,} examples, found {len(every):,}", path=plan.work
+            )
+        found = (errors[group] if group in errors else joined(scans[group]) for group in range(len(store.layers)))
+        add_findings(store, found, report, every)
+
+    def committed(self, plan: Planned) -> Report | None:
+        """The report that was kept."""
+        found = kept(plan)
+        if found is None:
+            return None
+        try:
+            made = Report.of_dict(found)
+            made.layout = plan.arguments["layout"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise broken(plan, error) from error
+        return made
