@@ -112,9 +112,9 @@ $(VENV)/.peers: $(VENV)/.base pyproject.toml
 $(VENV)/.engines: $(VENV)/.base pyproject.toml
 	$(UV) --group engines && touch $@
 
-# Slurm is no Python package; where apt or root are missing, its tests are skipped and say so.
+# Slurm and Open MPI are no Python packages; where apt or root are missing, their tests are skipped and say so.
 $(VENV)/.slurm: $(VENV)/.base
-	command -v slurmd >/dev/null || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge; } >/dev/null 2>&1 || true
+	{ command -v slurmd && command -v mpirun || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge openmpi-bin; }; } >/dev/null 2>&1 || true
 	touch $@
 
 # nginx and s3s-fs are no Python packages; where they cannot be installed, their tests are skipped and say so.

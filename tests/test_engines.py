@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -130,6 +132,40 @@ def test_a_killed_driver_of_ray_is_started_again(work: Work, monkeypatch: pytest
     with ray_cluster() as cluster:
         work.finish_after_a_kill("--on", "ray", "-o", f"address={cluster.address}", "-o", "cpus=1")
         assert {note.read_text() for note in work.notes.iterdir()} == {"1"}  # threads
+
+
+def shares_of(notes: Path) -> list[str]:
+    return sorted(note.name for note in notes.glob("share.*"))
+
+
+def test_workers_of_ray_train_have_shares(notes: Path) -> None:
+    pytest.importorskip("ray")
+    trainer = pytest.importorskip("ray.train.v2.api.data_parallel_trainer")  # of ray[train]; TorchTrainer is one
+    import ray
+    from ray.train import ScalingConfig
+
+    def loop() -> None:
+        from actshard.plan.shares import of_environment
+
+        index, count = of_environment()
+        (Path(os.environ["NOTES"]) / f"share.{index}.{count}").touch()
+
+    ray.init(num_cpus=3, log_to_driver=False)
+    try:
+        settings = ray.train.RunConfig(storage_path=str(notes.parent / "results"))
+        trainer.DataParallelTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=settings).fit()
+    finally:
+        ray.shutdown()
+    assert shares_of(notes) == ["share.0.2", "share.1.2"]
+
+
+def test_processes_of_mpi_have_shares(notes: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun: apt-get install openmpi-bin")
+    code = "from actshard.plan.shares import *; import pathlib; pathlib.Path('share.%d.%d' % of_environment()).touch()"
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c", code]
+    subprocess.run(words, check=True, cwd=notes, timeout=120)
+    assert shares_of(notes) == ["share.0.3", "share.1.3", "share.2.3"]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.plan import creating, shares
+from actshard.plan import creating
 from actshard.plan.book import Book
 from conftest import refuses
 
@@ -354,33 +354,6 @@ def test_engines_run_a_capture_by_its_name(tmp_path: Path, monkeypatch: pytest.M
             planned(tmp_path / "h", capture=wrong)
     with refuses(actshard.ArgumentError, None, r"no capture=.*plan.writer\(2\)"):
         planned(tmp_path / "h").run(2)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8)),
-        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8"}, (5, 8)),
-        ({"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "10"}, (2, 3)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (1, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, (2, 3)),
-    ],
-)
-def test_a_process_finds_its_share_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], expected: tuple[int, int]
-) -> None:
-    import os
-
-    for name in os.environ:
-        if name.startswith(("SLURM_", "OMPI_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delitem(sys.modules, "jax", raising=False)
-    assert shares.of_environment() == expected
-    index, count = expected
-    assert planned(tmp_path / "d", tasks=20).mine() == list(range(index, 20, count))
 
 
 def test_the_script_of_the_page_about_writing_runs_as_written(tmp_path: Path) -> None:

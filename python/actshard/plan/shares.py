@@ -9,7 +9,8 @@ Ray Train             the train context, if ``ray`` is imported and the process 
 JAX                   ``jax.process_index()``, ``jax.process_count()``, if ``jax`` is imported
 ====================  ==========================================================================
 
-The first that is found counts. Without any, the process has all tasks.
+The first that is found counts, because launchers start launchers: torchrun in each task of srun, or MPI in a step of Slurm. Without
+any, the process has all tasks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,32 @@ def of_environment() -> tuple[int, int]:
     """Returns (number of this process, number of processes).
 
     Raises:
-        ArgumentError: a variable is no number, or a process number is not below the number of processes.
+        ArgumentError: a variable is no number, a process number is not below the number of processes, or one of RANK and
+            WORLD_SIZE is missing.
     """
     inner = _launched()
     array = _array()
-    if array is not None:
+    if array is not None and not (inner and _counts_elements(inner, array)):
         inner = inner or (0, 1)
         return array[0] * inner[1] + inner[0], array[1] * inner[1]
-    return inner or _ray() or _jax() or (0, 1)
+    found = inner or _ray() or _jax()
+    if found is None and array is None:
+        _check_pair("RANK", "WORLD_SIZE")
+    return found or (0, 1)
+
+
+def _counts_elements(inner: tuple[int, int], array: tuple[int, int]) -> bool:
+    """Whether RANK counts the processes of all elements of an array job, and not those of one.
+
+    Taken for that by mistake, a process does a share too large, and no task is left out.
+    """
+    if not os.environ.get("RANK"):
+        return False
+    if os.environ.get("GROUP_WORLD_SIZE"):  # torchrun, of so many machines: more than one element has
+        nodes = _number("SLURM_JOB_NUM_NODES") if os.environ.get("SLURM_JOB_NUM_NODES") else 1
+        return _number("GROUP_WORLD_SIZE") > nodes
+    # A script's own: export RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE=$SLURM_ARRAY_TASK_COUNT
+    return "LOCAL_RANK" not in os.environ and inner == array
 
 
 def _launched() -> tuple[int, int] | None:
@@ -85,6 +104,15 @@ def _jax() -> tuple[int, int] | None:
     if jax is None:
         return None
     return int(jax.process_index()), int(jax.process_count())
+
+
+def _check_pair(rank: str, size: str) -> None:
+    """Raises ArgumentError if only one is set: each process of a job would do all tasks."""
+    if bool(os.environ.get(rank)) != bool(os.environ.get(size)):
+        there, lacking = (rank, size) if os.environ.get(rank) else (size, rank)
+        raise ArgumentError(
+            f"{there}: expected {lacking} beside it in the environment, found none: set both, or unset {there}, or name the tasks"
+        )
 
 
 def _number(name: str) -> int:
