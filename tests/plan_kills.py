@@ -1,6 +1,6 @@
-"""Kills processes of plans at fixed points and goes on with others; run by test_plan_create.py and test_plan_merge.py.
+"""Kills processes of plans at fixed points and goes on with others; run by tests of plans.
 
-    python plan_kills.py create|merge FORMAT FOLDER [FIRST STEP]     # every STEP-th of the points
+    python plan_kills.py create|merge|stage FORMAT FOLDER [FIRST STEP]     # every STEP-th of the points
 
 The children are forked and take milliseconds. Each kills itself when it calls one of the functions below for the k-th time, so what
 is tested does not depend on which process is fast.
@@ -22,10 +22,13 @@ from typing import Any
 import numpy as np
 
 import actshard
+import actshard._native as native
 from actshard import merging
 from actshard.formats.merging import Assembled, Merge
 from actshard.plan import plan as plans
+from actshard.plan import staging as planned_staging
 from actshard.plan.book import Book
+from actshard.staging import folder as staged
 from actshard.work import files
 from actshard.work.journal import Journal
 from actshard.writing.sink import Sink
@@ -56,6 +59,19 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (Assembled, "write"),
 )
 """Functions before, and after, whose calls a process kills itself."""
+STAGED_POINTS: tuple[tuple[Any, str], ...] = (
+    (Book, "begin_attempt"),
+    (Book, "publish"),
+    (Book, "remove"),
+    (plans, "write_json"),
+    (planned_staging, "copy"),
+    (native, "move_files"),
+    (planned_staging, "leave"),
+    (staged, "write_marker"),
+    (staged, "_discard"),
+    (Path, "replace"),
+)
+"""As above, for staged copies."""
 
 
 def data(format: str) -> list[np.ndarray]:
@@ -111,6 +127,32 @@ def prepare_merge(format: str, folder: Path) -> None:
         first += n
 
 
+def prepare_stage(kind: str, folder: Path) -> None:
+    """A source; and if it is staged ``again``, an older copy with a file of the user."""
+    examples = data("zarr")
+    if kind == "again":
+        examples = [examples[0], *examples[2:], examples[1]]
+    with actshard.create(folder / "source", "zarr", layers=LAYERS, d_model=WIDTH, chunk_tokens=4) as writer:
+        writer.append(examples, columns=columns("zarr", 0, N))
+    if kind == "again":
+        actshard.stage(folder / "source", folder / "made")
+        (folder / "made/mine.txt").write_text("mine")
+        shutil.rmtree(folder / "source")
+        prepare_stage("new", folder)
+
+
+def stage_plan(kind: str, folder: Path) -> Any:
+    return actshard.plan.stage(folder / "source", folder / "made", LAYERS if kind == "layers" else None, tasks=TASKS)
+
+
+def check_stage(path: Path, kind: str) -> None:
+    assert not (path.parent / ".made.actshard-stage").exists()
+    if kind == "again":
+        assert (path / "mine.txt").read_text() == "mine"
+    assert actshard.stage(path.parent / "source", path, LAYERS if kind == "layers" else None).fetched == 0
+    check(path, "zarr")
+
+
 def check(path: Path, format: str) -> None:
     store = actshard.open(path)
     wanted = data(format)
@@ -163,14 +205,20 @@ def killed_at(place: Any, name: str, call: int, after: bool) -> None:
 
 def main(verb: str, format: str, folder: Path, first: int = 0, step: int = 1) -> None:
     warnings.simplefilter("ignore")
-    make, run = {"create": (create_plan, run_create), "merge": (merge_plan, run_merge)}[verb]
+    make, run = {
+        "create": (create_plan, run_create),
+        "merge": (merge_plan, run_merge),
+        "stage": (stage_plan, run_merge),
+    }[verb]
+    prepare = {"merge": prepare_merge, "stage": prepare_stage}.get(verb)
+    checked = check_stage if verb == "stage" else check
     killed = 0
-    points = [*itertools.product(POINTS, (1, 3), (False, True))]
+    points = [*itertools.product(STAGED_POINTS if verb == "stage" else POINTS, (1, 3), (False, True))]
     for (place, name), call, after in points[first::step]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        if verb == "merge":
-            forked(lambda: prepare_merge(format, folder))
+        if prepare is not None:
+            forked(lambda: prepare(format, folder))
         forked(lambda: make(format, folder).save(folder / "plan.json"))
 
         def dies(
@@ -190,8 +238,9 @@ def main(verb: str, format: str, folder: Path, first: int = 0, step: int = 1) ->
             assert not _opens(folder / "made"), "half of a dataset was taken for one"
             run(plan)
             made = plan.commit()
-            check(made, format)
-            assert plan.commit() == made
+            place = getattr(made, "path", made)
+            checked(place, format)
+            assert getattr(plan.commit(), "path", made) == place
             assert plan.status().committed
             assert not plan.work.exists()
 

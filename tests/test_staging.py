@@ -11,6 +11,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_what_changed_is_fetched_and_nothing_else(server: Served, tmp_path: Path
 CHILD = """
     import json, os, signal, sys
     from actshard import staging
-    staging._FILES = 2
+    staging.copying._FILES = 2
     url, folder, options, layers, after = json.loads(sys.argv[1])
     def progress(what, done, total):
         if done >= after > 0:
@@ -302,9 +303,7 @@ def test_a_staged_copy_needs_no_server(tmp_path: Path) -> None:
     with served(tmp_path / "served") as server:
         url, options = put(server, SAEV), server.options
         done = actshard.stage(url, tmp_path / "copy", storage_options=options)
-    assert actshard.stage(url, tmp_path / "copy", storage_options=options, check=False) == staging.replace(
-        done, fetched=0
-    )
+    assert actshard.stage(url, tmp_path / "copy", storage_options=options, check=False) == replace(done, fetched=0)
     assert len(quietly(done.path)) == len(quietly(SAEV))
 
 
@@ -321,7 +320,7 @@ def test_a_copy_of_the_hub_knows_its_commit(tmp_path: Path, monkeypatch: pytest.
         assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").fetched == 0
         assert lab.count("resolve") == before
         with monkeypatch.context() as patch:
-            patch.setattr(staging._native, "digest_file", lambda path: (0, "0" * 64))
+            patch.setattr(actshard._native, "digest_file", lambda path: (0, "0" * 64))
             with pytest.raises(actshard.FormatError, match="expected SHA-256"):
                 actshard.stage("hf://datasets/lab/acts", tmp_path / "other")
         assert not (tmp_path / "other").exists()
@@ -516,7 +515,7 @@ def test_files_that_are_replaced_while_they_are_staged_are_noticed(
     folder = server.root / "bucket/run" / SAEV.name
     (folder / "empty.txt").write_bytes(b"")
     name = "acts000001.bin" if near else "empty.txt"
-    copy = staging._native.copy_ranges
+    copy = actshard._native.copy_ranges
 
     def replaced(ranges: Any) -> None:
         copy(ranges)
@@ -524,7 +523,7 @@ def test_files_that_are_replaced_while_they_are_staged_are_noticed(
             (tmp_path / "done").touch()
             (folder / name).write_bytes(bytes((folder / name).stat().st_size) or b"full")
 
-    monkeypatch.setattr(staging._native, "copy_ranges", replaced)
+    monkeypatch.setattr(actshard._native, "copy_ranges", replaced)
     where, options = (folder, None) if near else (url, server.options)
     with pytest.raises(actshard.FormatError, match=f"{name}: was replaced while it was staged"):
         actshard.stage(where, tmp_path / "copy", storage_options=options)

@@ -33,6 +33,7 @@ from actshard.work import (
     count_parts,
     is_merging,
     refuse_planned,
+    refuse_staging,
     unfinished,
 )
 
@@ -78,6 +79,7 @@ def _existing(root: Location) -> Location:
         above = above.parent
     if above.kind() not in ("folder", None):
         raise NotAFileError(f"expected a dataset, found that its parent {above.name!r} is not a folder", path=root)
+    refuse_staging(root.local)
     raise MissingFileError("expected a dataset, found nothing", path=root)
 
 

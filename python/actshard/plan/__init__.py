@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from actshard.plan.converting import convert
     from actshard.plan.creating import create
     from actshard.plan.merging import merge
+    from actshard.plan.staging import stage
     from actshard.plan.stats import stats
     from actshard.plan.tokenizing import tokenize
     from actshard.plan.verifying import verify
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stats", "tokenize", "verify"]
+__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stage", "stats", "tokenize", "verify"]
 
 _MAKERS = {
     "convert": "converting",
     "create": "creating",
     "merge": "merging",
+    "stage": "staging",
     "stats": "stats",
     "tokenize": "tokenizing",
     "verify": "verifying",

@@ -26,6 +26,7 @@ VERBS: dict[str, str] = {
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
     "verify": "actshard.plan.verifying:Verifying",
     "merge": "actshard.plan.merging:Merging",
+    "stage": "actshard.plan.staging:Staging",
 }
 """The kinds of plans, and where they are implemented."""
 PLANS: dict[str, str] = {
@@ -60,7 +61,7 @@ class Planned:
     """Work on a dataset, cut into tasks: what :class:`~actshard.plan.Plan` knows.
 
     Attributes:
-        verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"`` or ``"create"``.
+        verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"``, ``"stage"`` or ``"create"``.
         arguments: what was asked for, as JSON values; paths are absolute.
         inputs: files that the plan was made for: name, size and version (modification time, or ETag). :meth:`commit` refuses
             the results if one has changed. Of more than 4,096 files, evenly spaced ones.

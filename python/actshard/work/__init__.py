@@ -10,6 +10,7 @@ Writers of datasets, merges and builds of token caches use it; finding uses it t
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
     <dataset>/.parts/                            parts that are not merged yet
+    .<dataset>.actshard-stage/plan-XXXXXXXX/     tasks of a plan that stages to this folder (actshard.plan.staging)
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
 """
 
@@ -27,7 +28,16 @@ from actshard.work.files import (
     write_bytes,
     write_json,
 )
-from actshard.work.finished import count_parts, is_building, is_merging, planned, refuse_planned, tidy, unfinished
+from actshard.work.finished import (
+    count_parts,
+    is_building,
+    is_merging,
+    planned,
+    refuse_planned,
+    refuse_staging,
+    tidy,
+    unfinished,
+)
 from actshard.work.journal import Journal
 from actshard.work.lock import Lock, locked
 from actshard.work.names import (
@@ -42,6 +52,8 @@ from actshard.work.names import (
     PLAN,
     PLAN_FOLDER,
     PUSHING,
+    STAGED,
+    staging_folder,
 )
 
 __all__ = [
@@ -56,6 +68,7 @@ __all__ = [
     "PLAN",
     "PLAN_FOLDER",
     "PUSHING",
+    "STAGED",
     "Journal",
     "Lock",
     "as_json",
@@ -66,9 +79,11 @@ __all__ = [
     "make_folder",
     "planned",
     "refuse_planned",
+    "refuse_staging",
     "remove",
     "remove_made",
     "rename",
+    "staging_folder",
     "sync_folders",
     "sync_tree",
     "tidy",

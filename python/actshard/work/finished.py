@@ -17,7 +17,7 @@ from actshard.errors import (
 )
 from actshard.location import Location
 from actshard.work.journal import Journal
-from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS, PLAN, PLAN_FOLDER
+from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS, PLAN, PLAN_FOLDER, STAGED, staging_folder
 
 
 def count_parts(root: Path | Location) -> int | None:
@@ -40,9 +40,10 @@ def is_merging(root: Path | Location) -> bool:
 def planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> Path | None:
     """The working folder of a plan, other than ``own``, that is not committed and writes a dataset to this folder, or None."""
     folder = Location.at(root)
-    if not folder.is_local:
-        return None
-    work = folder.local / FOLDER
+    return _plan_in(folder.local / FOLDER, prefix, own) if folder.is_local else None
+
+
+def _plan_in(work: Path, prefix: str, own: Path | None) -> Path | None:
     try:
         with os.scandir(work) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
@@ -54,13 +55,30 @@ def planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None =
 
 
 def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> None:
-    """Raises UnfinishedError for a folder with a plan, other than that of the working folder ``own``, that is not committed."""
+    """Raises UnfinishedError for a folder with a plan, other than that of the working folder ``own``, that is not committed.
+
+    A copy that a plan stages anew stays a dataset until the commit replaces it.
+    """
     work = planned(root, prefix, own)
     if work is not None:
         raise UnfinishedError(
             f"contains tasks of a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "
             "commit finishes it. To give it up, remove that folder",
             path=root,
+        )
+    folder = Location.at(root)
+    if folder.is_local and not (folder / STAGED).exists():
+        refuse_staging(folder.local, own)
+
+
+def refuse_staging(target: Path, own: Path | None = None) -> None:
+    """Raises UnfinishedError for a folder to which a plan, other than that of the working folder ``own``, stages a copy."""
+    work = _plan_in(staging_folder(target), PLAN_FOLDER, own) if target.name else None
+    if work is not None:
+        raise UnfinishedError(
+            f"is staged by a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "
+            "commit finishes it. To give it up, remove that folder",
+            path=target,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 FOLDER = ".actshard"
 """The working folder of a dataset."""
@@ -23,3 +24,10 @@ PUSHING = ".actshard-pushing.json"
 """Object beside a remote dataset that is being written, or whose writer was killed."""
 BUILDING = ".actshard-build"
 """The working folder of an unfinished token cache."""
+STAGED = ".actshard-staged.json"
+"""File in a staged copy that tells where it is from."""
+
+
+def staging_folder(target: Path) -> Path:
+    """The working folder of a staged copy, beside it."""
+    return target.with_name(f".{target.name}.actshard-stage")

@@ -1,0 +1,342 @@
+"""Plans of staged copies: tasks copy groups of files, or convert parts of some layers; the commit renames their files.
+
+.. code-block:: text
+
+    .FOLDER.actshard-stage/plan-XXXXXXXX/tasks/00017/files/...   what the task copied, under the names of the source
+    .FOLDER.actshard-stage/plan-XXXXXXXX/new/                    the copy, as the commit puts it together
+
+Tasks copy whole files. Ranges of one large file by several tasks would need a file that all of them write to, so that a task that
+was killed, or is late, could change a copy that is finished; or a commit that copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard.converting.predicting import refuse_full
+from actshard.converting.segments import balanced
+from actshard.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
+from actshard.layers import Layer, several
+from actshard.location import Location
+from actshard.plan.converting import Converting, convert
+from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.plan import Plan
+from actshard.plan.staging_checks import check_plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.staging import find_source, put_layers
+from actshard.staging.copying import check_digests, copy, link, most_in_memory, unchanged
+from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
+from actshard.staging.listing import list_files, origin_of, within
+from actshard.staging.marker import Listed, Marker, Staged, size_of
+from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, remove, staging_folder
+
+FILES = "files"
+_PROCESS, _NETWORK = 47 << 20, 14 << 20
+"""Bytes of memory of a process that copies, and of connections. Measured on Linux."""
+_LISTED = 1000
+"""Bytes of memory for a file of the plan."""
+_FILE_WEIGHT = 4096
+"""Bytes that a file counts for beside its own, so that small files are divided, too."""
+
+
+def stage(
+    url: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    layers: Sequence[Layer] | Layer | None = None,
+    *,
+    tasks: int = 64,
+) -> Plan:
+    """Plans a staged copy in tasks. The folder that the commit makes is that of :func:`actshard.stage`.
+
+    Lists the source's files, reads metadata, and writes nothing. A task copies whole files; files of an older copy in ``folder``
+    that did not change are linked. With ``layers`` the tasks are those of a conversion. The plan of a copy that is complete needs
+    nothing: its ``status().committed`` is True.
+
+    Args:
+        url: as for :func:`actshard.stage`. Credentials come from each machine's environment; the plan contains none.
+        folder: the folder to create, which all machines must see. Tasks write to a hidden folder beside it. An older copy stays
+            readable until the commit replaces it.
+        layers: as for :func:`actshard.stage`.
+        tasks: most number of tasks. There are fewer if the source has fewer files; ``plan.notes`` tells.
+
+    Returns:
+        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. ``predicted`` has the copy's ``bytes`` and
+        ``files``, without the marker file.
+
+    Raises:
+        Errors of :func:`actshard.stage`, before anything is written.
+        UnfinishedError: another plan stages to the folder.
+        DiskFullError: the file system of ``folder`` has not the room.
+    """
+    target = target_of(folder)
+    chosen = None if layers is None else several(layers)
+    tasks = _arguments.whole(tasks, "tasks", 1)
+    source = Location.of_any(url)
+    if not source.lists:
+        raise UnsupportedError("a web server cannot list files to stage. Use actshard.convert", path=source)
+    with boundary(target, "plan to stage to"):
+        return _planned(source, target, chosen, tasks)
+
+
+def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, tasks: int) -> Plan:
+    _, format, marker = find_source(source, list_files(source), layers)
+    arguments: dict[str, Any] = {
+        "source": marker.source,
+        "folder": str(target),
+        "layers": marker.layers,
+        "revision": marker.revision,
+        "origin": marker.origin,
+        "below": marker.below,
+        "inside": marker.inside,
+        "format": format,
+        "files": [[name, size, version] for name, (size, version) in marker.listed.items()],
+    }
+    if layers is None:
+        made, notes = _divided(marker.listed, tasks)
+        total = sum(size for size, _ in marker.listed.values())
+        predicted = Predicted(total, len(marker.listed), total, _memory(marker.listed, made, source), exact=True)
+        plan = Plan("stage", arguments, (), made, predicted, _work(target, arguments, (), made), tuple(notes))
+        there = unchanged(marker.listed, target, source)
+        needed = sum(size for name, (size, _) in marker.listed.items() if name not in there)
+    else:
+        given = _Given(arguments)
+        inner = convert(
+            given.place, staging_folder(target) / "new", format, tasks=tasks, layers=layers, src_format=format
+        )
+        arguments["convert"] = {name: value for name, value in inner.arguments.items() if name != "dst"}
+        work = _work(target, arguments, inner.inputs, inner.tasks)
+        plan = Plan("stage", arguments, inner.inputs, inner.tasks, inner.predicted, work, inner.notes)
+        needed = inner.predicted.bytes
+    refuse_staging(target, plan.work)
+    if plan.implementation.committed(plan) is None:
+        check_target(source, target, layers)
+        if not plan.book.exists():
+            refuse_full(target, needed, plan.predicted.files + 4 * len(plan))
+    return plan
+
+
+def _memory(files: Listed, tasks: Sequence[Mapping[str, Any]], source: Location) -> int:
+    """Memory of the process of the task that needs most."""
+    sizes = [size for size, _ in files.values()]
+    buffers = max(most_in_memory(sizes[slice(*task["files"])]) for task in tasks)
+    return _PROCESS + _NETWORK * source.is_remote + _LISTED * len(sizes) + buffers
+
+
+def _work(target: Path, *parts: Any) -> Path:
+    return staging_folder(target) / f"{PLAN_FOLDER}{identity('stage', *parts)[:8]}"
+
+
+def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """The tasks, and notes about them."""
+    sizes = [size for size, _ in files.values()]
+    firsts = balanced(np.array(sizes, np.int64) + _FILE_WEIGHT, np.arange(len(sizes)), tasks)
+    made = tuple(
+        {"files": [a, b], "bytes": sum(sizes[a:b])} for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
+    )
+    notes = []
+    if len(made) < tasks:
+        notes.append(f"{len(made):,} tasks instead of {tasks:,}: {len(sizes):,} files are copied, each by one task")
+    share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
+    if largest > 2 * share:
+        notes.append(f"one task copies {largest:,} bytes, of {share:,.0f} on average: {name} is copied by one task")
+    return made, notes
+
+
+class _Given:
+    """The arguments of a plan."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._all = arguments
+        self.target = Path(arguments["folder"])
+        self.staging = staging_folder(self.target)
+        self.layers: tuple[Layer, ...] | None = None if arguments["layers"] is None else tuple(arguments["layers"])
+        self.is_hub = arguments["source"].startswith("hf://")
+
+    @property
+    def source(self) -> Location:
+        """The source, as nobody has looked at it."""
+        return Location.of_any(self._all["source"])
+
+    @property
+    def place(self) -> str:
+        """Path or URL of the dataset; for the hub, of the commit that the plan was made for."""
+        text, revision = self._all["source"], self._all["revision"]
+        if self.is_hub and revision is not None:
+            parts = text.split("/")
+            parts[4] = f"{parts[4].partition('@')[0]}@{revision}"  # hf://datasets/ORG/NAME@REVISION
+            text = "/".join(parts)
+        return text if self._all["below"] == "." else f"{text.rstrip('/')}/{self._all['below']}"
+
+    def files(self, first: int = 0, end: int | None = None) -> Listed:
+        """Files of the dataset."""
+        return {name: (size, version) for name, size, version in self._all["files"][first:end]}
+
+    def marker(self) -> Marker:
+        """The copy's marker, without the copy's files."""
+        given = self._all
+        names = ("source", "revision", "layers", "below", "inside", "origin")
+        return Marker(**{name: given[name] for name in names}, listed=self.files(), files={}, losses=[])
+
+    def done(self) -> Staged | None:
+        """The copy in the folder, if it is complete, and of these files."""
+        below = self._all["below"]
+        files = self.files() if below == "." else {f"{below}/{name}": entry for name, entry in self.files().items()}
+        return complete(self.source, self.target, self.layers, files)
+
+
+class Staging(Verb):
+    """Runs the tasks of a staged copy."""
+
+    name = "stage"
+    _known: tuple[Planned, Planned, Converting] | None = None
+
+    def _inner(self, plan: Planned) -> tuple[Planned, Converting]:
+        """The conversion of some layers, to a folder in the plan's working folder."""
+        if self._known is None or self._known[0] is not plan:
+            given = {**plan.arguments["convert"], "dst": str(plan.work / "new")}
+            made = Planned("convert", given, plan.inputs, plan.tasks, plan.predicted, plan.work)
+            self._known = (plan, made, Converting())
+        return self._known[1:]
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`stage` does not make."""
+        check_plan(plan, path)
+        given = _Given(plan.arguments)
+        if plan.work != _work(given.target, plan.arguments, plan.inputs, plan.tasks):
+            raise FormatError(f"field 'work': expected a folder beside {given.target}, found {plan.work}", path=path)
+        if given.layers is not None:
+            if plan.arguments["convert"].get("src") != given.place:
+                raise FormatError(f"field 'arguments.convert.src': expected {given.place}", path=path)
+            inner, verb = self._inner(plan)
+            verb.check_plan(inner, path)
+
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Copies the task's files, or converts its part of the layers."""
+        given = _Given(plan.arguments)
+        source = given.source
+        found, expected = origin_of(source), plan.arguments["origin"]
+        if found is not None and expected is not None and found != expected:
+            raise ChangedInputError(
+                "is on another server, or of another account, than when the plan was made: expected origin "
+                f"{expected}, found {found}. Set the environment as it was, or make the plan again.",
+                path=source,
+            )
+        if given.layers is not None:
+            inner, verb = self._inner(plan)
+            return verb.run(inner, task, folder, tell)
+        first, end = plan.tasks[task]["files"]
+        wanted, base, place = given.files(first, end), folder / FILES, Location.of_any(given.place)
+        make_folder(base)
+        link(base, wanted, given.target, source)
+        missing = {name: entry for name, entry in wanted.items() if size_of(f"{base}/{name}") != entry[0]}
+        _copy(place, missing, folder, tell, is_hub=given.is_hub)
+        return {
+            "files": [first, end],
+            "bytes": sum(size for size, _ in wanted.values()),
+            "fetched": sum(size for size, _ in missing.values()),
+            "units": end - first,
+        }
+
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
+        """Raises FormatError if a copy is missing or has another size, ChangedInputError if the source changed."""
+        given = _Given(plan.arguments)
+        if given.layers is not None:
+            inner, verb = self._inner(plan)
+            verb.check(inner, results)
+        else:
+            for result in results:
+                for name, (size, _) in given.files(*plan.tasks[result.task]["files"]).items():
+                    if (found := size_of(f"{result.folder}/{FILES}/{name}")) != size:
+                        said = f"expected {size:,} bytes, found {'nothing' if found < 0 else f'{found:,}'}"
+                        raise FormatError(
+                            f"task {result.task}: {said}; remove {result.folder} and run the task again",
+                            path=result.folder / FILES / name,
+                        )
+        if given.is_hub:  # of one commit
+            return
+        source, below = given.source, plan.arguments["below"]
+        try:
+            now = within(list_files(source), below)
+        except MissingFileError:
+            now = {}
+        before = given.files()
+        for name in dict.fromkeys([*before, *now]):
+            if now.get(name) != before.get(name):
+                raise _changed(source / below / name, before.get(name), now.get(name))
+
+    def commit(self, plan: Planned, results: Sequence[Result]) -> Staged:
+        """Puts the copies together, and the copy in its place."""
+        given = _Given(plan.arguments)
+        if (over := given.done()) is not None:
+            return over
+        new, old = plan.work / "new", given.staging / "old"
+        with turn(given.staging):  # actshard.stage may have begun before the plan
+            recover(given.target, new, old)
+            if (over := given.done()) is not None:
+                return over
+            check_target(given.source, given.target, given.layers)
+            if given.layers is not None:
+                inner, verb = self._inner(plan)
+                return put_layers(given.marker(), verb.commit(inner, results), None, given.target, new, old)
+            marker, base = given.marker(), new / plan.arguments["inside"]
+            make_folder(base)
+            # Files that were renamed before a kill are not there any more.
+            _native.move_files([result.folder / FILES for result in results], base, [])
+            files = {name: size for name, (size, _) in marker.listed.items()}
+            fetched = sum(int(result.value["fetched"]) for result in results)
+            return put(marker, files, fetched, given.target, new, old)
+
+    def committed(self, plan: Planned) -> Staged | None:
+        """The copy, if it is complete."""
+        return _Given(plan.arguments).done()
+
+    def after(self, plan: Planned) -> None:
+        """Removes the folder of working folders, if nothing is left in it."""
+        leave(_Given(plan.arguments).staging)
+
+
+def _copy(place: Location, missing: Listed, folder: Path, tell: Beat, *, is_hub: bool) -> None:
+    """Copies files of a dataset into a task's folder, and compares their versions."""
+    base, parts = folder / FILES, folder / "parts"
+    if place.is_local:  # which may be in use by a writer: the versions must hold before, and after
+        _compare(place, missing)
+    try:
+        copy(
+            place, {name: size for name, (size, _) in missing.items()}, base, parts, lambda _, n, total: tell(n, total)
+        )
+    except (FormatError, MissingFileError):
+        _compare(place, missing)  # a file that is shorter now, or gone, is told as that
+        raise
+    if is_hub:
+        check_digests(base, {name: version for name, (_, version) in missing.items()})
+    else:
+        # A remote store knows the version that it read: this makes no request.
+        _compare(place, missing)
+    remove(parts)
+
+
+def _compare(place: Location, files: Listed) -> None:
+    for name, (size, version) in files.items():
+        found = (place / name).found()
+        now = None if found is None else (found.size, found.version)
+        if now != (size, version):
+            raise _changed(place / name, (size, version), now)
+
+
+def _changed(file: Location, before: tuple[int, str] | None, now: tuple[int, str] | None) -> ChangedInputError:
+    if before is None:
+        said = "expected no file, as when the plan was made, found one"
+    elif now is None:
+        said = f"expected a file of {before[0]:,} bytes, as when the plan was made, found nothing"
+    elif now[0] != before[0]:
+        said = f"expected {before[0]:,} bytes, as when the plan was made, found {now[0]:,}"
+    else:
+        said = f"was written again since the plan was made: expected version {before[1]}, found {now[1]}"
+    return ChangedInputError(f"{said}. Make the plan again.", path=file)

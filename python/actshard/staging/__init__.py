@@ -1,0 +1,250 @@
+"""``actshard.stage``: a complete local copy of a remote dataset, or of some of its layers.
+
+.. code-block:: text
+
+    <folder>/.actshard-staged.json         source, revision, layers, and the source's files with sizes and ETags
+    .<folder>.actshard-stage/lock          the process that downloads
+                             plan.json     the source's files, as the download began
+                             new/          the copy so far: whole files only
+                             parts/        files that are being downloaded
+                             old/          the copy that is being replaced
+                             plan-<id>/    tasks of a plan that stages to this folder (actshard.plan.staging)
+    .<folder>.actshard-kept-<n>            a replaced copy with files of the user that could not be carried over
+
+A folder under its final name is complete: ``new`` is renamed to it at the end. Files of the user in a copy that is replaced are
+moved into the new one.
+
+- ``marker``: what a staged folder tells about itself
+- ``listing``: the files of a source
+- ``folder``: turns of processes, and replacing one copy by another
+- ``copying``: copying files
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from actshard import _arguments, formats
+from actshard.converting import Conversion, convert
+from actshard.errors import ArgumentError, NotAFileError, UnfinishedError, UnsupportedError, boundary
+from actshard.finding import check_finished, find_any, of_tokens
+from actshard.layers import Layer, several
+from actshard.location import Location
+from actshard.logs import LOG
+from actshard.opening import open_quietly
+from actshard.staging.copying import StageProgress, check_digests, check_space, check_versions, copy, keep, link
+from actshard.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
+from actshard.staging.listing import list_files, origin_of, received, revision_of, within
+from actshard.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
+from actshard.work import PUSHING, STAGED, make_folder, refuse_staging, remove, staging_folder
+
+__all__ = ["MARKER", "Staged", "origin", "stage"]
+
+MARKER = STAGED
+"""File in a staged folder that tells where it is from."""
+
+
+def stage(
+    url: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    layers: Sequence[Layer] | Layer | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    check: bool = True,
+    progress: StageProgress | None = None,
+) -> Staged:
+    """Copies a dataset of activations or tokens to a local folder, completely, once.
+
+    A second call lists the source's files, compares sizes and versions (ETags) with those of the copy, and downloads what changed.
+    Call it in every process of a node: one downloads, the others wait for it. The folder appears when it is complete; after a
+    kill, the next call continues with the files that are missing. Files of your own in the folder stay when the copy is replaced.
+
+    Args:
+        url: URL or path of the dataset, as for :func:`actshard.open`, or of a token cache. A web server cannot list files:
+            use :func:`actshard.convert` there.
+        folder: the folder to create; ``~`` and environment variables (``"$TMPDIR/run"``) are expanded. A saev dump keeps its name,
+            which is a hash, in this folder.
+        layers: names of layers. Only their rows are read, and the copy is a dataset of these layers in the same format. None copies
+            all files as they are.
+        storage_options: as for :func:`actshard.open`.
+        check: False returns a complete copy without a request, however old it is. So does ``HF_HUB_OFFLINE=1`` for the hub.
+        progress: called with (what, bytes done, total bytes); for ``layers`` with (what, examples done, total examples).
+
+    Returns:
+        A :class:`Staged`; open its ``path``.
+
+    Raises:
+        ExistsError: the folder contains something else, or a copy of another source or of other layers; or the new copy has a file
+            of the same name as one of your own in it; or a file of the copy was changed after it was staged.
+        DiskFullError: there is not enough free space. Nothing was downloaded.
+        UnsupportedError: a web server; or ``layers`` of a format that actshard does not write.
+        Errors of :func:`actshard.open`.
+    """
+    target = target_of(folder)
+    chosen = _layers(layers)
+    check = _arguments.switch(check, "check")
+    source = Location.of_any(url, storage_options)
+    if not source.lists:
+        raise UnsupportedError("a web server cannot list files to stage. Use actshard.convert", path=source)
+    with boundary(target, "stage"):
+        return _staged(source, lambda: Location.of_any(url, storage_options), target, chosen, check, progress)
+
+
+def origin(path: Path) -> dict[str, Any] | None:
+    """Source, revision and layers of a staged dataset, from its folder or the one above; None for other datasets."""
+    for folder in (path, path.parent):
+        marker = read_marker(folder / MARKER)
+        if marker is not None:
+            return {"source": marker.source, "revision": marker.revision, "layers": marker.layers}
+    return None
+
+
+def _layers(layers: Any) -> tuple[Layer, ...] | None:
+    if layers is None:
+        return None
+    return several(layers)
+
+
+def _staged(
+    source: Location,
+    again: Callable[[], Location],
+    target: Path,
+    layers: tuple[Layer, ...] | None,
+    check: bool,
+    progress: StageProgress | None,
+) -> Staged:
+    offline = str(source).startswith("hf://") and os.environ.get("HF_HUB_OFFLINE", "").upper() in (
+        "1",
+        "ON",
+        "YES",
+        "TRUE",
+    )
+    work = staging_folder(target)
+    refuse_staging(target)
+    listed = None
+    if check and not offline:
+        listed = list_files(source)
+    if not work.exists() and (done := complete(source, target, layers, listed)) is not None:
+        LOG.info("%s: already staged at %s", source, target)
+        return done
+    make_folder(target.parent)
+    with turn(work) as waited:
+        refuse_staging(target)  # a plan that began meanwhile
+        recover(target, work / "new", work / "old")
+        done = complete(source, target, layers, listed)
+        if done is None and (waited or listed is None):
+            # Another process may have staged a newer state than the listing of this one.
+            source = again()
+            listed = list_files(source)
+            done = complete(source, target, layers, listed)
+        LOG.info("%s: %s %s", source, "staging to" if done is None else "another process staged it to", target)
+        if done is None:
+            assert listed is not None
+            check_target(source, target, layers)
+            tell = progress or (lambda what, n, total: None)
+            done = _download(source, listed, target, work, layers, tell, again)
+        for name in ("new", "parts", "plan.json"):
+            remove(work / name)
+        return done
+
+
+def _download(
+    source: Location,
+    listed: Listed,
+    target: Path,
+    work: Path,
+    layers: tuple[Layer, ...] | None,
+    tell: StageProgress,
+    again: Callable[[], Location],
+) -> Staged:
+    place, name, marker = find_source(source, listed, layers)
+    inside, wanted = marker.inside, marker.listed
+    old = read_marker(work / "plan.json")
+    if old is None or not is_same(old, source, layers) or (old.below, old.inside) != (marker.below, inside):
+        remove(work / "new")
+        old = None
+    remove(work / "parts")
+    if layers is not None:
+        return _convert(place, name, marker, old, target, work, tell)
+    base = work / "new" / inside
+    keep(base, wanted, old)
+    link(base, wanted, target, source)
+    missing = {n: size for n, (size, _) in wanted.items() if size_of(f"{base}/{n}") != size}
+    LOG.info("%s: %d of %d files are read, the others are there", source, len(missing), len(wanted))
+    check_space(target, sum(missing.values()))
+    write_marker(work / "plan.json", marker)
+    copy(place, missing, base, work / "parts", tell)
+    if str(source).startswith("hf://"):
+        check_digests(base, {n: wanted[n][1] for n in missing})
+    check_versions(again, base, marker.below, {n: wanted[n] for n in missing})
+    files = {n: size for n, (size, _) in wanted.items()}
+    return put(marker, files, sum(missing.values()), target, work / "new", work / "old")
+
+
+def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | None) -> tuple[Location, str, Marker]:
+    """The dataset at or below a source: its place, its format, and the marker that a copy of it gets.
+
+    Raises:
+        UnfinishedError: it is being written.
+        ArgumentError, UnsupportedError: ``layers`` of a dataset whose layers cannot be copied.
+        Errors of :func:`actshard.open`.
+    """
+    if not _holds_cache(listed):
+        check_finished(source)
+    place, name = find_any(source)
+    if (place / PUSHING).exists():  # a token cache's ledger is uploaded last, but may be there from before
+        raise UnfinishedError(
+            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=place
+        )
+    below = place.relative_to(source)
+    wanted = within(listed, below)
+    if not wanted:
+        raise NotAFileError("expected the folder of a dataset, found a file", path=place)
+    if layers is not None and name == of_tokens():
+        raise ArgumentError("layers: a token cache has no layers", path=place)
+    if layers is not None and name not in formats.written():
+        raise UnsupportedError(f"layers: actshard does not write {name}. Stage all layers, or convert", path=place)
+    known = formats.get(name)
+    inside = place.name if known.writes and known.target().names_itself else ""
+    marker = Marker(
+        str(source), revision_of(source), None if layers is None else list(layers), below, inside, wanted, {}, []
+    )
+    return place, name, replace(marker, origin=origin_of(source))
+
+
+def _holds_cache(listed: Listed) -> bool:
+    return any(name.rpartition("/")[2] == "shard_ledger.json" for name in listed)
+
+
+def _convert(
+    place: Location, name: str, marker: Marker, old: Marker | None, target: Path, work: Path, tell: StageProgress
+) -> Staged:
+    """Writes a dataset of some layers, in the same format."""
+    new, layers = work / "new", marker.layers
+    if old is None or old.listed != marker.listed:
+        remove(new)
+    before = received(place)
+    store = open_quietly(place, name, "auto", "160MiB")
+    for layer in layers or ():
+        store.group_of(layer)
+    counts = store.token_counts if store.contents.counts_are_cheap else None
+    if counts is not None:
+        check_space(target, int(counts.sum()) * len(layers or ()) * store.d_model * store.dtype.itemsize)
+    write_marker(work / "plan.json", marker)
+    done = convert(
+        store, new, name, layers=layers, resume=True, progress=lambda n, total, _: tell("examples", n, total)
+    )
+    fetched = received(place) - before if place.is_remote else None
+    return put_layers(marker, done, fetched, target, new, work / "old")
+
+
+def put_layers(marker: Marker, done: Conversion, fetched: int | None, target: Path, new: Path, old: Path) -> Staged:
+    """As :func:`put`, for a dataset of some layers that was converted into ``new``; ``fetched`` None: its own size."""
+    inside = done.path.relative_to(new).as_posix()
+    files = {f: size for f, (size, _) in list_files(Location.of(done.path)).items()}
+    made = replace(marker, inside="" if inside == "." else inside, losses=[str(loss) for loss in done.losses])
+    return put(made, files, sum(files.values()) if fetched is None else fetched, target, new, old)

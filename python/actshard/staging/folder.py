@@ -1,0 +1,231 @@
+"""The staged folder and its working folder: turns of processes, whether a copy is complete, and replacing one by another."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import itertools
+import os
+import posixpath
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from actshard import _arguments
+from actshard.errors import ActshardError, ArgumentError, ExistsError, FormatError, LockedError, MissingFileError
+from actshard.layers import Layer, listing
+from actshard.location import Location
+from actshard.staging.listing import origin_of, within
+from actshard.staging.marker import Listed, Marker, Staged, read_marker, state_of, write_marker
+from actshard.work import STAGED, Lock, make_folder, remove, sync_folders, sync_tree
+
+
+def target_of(folder: Any) -> Path:
+    """The folder that a user named, checked; variables of the environment are expanded."""
+    if isinstance(folder, str):
+        folder = os.path.expandvars(folder)
+        left = re.search(r"\$(?:\w+|\{[^}]*\})", folder)
+        if left:
+            raise ArgumentError(f"folder: expected a variable of the environment, found none named {left.group()}")
+    path = _arguments.local_path(folder, "folder")
+    if not path.name:
+        raise ArgumentError("folder: expected a folder below /, found /")
+    return Path(os.path.realpath(path.parent)) / path.name if not path.is_symlink() else path.resolve()
+
+
+@contextlib.contextmanager
+def turn(work: Path) -> Iterator[bool]:
+    """Holds the lock of a working folder; yields whether it had to wait. Removes the folder, unless it holds a part of a copy."""
+    lock, waited, pause = Lock(work), False, 0.02
+    while True:
+        try:
+            make_folder(work)
+            lock.take()
+            break
+        except LockedError:
+            waited = True
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        except MissingFileError:  # a process that finished removed the folder in between
+            continue
+    try:
+        yield waited
+    finally:
+        _release(lock, work)
+
+
+def _release(lock: Lock, work: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not (work / "new").exists():
+            remove(work / "plan.json")
+            remove(work / "parts")
+            if [entry.name for entry in work.iterdir()] == [lock.path.name]:
+                lock.path.unlink()
+    lock.release()
+    with contextlib.suppress(OSError):
+        work.rmdir()  # not if another process locks it again
+
+
+def leave(work: Path) -> None:
+    """Removes a working folder, unless it holds a part of a copy, or another process has its turn."""
+    lock = Lock(work)
+    with contextlib.suppress(ActshardError):
+        if work.is_dir():
+            lock.take()
+            _release(lock, work)
+
+
+def recover(target: Path, new: Path, old: Path) -> None:
+    """Finishes or undoes a replacement that was interrupted between its two renames; see :func:`put`."""
+    if old.exists() and not target.exists():
+        (new if (new / STAGED).exists() else old).replace(target)
+    _discard(old, target)
+
+
+def _others(folder: Path) -> list[str]:
+    """Files and links in a copy that were not staged, relative to it."""
+    marker = read_marker(folder / STAGED)
+    staged = {STAGED, *(posixpath.join(marker.inside, name) for name in marker.files)} if marker else set()
+    found = []
+    for at, folders, names in os.walk(folder, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]  # noqa: PTH114, PTH118 -- walk gives texts
+        below = os.path.relpath(at, folder)
+        found += [os.path.normpath(os.path.join(below, name)) for name in (*names, *links)]  # noqa: PTH118 -- walk gives texts
+    return sorted(name for name in found if name not in staged)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _discard(old: Path, target: Path) -> None:
+    """Removes a copy that was replaced. Files of the user are moved to the new one; what cannot be moved is kept beside it."""
+    if not os.path.lexists(old):
+        return
+    others = _others(old)
+    if others and read_marker(old / STAGED) is not None:  # else a file of the old copy could be taken for the user's
+        for name in others:
+            place = target / name
+            if not os.path.lexists(place):
+                with contextlib.suppress(OSError):
+                    make_folder(place.parent)
+                    (old / name).rename(place)
+        others = _others(old)
+    if others:
+        number = next(n for n in itertools.count(1) if not os.path.lexists(_kept(target, n)))
+        old.rename(_kept(target, number))
+    else:
+        remove(old)
+
+
+def _kept(target: Path, number: int) -> Path:
+    return target.with_name(f".{target.name}.actshard-kept-{number}")
+
+
+def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, listed: Listed | None) -> Staged | None:
+    """The copy in the folder, if it is whole, and equal to the listing; None: it is not compared."""
+    marker = read_marker(target / STAGED)
+    if marker is None or not is_same(marker, source, layers) or not marker.is_whole(target):
+        return None
+    if listed is not None and (within(listed, marker.below) != marker.listed or marker.changed(target)):
+        return None
+    return marker.result(target)
+
+
+def is_same(marker: Marker, source: Location, layers: tuple[Layer, ...] | None) -> bool:
+    """Whether a marker is of this source and these layers."""
+    origin = origin_of(source)
+    elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
+    named = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
+    return named and not elsewhere
+
+
+def check_target(source: Location, target: Path, layers: tuple[Layer, ...] | None) -> None:
+    """Raises unless the folder is missing, empty, or an older copy."""
+    if not os.path.lexists(target):
+        return
+    if os.path.ismount(target):  # it cannot be renamed
+        raise ExistsError("is a mount point, which cannot be replaced. Choose a folder below it", path=target)
+    if _is_working_folder(target):
+        raise ExistsError(
+            "is the working folder of this process, or above it, and would be replaced. Choose a folder below the working folder",
+            path=target,
+        )
+    if not target.is_dir():
+        raise ExistsError("expected a folder, or nothing, found a file. Choose another folder", path=target)
+    marker = read_marker(target / STAGED)
+    if marker is None:
+        if any(target.iterdir()):
+            raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    elif not is_same(marker, source, layers):
+        what = "all layers" if marker.layers is None else f"layers {listing(marker.layers)}"
+        if marker.origin is not None and marker.origin != origin_of(source):
+            what += " (from another server)"
+        raise ExistsError(f"contains {what} of {marker.source}. Choose another folder, or remove this one", path=target)
+
+
+def _is_working_folder(target: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(target.resolve())
+    except OSError:  # it was removed
+        return False
+
+
+def _check_others(new: Path, target: Path) -> None:
+    """Raises if files of the user in the folder could not be carried over into the new copy."""
+    others, marker = _others(target), read_marker(target / STAGED)
+    if others and marker is None:
+        raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    edited = (
+        [] if marker is None else [name for name in marker.changed(target) if not _are_equal(marker, name, new, target)]
+    )
+    if edited:
+        listed = ", ".join(edited[:20]) + (f" and {len(edited) - 20} more" if len(edited) > 20 else "")
+        raise ExistsError(
+            f"contains files that were changed after they were staged: {listed}. Move them away to have them staged again, or "
+            "choose another folder",
+            path=target,
+        )
+    taken = [name for name in others if any(_is_taken(new, name, above) for above in (name, *_above(name)))]
+    if taken:
+        listed = ", ".join(taken[:20]) + (f" and {len(taken) - 20} more" if len(taken) > 20 else "")
+        raise ExistsError(
+            f"contains files of yours whose names the new copy needs: {listed}. Move them, or choose another folder",
+            path=target,
+        )
+
+
+def _are_equal(marker: Marker, name: str, new: Path, target: Path) -> bool:
+    near, far = target / marker.inside / name, new / marker.inside / name
+    return near.is_file() and far.is_file() and filecmp.cmp(near, far, shallow=False)
+
+
+def _is_taken(new: Path, name: str, above: str) -> bool:
+    """Whether the new copy has a name, or a file where that of a user needs a folder."""
+    return (
+        os.path.lexists(new / above) if name == above else os.path.lexists(new / above) and not (new / above).is_dir()
+    )
+
+
+def _above(name: str) -> list[str]:
+    return [str(above) for above in PurePosixPath(name).parents][:-1]
+
+
+def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new: Path, old: Path) -> Staged:
+    """Gives the copy in ``new`` its name, in place of an older one, which is ``old`` for a moment."""
+    times = {name: state_of(f"{new}/{marker.inside}/{name}")[1] or 0 for name in files}
+    made = replace(marker, files=files, times=times)
+    if not made.is_whole(new):
+        raise FormatError("expected a complete copy, found files that are missing. Stage again", path=target)
+    write_marker(new / STAGED, made)
+    sync_tree(new)
+    if target.exists():
+        _check_others(new, target)
+        target.replace(old)
+    new.replace(target)
+    _discard(old, target)
+    sync_folders([target.parent])
+    return made.result(target, fetched)

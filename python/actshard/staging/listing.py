@@ -1,0 +1,65 @@
+"""The files of a source, and what else identifies it."""
+
+from __future__ import annotations
+
+from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, boundary
+from actshard.location import Location
+from actshard.staging.marker import Listed
+from actshard.storage import Remote
+
+_DEEPEST = 32
+
+
+def list_files(source: Location) -> Listed:
+    """All files below a location. Remote stores are listed once, in as few requests as they allow."""
+    source.list_below()
+    with boundary(source, "list"):
+        if source.kind() == "file":
+            raise NotAFileError("expected the folder of a dataset, found a file", path=source)
+        found: Listed = {}
+        if source.exists():
+            _walk(source, "", found, 0)
+    if not found:
+        raise MissingFileError("expected a dataset, found nothing", path=source)
+    return found
+
+
+def _walk(folder: Location, above: str, found: Listed, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise FormatError(f"expected at most {_DEEPEST} folders below each other", path=folder)
+    for entry in folder.entries():
+        if entry.name.startswith(".actshard"):  # working files of writers; markers of staged copies
+            continue
+        below, name = folder / entry.name, f"{above}{entry.name}"
+        if entry.kind == "folder":
+            _walk(below, f"{name}/", found, depth + 1)
+        elif entry.kind == "file":
+            state = below.stat()
+            found[name] = (state.size, state.version)
+
+
+def within(listed: Listed, below: str) -> Listed:
+    """The part of a listing below a folder."""
+    if below == ".":
+        return listed
+    return {name[len(below) + 1 :]: entry for name, entry in listed.items() if name.startswith(f"{below}/")}
+
+
+def revision_of(source: Location) -> str | None:
+    """The commit of a dataset of the hub."""
+    return source.storage.native.revision if isinstance(source.storage, Remote) else None
+
+
+def received(source: Location) -> int:
+    """Bytes received from a remote store so far."""
+    return source.storage.native.counts()[1] if isinstance(source.storage, Remote) else 0
+
+
+def origin_of(source: Location) -> str | None:
+    """A digest of endpoint and account. None if it is not known, and for the hub: there the commit identifies the files."""
+    if not isinstance(source.storage, Remote) or str(source).startswith("hf://"):
+        return None
+    try:
+        return source.storage.native.origin()
+    except ActshardError:  # options that cannot be used: the first request explains it
+        return None
