@@ -118,7 +118,7 @@ def test_cancelled_elements_are_run_again(work: Work, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLOWLY", "1")  # an element lives for some seconds after scancel
     cancelling = when(lambda: len(work.begun()) >= 3, lambda: ask("scancel", running()[0]))
     with pytest.raises(
-        actshard.TasksFailedError, match=r"element \d+_\d of the array ended as .*; its log: "
+        actshard.TasksFailedError, match=r"element \d+_\d of the array ended as .*; its log /.*\.err: ."
     ) as failed:
         actshard.run(work.plan, on="slurm", array_size=2, keep_going=True)
     cancelling.join()
@@ -169,6 +169,16 @@ def test_a_driver_that_was_killed_is_started_again(work: Work) -> None:
     work.check()
     assert not running()  # nor those of the first driver
     assert not work.plan.work.exists()
+
+
+def test_a_driver_may_run_in_a_job(work: Work) -> None:
+    """Its variables, such as memory by processor, contradict those of the array."""
+    command = f"{ACTSHARD} run {work.file} --on slurm -o array_size=2 -o memory=200MiB -o cpus=2"
+    submitted("--mem-per-cpu=300", "--ntasks=2", "--cpus-per-task=1", "--array=1-1", "--wrap", command)
+    until(lambda: not running(), "the driver")
+    assert not work.plan.left(), log(work.folder)
+    work.check()
+    assert {note.read_text() for note in work.notes.iterdir()} == {"2"}  # threads
 
 
 def test_an_error_of_a_task_cancels_the_other_elements(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from time import sleep
 from typing import Any
@@ -72,8 +71,8 @@ def execute(
     except ImportError as error:
         raise MissingExtraError.of("running a plan on Slurm", "slurm") from error
     real = cluster == "slurm"
-    if real and not all(map(shutil.which, ("sbatch", "srun", "squeue"))):
-        raise ArgumentError("on: expected sbatch, srun and squeue of a Slurm cluster on PATH, found none")
+    if real:
+        squeue.check_installed()
     name = f"actshard-{plan.id[:8]}"
     options = {
         "timeout_min": limit,
@@ -98,7 +97,8 @@ def execute(
     try:
         executor = submitit.AutoExecutor(logs or plan.work / "logs", cluster, slurm_max_num_timeout=_MOST_REQUEUES)
         executor.update_parameters(**options)
-        jobs = executor.map_array(Element(limit), [file] * count, shares)
+        with squeue.outside_of_jobs():
+            jobs = executor.map_array(Element(limit), [file] * count, shares)
     except (NameError, AssertionError, ValueError) as error:
         raise ArgumentError(f"slurm_options: {error}") from error
     except submitit.core.utils.FailedJobError as error:
@@ -137,12 +137,11 @@ def _said(plan: Plan, job: Any, share: list[int], state: str | None) -> list[Any
     for folder in (job.paths.folder, plan.book.tasks):
         with contextlib.suppress(OSError):  # network file systems look again at a folder whose mode is set
             folder.chmod(folder.stat().st_mode)
-    if state is None or job.paths.result_pickle.exists():
-        error = job.exception()
-        if error is None:
-            return list(job.result())
-        state = f"{job.state}: {(str(error).strip().splitlines() or [repr(error)])[-1]}"
-    why = f"element {job.job_id} of the array ended as {state}{_HINTS.get(state, '')}; its log: {job.paths.stderr}"
+    if (state is None or job.paths.result_pickle.exists()) and job.exception() is None:
+        return list(job.result())
+    state = state or "FAILED"
+    last = (job.stderr() or "").strip().rpartition("\n")[2]
+    why = f"element {job.job_id} of the array ended as {state}{_HINTS.get(state, '')}; its log {job.paths.stderr}: {last:.300}"
     done = plan.book.done()
     return [
         {"task": task, "bytes": 0} if task in done else lost(task, LostWorkerError(why, path=plan.work))

@@ -5,10 +5,14 @@ submitit asks ``sacct``, which clusters without accounting do not have, every te
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from actshard.errors import ArgumentError
 
 ASK_SECONDS = 15.0
 """Least seconds between two questions to Slurm's controller, which all users share."""
@@ -49,6 +53,25 @@ class Queue:
     def cancel(self) -> None:
         """Cancels the array."""
         _slurm("scancel", "--quiet", self._array)
+
+
+def check_installed() -> None:
+    """Raises ArgumentError on a machine without Slurm's commands."""
+    if lacking := [name for name in ("sbatch", "srun", "squeue", "scancel") if shutil.which(name) is None]:
+        raise ArgumentError(
+            f"on: expected sbatch, srun, squeue and scancel of a Slurm cluster on PATH, found no {', '.join(lacking)}"
+        )
+
+
+@contextlib.contextmanager
+def outside_of_jobs() -> Iterator[None]:
+    """Hides the variables of the job in which the driver runs: its array would inherit resources from them, or be refused."""
+    hidden = [n for n in os.environ if n.startswith(("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")) and n != "SLURM_CONF"]
+    before = {name: os.environ.pop(name) for name in hidden}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def clear(name: str) -> None:
