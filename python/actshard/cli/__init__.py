@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json as json_module
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +13,48 @@ import typer
 import typer.core
 
 import actshard
-from actshard import formats
+from actshard.cli._options import (
+    CacheFolder,
+    CacheLayout,
+    CacheOption,
+    CacheStorage,
+    ChatTemplate,
+    ConvertColumns,
+    ConvertDtype,
+    ConvertExamples,
+    ConvertLayers,
+    ConvertSource,
+    ConvertTarget,
+    ConvertTokens,
+    DifferentModels,
+    FormatOption,
+    JsonOption,
+    KeepShards,
+    LayoutOption,
+    LongStorageOption,
+    OutOption,
+    PadOption,
+    PartOption,
+    PathArgument,
+    PhysicalOption,
+    PlanArgument,
+    RowFormatOption,
+    RowOptions,
+    ShardBytes,
+    SkipErrors,
+    StatsLayers,
+    StatsTokens,
+    StorageOption,
+    TargetOptions,
+    TextSources,
+    TokenDtype,
+    TokenizerOption,
+    TokensPerExample,
+    ToOption,
+    TruncateOption,
+)
+from actshard.cli._output import output
+from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 from actshard.runners import ENGINES
 
@@ -49,44 +88,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(plan_app, name="plan")
 cache_app = typer.Typer(no_args_is_help=True, help="The cache on disk of remote datasets (--cache, cache=).")
 app.add_typer(cache_app, name="cache")
-
-CacheFolder = Annotated[
-    str | None,
-    typer.Argument(help="Its folder. Default: $ACTSHARD_CACHE, or ~/.cache/actshard.", show_default=False),
-]
-PathArgument = Annotated[
-    str,
-    typer.Argument(
-        help="The dataset's folder, or a folder that contains one dataset; or its URL (s3, gs, az, https, hf).",
-        show_default=False,
-    ),
-]
-_STORAGE_HELP = (
-    "For a URL: an option of its storage, such as region=eu-west-1 or anon=true. Repeatable. Other users can see the words of a "
-    "command: pass secrets in environment variables (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)."
-)
-StorageOption = Annotated[
-    list[str] | None, typer.Option("--storage-option", "-o", metavar="KEY=VALUE", help=_STORAGE_HELP)
-]
-LongStorageOption = Annotated[
-    list[str] | None, typer.Option("--storage-option", metavar="KEY=VALUE", help=_STORAGE_HELP)
-]
-CacheOption = Annotated[
-    str,
-    typer.Option(
-        "--cache", metavar="SIZE|FOLDER", help="For a URL: keep what is read on the local disk, such as 50GiB."
-    ),
-]
-FormatOption = Annotated[str | None, typer.Option("--format", help=f"{', '.join(formats.names())}. Default: detected.")]
-LayoutOption = Annotated[
-    str | None, typer.Option("--layout", metavar="FILE", help="A layout.toml that describes the folder's files.")
-]
-PlanArgument = Annotated[
-    str, typer.Argument(metavar="PLAN", help="The plan's JSON file, by Plan.save.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _version(asked: bool) -> None:
@@ -123,25 +127,25 @@ def info_command(
         from actshard.cli import info as verb
 
         proposal = verb.guessed(at)
-        _print(json, lambda: {"layout": proposal.text, "unsure": proposal.unsure}, lambda: print(proposal.text, end=""))
+        output(json, lambda: {"layout": proposal.text, "unsure": proposal.unsure}, lambda: print(proposal.text, end=""))
         return
     if layout is not None:
         from actshard.cli import info as verb
 
         store = actshard.open(at, format, layout=layout)
-        _print(json, lambda: verb.about(store), lambda: verb.show(store))
+        output(json, lambda: verb.about(store), lambda: verb.show(store))
         return
     tokens = _cache_at(at, format)
     if tokens is not None:
         from actshard.cli import caches
         from actshard.cli.info import whence
 
-        _print(json, lambda: caches.about(tokens) | whence(at), lambda: caches.show_info(tokens))
+        output(json, lambda: caches.about(tokens) | whence(at), lambda: caches.show_info(tokens))
         return
     from actshard.cli import info as verb
 
     store = actshard.open(at, format)
-    _print(json, lambda: verb.about(store), lambda: verb.show(store))
+    output(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
 @app.command("head")
@@ -162,19 +166,19 @@ def head_command(
         from actshard.cli import caches
 
         found = caches.tokenizer_of(tokens, tokenizer)
-        _print(json, lambda: caches.rows(tokens, n, found), lambda: caches.show_rows(tokens, n, found))
+        output(json, lambda: caches.rows(tokens, n, found), lambda: caches.show_rows(tokens, n, found))
         return
     from actshard.cli import head as verb
 
     store = actshard.open(at, format, layout=layout)
-    _print(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
+    output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 
 @app.command("stats")
 def stats_command(
     path: PathArgument,
-    layer: Annotated[str, typer.Option(help="Layers: comma-separated names. Default: all.")] = "",
-    tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
+    layer: StatsLayers = "",
+    tokens: StatsTokens = "content",
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
@@ -188,7 +192,7 @@ def stats_command(
     found = verb.run(
         store, store.layers if named == "all" else named if isinstance(named, list) else [named], tokens, quiet=json
     )
-    _print(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
+    output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
 
 
 @app.command("bench-stream")
@@ -226,7 +230,7 @@ def bench_stream_command(
         dtype=dtype or None,
         seed=seed,
     )
-    _print(json, lambda: found, lambda: verb.show(found))
+    output(json, lambda: found, lambda: verb.show(found))
 
 
 def _layers_named(store: actshard.Store, words: str) -> Any:
@@ -245,33 +249,19 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
 
 @app.command("convert")
 def convert_command(
-    source: Annotated[str, typer.Argument(help="The dataset to convert: a path or a URL.", show_default=False)],
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help="The folder to create, or its parent for formats that name their datasets; or a URL.",
-            show_default=False,
-        ),
-    ] = None,
-    to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.")] = "",
-    layer: Annotated[
-        str, typer.Option(help="Layers to convert: comma-separated names; -1=23 renames. Default: all.")
-    ] = "",
-    examples: Annotated[str, typer.Option(help="Examples to convert: first:last, or comma-separated numbers.")] = "",
-    columns: Annotated[
-        str, typer.Option(help="Columns to convert: comma-separated names; label=verb renames; none. Default: all.")
-    ] = "",
-    tokens: Annotated[str, typer.Option(help="all, content or last.")] = "all",
-    dtype: Annotated[str, typer.Option(help="Dtype to store: float16, float32, ... Default: the source's.")] = "",
-    pad: Annotated[bool, typer.Option("--pad", help="Pad short examples with zeros.")] = False,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut long examples.")] = False,
-    tokens_per_example: Annotated[
-        int, typer.Option(min=0, help="Tokens per example for --pad and --truncate. 0: from the source.")
-    ] = 0,
-    shard_bytes: Annotated[str, typer.Option(help="Approximate size of a shard, such as 256MB.")] = "",
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="Option of the target format: name=value. Repeatable.")
-    ] = None,
+    source: ConvertSource,
+    target: ConvertTarget = None,
+    to: ToOption = "",
+    layer: ConvertLayers = "",
+    examples: ConvertExamples = "",
+    columns: ConvertColumns = "",
+    tokens: ConvertTokens = "all",
+    dtype: ConvertDtype = "",
+    pad: PadOption = False,
+    truncate: TruncateOption = False,
+    tokens_per_example: TokensPerExample = 0,
+    shard_bytes: ShardBytes = "",
+    option: TargetOptions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
@@ -310,7 +300,7 @@ def convert_command(
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
         previews = verb.previews(at, folder, to or None, own)
-        _print(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
+        output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
         if to and previews[0].refused:
             raise typer.Exit(1)
         return
@@ -320,23 +310,17 @@ def convert_command(
         )
     own |= {"target_options": options_named(target_option) or None, "scratch": scratch or None}
     done = verb.run(at, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
-    _print(json, done.as_dict, lambda: verb.show(done))
+    output(json, done.as_dict, lambda: verb.show(done))
 
 
 @app.command("tokenize")
 def tokenize_command(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(help="JSON lines, JSON or parquet files or globs, also compressed.", show_default=False),
-    ] = None,
-    tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json, or that file.")] = "",
-    out: Annotated[Path | None, typer.Option(help="The cache to create: CACHE_DIR/NAME/train.")] = None,
-    form: Annotated[str, typer.Option("--format", help="text, chat, prebuilt or supervised.")] = "text",
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", help="Option of the format, such as text_key=body. Repeatable."),
-    ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A file with a chat template.")] = None,
+    sources: TextSources = None,
+    tokenizer: TokenizerOption = "",
+    out: OutOption = None,
+    form: RowFormatOption = "text",
+    option: RowOptions = None,
+    chat_template: ChatTemplate = None,
     config: Annotated[Path | None, typer.Option(help="Levanter's YAML: builds all caches of all components.")] = None,
     component: Annotated[
         list[str] | None, typer.Option(help="With --config: build only this component. Repeatable.")
@@ -344,14 +328,12 @@ def tokenize_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --config: print the state of each cache without building.")
     ] = False,
-    layout: Annotated[str, typer.Option(help="consolidated or sharded.")] = "consolidated",
-    storage: Annotated[
-        str, typer.Option(help="plain (memory-mapped, no decoding) or lz4 (Levanter's default).")
-    ] = "plain",
-    dtype: Annotated[str, typer.Option(help="Dtype of token ids: int64, int32, uint32 or uint16.")] = "",
+    layout: CacheLayout = "consolidated",
+    storage: CacheStorage = "plain",
+    dtype: TokenDtype = "",
     jobs: Annotated[int, typer.Option(min=0, help="Number of processes. 0: by processors and files.")] = 0,
-    skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Skip invalid records.")] = False,
-    keep_shards: Annotated[bool, typer.Option("--keep-shards", help="Keep the caches of single files.")] = False,
+    skip_errors: SkipErrors = False,
+    keep_shards: KeepShards = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a cache that was built with other settings.")
     ] = False,
@@ -373,7 +355,7 @@ def tokenize_command(
         if sources or out is not None:
             raise actshard.ArgumentError("tokenize: expected no SOURCES and --out with --config, which names both")
         plans = verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=json, **own)
-        _print(json, lambda: plans, lambda: verb.show_plans(plans))
+        output(json, lambda: plans, lambda: verb.show_plans(plans))
         if any(plan["state"] == "missing" for plan in plans):
             raise typer.Exit(1)
         return
@@ -381,22 +363,15 @@ def tokenize_command(
         raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
     named = verb.format_named(form, option or [], chat_template)
     done = verb.run(sources, out, tokenizer, named, quiet=json, **own)
-    _print(json, lambda: done, lambda: verb.show(done))
+    output(json, lambda: done, lambda: verb.show(done))
 
 
 @app.command("merge")
 def merge_command(
     path: Annotated[str, typer.Argument(help="Folder of the parts, or a new folder with --part.", show_default=False)],
-    part: Annotated[
-        list[str] | None,
-        typer.Option("--part", help="A dataset to merge; it is not changed. Repeatable, in this order."),
-    ] = None,
-    physical: Annotated[
-        bool, typer.Option("--physical", help="Make one Zarr store instead of a run with a manifest.")
-    ] = False,
-    different_models: Annotated[
-        bool, typer.Option("--different-models", help="Also merge datasets of different models.")
-    ] = False,
+    part: PartOption = None,
+    physical: PhysicalOption = False,
+    different_models: DifferentModels = False,
     json: JsonOption = False,
 ) -> None:
     """Merge the parts that several processes wrote, or several datasets. Run it again after an interruption.
@@ -406,7 +381,7 @@ def merge_command(
     made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}
-    _print(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
+    output(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
 
 
 @app.command("verify")
@@ -423,7 +398,7 @@ def verify_command(
     from actshard.cli import verify as verb
 
     report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=json)
-    _print(json, report.as_dict, lambda: verb.show(report))
+    output(json, report.as_dict, lambda: verb.show(report))
     _checked.append(path)
     raise typer.Exit(report.status)
 
@@ -458,13 +433,13 @@ def run_command(
     if task:
         numbers = verb.tasks_named(task, found)
         verb.run(found, on, quiet=json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
-        _print(json, lambda: {"done": numbers}, lambda: typer.echo(f"{len(numbers):,} of {len(found):,} tasks: done"))
+        output(json, lambda: {"done": numbers}, lambda: typer.echo(f"{len(numbers):,} of {len(found):,} tasks: done"))
         return
     made = verb.run(found, on, quiet=json, commit=not no_commit, keep_going=keep_going, retries=retries, **options)
     if no_commit:
-        _print(json, made.as_dict, lambda: verb.show_status(found, made, plan))
+        output(json, made.as_dict, lambda: verb.show_status(found, made, plan))
         return
-    _print(json, lambda: verb.plain(made), lambda: verb.show(found, made))
+    output(json, lambda: verb.plain(made), lambda: verb.show(found, made))
     raise typer.Exit(verb.exit_status(made))
 
 
@@ -479,7 +454,7 @@ def status_command(
 
     found = actshard.plan.load(plan)
     for now in verb.statuses(found, watch):
-        _print(json, now.as_dict, lambda now=now: verb.show_status(found, now, plan))  # type: ignore[misc]  # a default in a lambda
+        output(json, now.as_dict, lambda now=now: verb.show_status(found, now, plan))  # type: ignore[misc]  # a default in a lambda
     raise typer.Exit(1 if now.left else 0)
 
 
@@ -490,7 +465,7 @@ def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
 
     found = actshard.plan.load(plan)
     made = found.commit()
-    _print(json, lambda: verb.plain(made), lambda: verb.show(found, made))
+    output(json, lambda: verb.plain(made), lambda: verb.show(found, made))
     raise typer.Exit(verb.exit_status(made))
 
 
@@ -513,7 +488,7 @@ def stage_command(
     from actshard.cli import stage as verb
 
     done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=json)
-    _print(json, done.as_dict, lambda: verb.show(done))
+    output(json, done.as_dict, lambda: verb.show(done))
 
 
 @cache_app.command("info")
@@ -522,7 +497,7 @@ def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> 
     from actshard.cli import caching as verb
 
     found = actshard.cache_info(folder)
-    _print(json, found.as_dict, lambda: verb.show(found))
+    output(json, found.as_dict, lambda: verb.show(found))
 
 
 @cache_app.command("clear")
@@ -533,7 +508,7 @@ def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) ->
     before = actshard.cache_info(folder)
     after = actshard.clear_cache(folder)
     freed = max(before.bytes - after.bytes, 0)
-    _print(json, lambda: {**after.as_dict(), "freed": freed}, lambda: verb.show_cleared(after, freed))
+    output(json, lambda: {**after.as_dict(), "freed": freed}, lambda: verb.show_cleared(after, freed))
 
 
 @app.command("push")
@@ -560,7 +535,7 @@ def push_command(
     options = options_named(storage_option) or None
     own = {"overwrite": overwrite, "verify": verify, "private": private, "links": links, "storage_options": options}
     done = verb.run(folder, url, quiet=json, **own)
-    _print(json, done.as_dict, lambda: verb.show(done))
+    output(json, done.as_dict, lambda: verb.show(done))
 
 
 @app.command("demo")
@@ -593,18 +568,6 @@ def _cache_at(at: Any, format: str | None) -> Any:
     from actshard.tokens.cache import open_cache
 
     return open_cache(at.place)
-
-
-def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
-    if not json:
-        pretty()
-        return
-    text = json_module.dumps(data(), indent=2, ensure_ascii=False, default=str)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a lone surrogate in a name or text, or a terminal without Unicode
-        text = json_module.dumps(data(), indent=2, default=str)
-    typer.echo(text)
 
 
 _COULD_NOT = {"verify": 3, "status": 2}

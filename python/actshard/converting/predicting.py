@@ -22,6 +22,7 @@ from actshard.converting.planning import Asked, checked
 from actshard.converting.running import write_all
 from actshard.errors import ArgumentError, DiskFullError
 from actshard.formats.target import Target
+from actshard.work import existing_above
 
 WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
 """A conversion of at most so many bytes of rows and so many files is made in a scratch folder."""
@@ -132,9 +133,7 @@ def memory(asked: Asked, target: Target, largest: int) -> int:
 
 def refuse_full(root: Path, size: int, files: int) -> None:
     """Raises DiskFullError if the file system of a folder, which need not exist, has not the room for a result."""
-    above = root
-    while not above.exists() and above != above.parent:
-        above = above.parent
+    above = existing_above(root)
     try:
         free = shutil.disk_usage(above).free
         held = os.statvfs(above)

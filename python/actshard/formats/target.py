@@ -476,8 +476,13 @@ def given_time(spec: Spec) -> int | None:
 
     Source of the variable: https://reproducible-builds.org/specs/source-date-epoch.
     """
+    return spec.created if spec.created is not None else environment_time()
+
+
+def environment_time() -> int | None:
+    """The environment variable SOURCE_DATE_EPOCH."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return spec.created if spec.created is not None else int(given) if given.isdecimal() else None
+    return int(given) if given.isdecimal() else None
 
 
 def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -40,14 +40,14 @@ from actshard.errors import (
     from_os,
 )
 from actshard.formats.options import FormatOptions
-from actshard.formats.target import AllExamples, Block, Target
+from actshard.formats.target import AllExamples, Block, Target, environment_time
 from actshard.inputs import inputs_of, newest
 from actshard.layers import Layer
 from actshard.plan import examples
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Result, Verb
+from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_same, complete_at
@@ -129,7 +129,7 @@ def convert(
             "shard_bytes": shard_bytes,
             "metadata": None if metadata is None else dict(metadata),
             "options": dict(options),
-            "created": newest(store),
+            "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
         plan = _planned(_places(src), src_format, asked, target, sizes, overflow, tasks, root)
@@ -344,6 +344,11 @@ class Converting(Verb):
             "bytes": made.rows,
             **told,
         }
+
+    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+        """Fewer examples of the first task, or all of a small one."""
+        said = plan.tasks[0]
+        return super().part(plan, limit) if "layers" in said else shortened(said, "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         at = 0

@@ -499,6 +499,10 @@ class Creating(Verb):
         if divided(plan, "examples", path) != n or any(a == b for a, b in (task["examples"] for task in plan.tasks)):
             raise FormatError(f"field 'tasks': expected ranges of all {n} examples, none of them empty", path=path)
 
+    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+        """None: what a model's capture takes is not known here."""
+        return None
+
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)

@@ -35,6 +35,7 @@ from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     PLAN_FOLDER,
+    existing_above,
     is_merging,
     make_folder,
     refuse_planned,
@@ -114,15 +115,8 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     return Plan("merge", arguments, inputs, made, predicted, work, tuple(notes))
 
 
-def _there(path: Path) -> Path:
-    """The nearest folder that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
 def _device(path: Path) -> int:
-    return _there(path).stat().st_dev
+    return existing_above(path).stat().st_dev
 
 
 def _files(found: Merge, apart: bool) -> list[Assembled]:

@@ -41,7 +41,7 @@ from actshard.plan.reading import (
     wide_groups,
     work_folder,
 )
-from actshard.plan.verb import Beat, Result, Verb
+from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.stats import SUMMED, Stats, Sums
 from actshard.store import Store
 from actshard.stream.selection import Tokens, select
@@ -205,6 +205,10 @@ class Summing(Verb):
             arrays.append(columns)
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
         return {"leaves": list(first_and_end), "layers": made, "bytes": said["bytes"], "units": total}
+
+    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+        """Fewer leaves of the first task."""
+        return shortened(plan.tasks[0], "leaves", limit) if plan.tasks else None
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError for a result of other leaves than the task's."""

@@ -77,6 +77,23 @@ class Verb(ABC):
     def after(self, plan: Planned) -> None:  # noqa: B027 -- most verbs leave nothing outside of the plan's working folder
         """Called when the working folder of a committed plan was removed."""
 
+    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+        """A task of at most ``limit`` bytes that does the same work as the plan's tasks, for a measurement; None: there is none.
+
+        Its result may lack what a task's must have at its borders.
+        """
+        return next((task for task in reversed(plan.tasks) if 0 < int(task["bytes"]) <= limit), None)
+
     def told(self, result: Mapping[str, Any]) -> tuple[int, int]:
         """(bytes read or written, units) of a finished task's result, for rates."""
         return int(result.get("bytes", 0)), int(result.get("units", 0))
+
+
+def shortened(task: Mapping[str, Any], name: str, limit: int) -> dict[str, Any] | None:
+    """A task with fewer of its ``[first, end]`` under ``name``, of about ``limit`` bytes; None if one of them has more."""
+    first, end = task[name]
+    size = int(task["bytes"])
+    count = end - first if size <= limit else (end - first) * limit // size
+    if not count or not size:
+        return None
+    return {**task, name: [first, first + count], "bytes": size * count // (end - first)}

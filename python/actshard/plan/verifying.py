@@ -42,7 +42,7 @@ from actshard.plan.reading import (
     wide_groups,
     work_folder,
 )
-from actshard.plan.verb import Beat, Result, Verb
+from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.store import Store
 from actshard.verifying import of_path
 from actshard.verifying.deep import add_findings, first_row, joined, scan, together
@@ -205,6 +205,10 @@ class Verifying(Verb):
         save(folder / COLUMNS, columns)
         save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
         return {**value, "layers": layers, "units": len(layers)}
+
+    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+        """Fewer examples of the last task; the check of the files is not measured."""
+        return None if plan.arguments["examples"] is None else shortened(plan.tasks[-1], "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError for a result of other examples than the task's."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from actshard.work.files import (
     as_json,
+    existing_above,
     make_folder,
     remove,
     remove_made,
@@ -73,6 +74,7 @@ __all__ = [
     "Lock",
     "as_json",
     "count_parts",
+    "existing_above",
     "is_building",
     "is_merging",
     "locked",

@@ -66,6 +66,13 @@ def remove_made(root: Path, patterns: Iterable[str]) -> None:
             remove(entry)
 
 
+def existing_above(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists: its file system is that of what will be made there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def make_folder(path: Path) -> None:
     """Creates a folder and its parents, and syncs their names to the disk."""
     made = []

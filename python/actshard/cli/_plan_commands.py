@@ -1,0 +1,263 @@
+"""``actshard plan convert | verify | stats | tokenize | merge | stage``: the commands of those names, cut into tasks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import actshard
+from actshard import formats
+from actshard.cli._options import (
+    CacheLayout,
+    CacheStorage,
+    ChatTemplate,
+    ConvertColumns,
+    ConvertDtype,
+    ConvertExamples,
+    ConvertLayers,
+    ConvertSource,
+    ConvertTokens,
+    DifferentModels,
+    FormatOption,
+    FormatOptionsOfPlan,
+    JsonOption,
+    KeepShards,
+    LayoutOption,
+    NoMeasure,
+    PadOption,
+    PathArgument,
+    PhysicalOption,
+    PlanFile,
+    ReplacePlan,
+    RowFormatOption,
+    RowOptionsOfPlan,
+    ShardBytes,
+    SkipErrors,
+    StatsLayers,
+    StatsTokens,
+    TasksOption,
+    TextSources,
+    TokenDtype,
+    TokenizerOption,
+    TokensPerExample,
+    TruncateOption,
+    WorkFolder,
+)
+from actshard.cli._output import output
+
+plan_app = typer.Typer(
+    no_args_is_help=True,
+    help="Cut work into tasks that any machine may run: a Slurm array, Ray, Dask, or processes here. Prints bytes, files, memory "
+    "and time, and what to type next.",
+)
+
+_TASKS = 64
+_FILE = "plan.json"
+
+
+def _made(plan: Any, file: str, replace: bool, no_measure: bool, json: bool) -> None:
+    from actshard.cli import planning as verb
+
+    if file == "-":
+        output(True, plan.as_dict, lambda: None)
+        return
+    path = verb.save(plan, file, replace)
+    told = verb.Told.of(plan, path, None if no_measure else verb.rate(plan, quiet=json))
+    output(json, told.as_dict, lambda: verb.show(told))
+
+
+@plan_app.command("convert")
+def plan_convert_command(
+    source: ConvertSource,
+    target: Annotated[str, typer.Argument(help="The folder to create, which all machines see.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.", show_default=False)],
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    layer: ConvertLayers = "",
+    examples: ConvertExamples = "",
+    columns: ConvertColumns = "",
+    tokens: ConvertTokens = "all",
+    dtype: ConvertDtype = "",
+    pad: PadOption = False,
+    truncate: TruncateOption = False,
+    tokens_per_example: TokensPerExample = 0,
+    shard_bytes: ShardBytes = "",
+    option: FormatOptionsOfPlan = None,
+    format: FormatOption = None,
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a conversion: the result has the bytes of `actshard convert`, for any number of tasks.
+
+    Example: actshard plan convert SRC DST --to zarr --tasks 256 -o plan.json
+    """
+    from actshard.cli import convert as verb
+    from actshard.cli._layers import renamed
+
+    kinds: Any = tokens  # convert() checks it
+    made = actshard.plan.convert(
+        source,
+        target,
+        to,
+        tasks=tasks,
+        layers=renamed(layer, "--layer"),
+        examples=verb.examples_named(examples),
+        columns=verb.columns_named(columns),
+        tokens=kinds,
+        dtype=dtype or None,
+        pad=pad,
+        truncate=truncate,
+        tokens_per_example=tokens_per_example or None,
+        shard_bytes=shard_bytes or None,
+        src_format=format,
+        **verb.options_named(option or []),
+    )
+    _made(made, out, replace, no_measure, json)
+
+
+@plan_app.command("verify")
+def plan_verify_command(
+    path: PathArgument,
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    format: FormatOption = None,
+    layout: LayoutOption = None,
+    work: WorkFolder = "",
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a check of every value: the commit prints the report of `actshard verify --deep`.
+
+    Example: actshard plan verify RUN --tasks 256 -o plan.json
+    """
+    made = actshard.plan.verify(path, tasks=tasks, format=format, layout=layout, work=work or None)
+    _made(made, out, replace, no_measure, json)
+
+
+@plan_app.command("stats")
+def plan_stats_command(
+    path: PathArgument,
+    layer: StatsLayers = "",
+    tokens: StatsTokens = "content",
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    format: FormatOption = None,
+    layout: LayoutOption = None,
+    work: WorkFolder = "",
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan statistics: the commit prints those of `actshard stats`, to the last bit.
+
+    Example: actshard plan stats RUN --layer 5,11 --tasks 64 -o plan.json
+    """
+    from actshard.cli._layers import of_store
+
+    layers = None
+    if layer and layer != "all":
+        with actshard.open(path, format, layout=layout) as store:
+            layers = of_store(layer, store.layers, "--layer")
+    kinds: Any = tokens  # stats() checks it
+    made = actshard.plan.stats(path, layers, tasks=tasks, tokens=kinds, format=format, layout=layout, work=work or None)
+    _made(made, out, replace, no_measure, json)
+
+
+@plan_app.command("tokenize")
+def plan_tokenize_command(
+    sources: TextSources,
+    cache: Annotated[
+        str, typer.Option("--cache", help="The cache to create: CACHE_DIR/NAME/train.", show_default=False)
+    ],
+    tokenizer: TokenizerOption = "",
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    form: RowFormatOption = "text",
+    option: RowOptionsOfPlan = None,
+    chat_template: ChatTemplate = None,
+    layout: CacheLayout = "consolidated",
+    storage: CacheStorage = "plain",
+    dtype: TokenDtype = "",
+    skip_errors: SkipErrors = False,
+    keep_shards: KeepShards = False,
+    work: WorkFolder = "",
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a token cache: the result has the bytes of `actshard tokenize`.
+
+    Example: actshard plan tokenize 'web/*.jsonl' --cache cache/web/train --tokenizer llama --tasks 256 -o plan.json
+    """
+    from actshard.cli.tokenize import format_named
+
+    made = actshard.plan.tokenize(
+        sources or [],
+        cache,
+        tokenizer or None,
+        format_named(form, option or [], chat_template),
+        tasks=tasks,
+        layout=layout,
+        storage=storage,
+        dtype=dtype or None,
+        on_error="skip" if skip_errors else "raise",
+        keep_shards=keep_shards,
+        work=work or None,
+    )
+    _made(made, out, replace, no_measure, json)
+
+
+@plan_app.command("merge")
+def plan_merge_command(
+    target: Annotated[str, typer.Argument(help="A new folder, which all machines see.", show_default=False)],
+    part: Annotated[
+        list[str],
+        typer.Option(
+            "--part", help="A dataset to merge; it is not changed. Repeatable, in this order.", show_default=False
+        ),
+    ],
+    physical: PhysicalOption = False,
+    different_models: DifferentModels = False,
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    work: WorkFolder = "",
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a merge of datasets: the result has the bytes of `actshard merge`.
+
+    Example: actshard plan merge ALL --part run1 --part run2 --tasks 64 -o plan.json
+    """
+    made = actshard.plan.merge(
+        target, part, tasks=tasks, physical=physical, different_models=different_models, work=work or None
+    )
+    _made(made, out, replace, no_measure, json)
+
+
+@plan_app.command("stage")
+def plan_stage_command(
+    source: Annotated[
+        str, typer.Argument(metavar="URL", help="The dataset or token cache: a URL or a path.", show_default=False)
+    ],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The folder to create, which all machines see.", show_default=False)
+    ],
+    layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    replace: ReplacePlan = False,
+    no_measure: NoMeasure = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a copy of a dataset, or some of its layers, to a folder: that of `actshard stage`.
+
+    Example: actshard plan stage s3://bucket/run /scratch/run --layers 5,11 --tasks 64 -o plan.json
+    """
+    from actshard.cli._layers import several
+
+    names = several(layer, "--layers") if layer else None
+    _made(actshard.plan.stage(source, folder, names, tasks=tasks), out, replace, no_measure, json)

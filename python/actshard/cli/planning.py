@@ -1,0 +1,171 @@
+"""``actshard plan``: what a plan takes, and what to type next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from actshard import _arguments
+from actshard.cli._format import console, show_facts, size
+from actshard.cli._progress import progress
+from actshard.errors import ActshardError, ExistsError
+from actshard.plan import Plan, load
+from actshard.plan.measuring import LIMIT, Rate, measure
+from actshard.work import existing_above
+
+_WORKERS = 8
+"""Processes of the second figure of time."""
+
+
+def save(plan: Plan, file: str, replace: bool) -> Path:
+    """Writes a plan's file.
+
+    Raises:
+        ExistsError: there is a file that is not this plan.
+    """
+    path = _arguments.local_path(file, "--out")
+    if not replace and (path.exists() or path.is_symlink()):
+        try:
+            same = load(path).id == plan.id
+        except ActshardError:
+            same = False
+        if not same:
+            raise ExistsError("is not this plan. Pass --replace to replace it, or another -o FILE.", path=path)
+    return plan.save(path)
+
+
+def rate(plan: Plan, *, quiet: bool) -> Rate | None:
+    """Measures a sample of the work, unless there is nothing left of it."""
+    if not plan.left():
+        return None
+    with progress("measuring a sample", quiet=quiet):
+        return measure(plan, LIMIT)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a plan takes.
+
+    Attributes:
+        plan: the plan.
+        path: its file.
+        rate: what was measured.
+        free: free bytes and files of the file system of the working folder; files None: it does not tell.
+    """
+
+    plan: Plan
+    path: Path
+    rate: Rate | None
+    free: tuple[int, int | None]
+
+    @classmethod
+    def of(cls, plan: Plan, path: Path, rate: Rate | None) -> Told:
+        """Looks at the plan's file system."""
+        there = existing_above(plan.work)
+        inodes = os.statvfs(there)
+        return cls(plan, path, rate, (shutil.disk_usage(there).free, inodes.f_favail if inodes.f_files else None))
+
+    def seconds(self, processes: int) -> float | None:
+        """Time of all tasks in so many processes at the measured rate, if nothing they share limits them."""
+        if self.rate is None:
+            return None
+        sizes = [int(task["bytes"]) for task in self.plan.tasks]
+        return max(sum(sizes) / min(processes, len(sizes)), *sizes) / self.rate.per_second
+
+    def commands(self) -> dict[str, str]:
+        """What to type next, by what it does. The first ones also commit."""
+        file, count = shlex.quote(str(self.path)), len(self.plan)
+        made = {"here": f"actshard run {file} --workers {min(os.cpu_count() or 1, count)}"}
+        if count > 1:
+            made |= {f"on {name}": f"actshard run {file} --on {name.lower()}" for name in ("Slurm", "Ray", "Dask")}
+            task = shlex.quote(f"actshard run {file} --task $SLURM_ARRAY_TASK_ID")
+            made["as an array"] = f"sbatch --array=0-{count - 1} --wrap {task}"
+            made["and then"] = f"actshard commit {file}"
+        made["progress"] = f"actshard status {file}"
+        return made
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        said = self.plan.predicted
+        return {
+            "plan": str(self.path),
+            "id": self.plan.id,
+            "verb": self.plan.verb,
+            "work": str(self.plan.work),
+            "tasks": len(self.plan),
+            "notes": list(self.plan.notes),
+            "predicted": {name: getattr(said, name) for name in said.__dataclass_fields__},
+            "free": {"bytes": self.free[0], "files": self.free[1]},
+            "rate": None
+            if self.rate is None
+            else {
+                "bytes": self.rate.bytes,
+                "seconds": self.rate.seconds,
+                "bytes_per_second": self.rate.per_second,
+            },
+            "seconds": {str(n): self.seconds(n) for n in self._processes()},
+            "next": self.commands(),
+        }
+
+    def _processes(self) -> list[int]:
+        return sorted({1, min(_WORKERS, len(self.plan)), len(self.plan)})
+
+    def time(self) -> str:
+        """The time in words."""
+        whole = self.seconds(1)
+        if self.rate is None or whole is None:
+            return "not measured"
+        if whole < 1:
+            return "below 1 s in one process"
+        shown = []
+        for n in self._processes():
+            seconds = self.seconds(n)
+            assert seconds is not None
+            shown.append(f"{duration(seconds)} in {'one process' if n == 1 else f'{n:,} processes'}")
+        return (
+            f"about {', '.join(shown)}: {size(int(self.rate.per_second))}/s in one process here, measured on "
+            f"{size(self.rate.bytes)}. What processes share, a disk or a network, may limit them."
+        )
+
+
+def duration(seconds: float) -> str:
+    """Formats a time: 40 s, 12 min, 3.5 h."""
+    if seconds < 1:
+        return "below 1 s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def show(told: Told) -> None:
+    """Prints what a plan takes, and what to type next."""
+    plan, said = told.plan, told.plan.predicted
+    how = "" if said.exact else ", predicted"
+    lines: list[tuple[str, object]] = [
+        ("plan", f"{escape(str(told.path))}: {plan.verb} in {len(plan):,} task{'s' if len(plan) > 1 else ''}")
+    ]
+    if said.read:
+        lines.append(("reads", size(said.read)))
+    if said.bytes or said.files:
+        lines.append(("writes", f"{size(said.bytes)} in {said.files:,} files{how}"))
+    if said.scratch:
+        lines.append(("scratch", f"{size(said.scratch)} until the commit"))
+    files = "" if told.free[1] is None else f" and {told.free[1]:,} files"
+    lines += [
+        ("free", f"{size(told.free[0])}{files}, for {escape(str(plan.work))}"),
+        ("memory", f"{size(said.memory)} per task"),
+        ("time", told.time()),
+    ]
+    show_facts(lines, ())
+    out = console()
+    for note in plan.notes:
+        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+    width = max(map(len, told.commands()))
+    for what, command in told.commands().items():
+        out.print(f"[dim]{what:<{width}}[/]  {escape(command)}", soft_wrap=True)

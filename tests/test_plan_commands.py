@@ -1,0 +1,208 @@
+"""``actshard plan ...``: plans made, told and run by commands alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+import actshard
+from actshard import cli
+from actshard.cli import _plan_commands, planning
+from actshard.plan import measuring
+from test_runners import Done, command
+
+GOLDEN = Path(__file__).parent / "golden"
+ZARR = GOLDEN / "zarr/single_consolidated/activations.zarr"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "s"
+    rng = np.random.default_rng(0)
+    with actshard.create(path, "zarr", layers=[0, 5], d_model=64) as writer:
+        writer.append(rng.standard_normal((60, 2, 20, 64)).astype(np.float32), columns={"label": np.arange(60) % 2})
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def fine(*words: Any) -> Done:
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_conversion_by_commands_alone(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.chdir(tmp_path)
+    options = (
+        "--to",
+        "lmprobe",
+        "--layer",
+        "5",
+        "--shard-bytes",
+        "20kB",
+        "--dtype",
+        "float16",
+        "--columns",
+        "label=verb",
+    )
+    said = fine("plan", "convert", source, "d", *options, "--tasks", 4)
+    assert "plan.json: convert in " in said.stdout
+    for word in ("reads", "writes", "free", "memory", "time", "actshard run", "sbatch --array=0-", "actshard status"):
+        assert word in said.stdout
+    plan = actshard.plan.load("plan.json")
+    assert len(plan) > 1
+    assert not (tmp_path / "d").exists()
+    for task in range(len(plan)):
+        fine("run", "plan.json", "--task", task)
+    assert "next: actshard commit" in fine("status", "plan.json").stdout
+    fine("commit", "plan.json")
+    fine("convert", source, "e", *options)
+    assert files(tmp_path / "d") == files(tmp_path / "e")
+
+
+def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": f"the {i}"}) + "\n" for i in range(200)))
+    tokenizer = GOLDEN / "levanter/tokenizers/bpe_gpt2style"
+    parts = [tmp_path / "p0", tmp_path / "p1"]
+    for part in parts:
+        shutil.copytree(source, part)
+    calls: list[tuple[tuple[Any, ...], Any]] = [
+        (
+            ("verify", source, "--work", tmp_path / "v", "--tasks", 3),
+            lambda: actshard.plan.verify(source, tasks=3, work=tmp_path / "v"),
+        ),
+        (
+            ("stats", source, "--layer", "5", "--tokens", "all", "--work", tmp_path / "w", "--tasks", 3),
+            lambda: actshard.plan.stats(source, [5], tokens="all", tasks=3, work=tmp_path / "w"),
+        ),
+        (
+            ("merge", tmp_path / "m", "--part", parts[0], "--part", parts[1], "--tasks", 2),
+            lambda: actshard.plan.merge(tmp_path / "m", parts, tasks=2),
+        ),
+        (
+            ("stage", source, tmp_path / "staged", "--layers", "5", "--tasks", 2),
+            lambda: actshard.plan.stage(source, tmp_path / "staged", [5], tasks=2),
+        ),
+        (
+            ("tokenize", text, "--cache", tmp_path / "c/train", "--tokenizer", tokenizer, "--tasks", 3),
+            lambda: actshard.plan.tokenize([text], tmp_path / "c/train", tokenizer, {"type": "text"}, tasks=3),
+        ),
+    ]
+    for number, (words, made) in enumerate(calls):
+        file = tmp_path / f"{number}.json"
+        told = json.loads(fine("plan", *words, "-o", file, "--json", "--no-measure").stdout)
+        plan = made()
+        assert told["id"] == plan.id
+        assert told["rate"] is None
+        assert told["predicted"]["bytes"] == plan.predicted.bytes
+        assert actshard.plan.load(file).id == plan.id
+        done = command("run", file, "--json")
+        assert done.returncode in (0, 1), done.stderr  # 1: warnings of verify
+        assert plan.status().committed or words[0] in ("verify", "stats")
+
+
+OWN = {"tasks", "out", "replace", "no_measure", "json", "work", "cache"}
+ELSEWHERE = {
+    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
+    "verify": {"deep", "storage_option"},
+    "stats": {"storage_option"},
+    "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
+    "merge": {"path"},
+    "stage": {"no_check", "storage_option"},
+}
+"""Options of the commands that a plan has not: it is always resumable, always deep, has no secrets, and jobs are its tasks."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_no_option_of_a_command_is_forgotten(name: str) -> None:
+    whole = inspect.signature(getattr(cli, f"{name}_command")).parameters
+    plan = inspect.signature(getattr(_plan_commands, f"plan_{name}_command")).parameters
+    assert set(whole) - set(plan) - OWN == ELSEWHERE[name]
+    assert set(plan) - set(whole) <= OWN | {"target", "layout"}
+    for each in set(plan) & set(whole) - {"out", "part", "target", "to", "layout", "option", "folder"}:
+        assert plan[each].annotation == whole[each].annotation, each
+        assert plan[each].default in (whole[each].default, inspect.Parameter.empty), each
+
+
+def test_a_file_with_another_plan_is_kept(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    made = ("plan", "convert", source, tmp_path / "d", "--to", "npy", "-o", file, "--no-measure")
+    fine(*made)
+    before = file.read_bytes()
+    fine(*made)
+    assert file.read_bytes() == before
+    refused = command(*made[:4], "--to", "zarr", *made[6:])
+    assert refused.returncode == 1
+    assert "plan.json: is not this plan. Pass --replace" in refused.stderr
+    assert file.read_bytes() == before
+    fine(*made[:4], "--to", "zarr", *made[6:], "--replace")
+    assert file.read_bytes() != before
+    file.write_text("{}")
+    assert "is not this plan" in command(*made).stderr
+    assert json.loads(fine(*made[:6], "-o", "-").stdout)["actshard_plan"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("convert", "nowhere", "d", "--to", "zarr"), "nowhere"),
+        (("convert", ZARR, "d", "--to", "zar"), "format must be one of"),
+        (("convert", ZARR, "d", "--to", "zarr", "--layer", "99"), "99"),
+        (("convert", ZARR, "s3://bucket/d", "--to", "zarr"), "dst: expected a local path"),
+        (("stats", ZARR, "--layer", "x"), "x"),
+        (("verify", "nowhere"), "nowhere"),
+        (("merge", "m", "--part", "nowhere"), "nowhere"),
+        (("tokenize", "nowhere.jsonl", "--cache", "c"), "nowhere.jsonl: expected a file"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_line(
+    words: tuple[Any, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command("plan", *words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("actshard: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["zarr", "lmprobe", "saev", "npy", "pickle"])
+def test_a_sample_is_measured_and_leaves_nothing(source: Path, tmp_path: Path, format: str) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", format, tasks=3)
+    found = measuring.measure(plan)
+    assert found is not None
+    assert 0 < found.bytes <= sum(int(task["bytes"]) for task in plan.tasks)
+    assert found.seconds > 0
+    small = measuring.measure(plan, 20 * 64 * 4 * 2 * 3)
+    assert small is None or small.bytes <= 20 * 64 * 4 * 2 * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_times_are_those_of_the_rate(source: Path, tmp_path: Path) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
+    size = sum(int(task["bytes"]) for task in plan.tasks)
+    told = planning.Told(plan, tmp_path / "p.json", measuring.Rate(size, 7200.0), (1, None))
+    assert told.seconds(1) == pytest.approx(7200)
+    largest = max(int(task["bytes"]) for task in plan.tasks)
+    assert told.seconds(10**6) == pytest.approx(7200 * largest / size)
+    assert "about 2.0 h in one process" in told.time()
+    assert planning.Told(plan, tmp_path / "p.json", None, (1, None)).time() == "not measured"
+
+
+def test_every_plan_command_shows_an_example() -> None:
+    group = typer.main.get_command(_plan_commands.plan_app)
+    for name, each in group.commands.items():  # type: ignore[attr-defined]  # a group of click
+        assert "Example: actshard plan " + name in each.help
