@@ -32,6 +32,8 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture
 	ACTSHARD_KILLS=100 $(BIN)/python -m pytest tests/test_kills.py
 	$(BIN)/python -m tests.torture.faults
+	$(BIN)/python -m tests.torture.plan_kills --kills 500
+	$(BIN)/python -m tests.torture.plan_kills --every
 	$(BIN)/python -m tests.torture.mutations --each 4000
 	FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
 	./scripts/sanitize.sh loom

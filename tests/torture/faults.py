@@ -66,8 +66,8 @@ CALLS: dict[str, tuple[str, ...]] = {
 SECONDS = 60
 """Timeout of a job, which normally takes milliseconds."""
 _PAGE = 1 << 17
-_LATE = ("actshard", "pyarrow", "tokenizers", "jinja2", "markupsafe", "numpy", "yaml", "json", "concurrent")
-"""Packages imported on demand. Imported first, so that no faults are injected into imports."""
+_LATE = ("actshard", "pyarrow", "tokenizers", "jinja2", "markupsafe", "numpy", "yaml", "json", "concurrent", "pandas")
+"""Packages imported on demand, pandas by pyarrow. Imported first, so that no faults are injected into imports."""
 
 
 @dataclass
