@@ -159,9 +159,10 @@ def _child(job: str, folder: Path, shared: mmap.mmap, begin: int) -> None:
         os._exit(code)
 
 
-def _attach(child: int, inject: str | None, log: Path | None) -> subprocess.Popen[str]:
+def _attach(child: int, inject: str | None, log: Path | None, only: str | None = None) -> subprocess.Popen[str]:
+    """Attaches strace to a child; `only`: of the calls, those on this path are counted."""
     assert STRACE is not None
-    command = [STRACE, "-f", "-p", str(child)]
+    command = [STRACE, "-f", "-p", str(child), *(["-P", only] if only else [])]
     if inject is not None:
         call = inject.split(":")[0]
         command += ["-e", f"trace={call}", "-e", f"inject={inject}", "-o", os.devnull]

@@ -37,16 +37,15 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tests.torture import faults
 from tests.torture.plan_cases import EPOCH, Case, cases, plain
 
 import actshard
-from actshard.plan import converting
 
 SECONDS = 60
 """Timeout of a child, which normally takes milliseconds."""
@@ -97,7 +96,9 @@ class Child:
     told: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def fork(cls, work: Callable[[], Any], inject: str | None = None, log: Path | None = None) -> Child:
+    def fork(
+        cls, work: Callable[[], Any], inject: str | None = None, log: Path | None = None, only: str | None = None
+    ) -> Child:
         shared = mmap.mmap(-1, _PAGE)
         begin, go = os.pipe()
         pid = os.fork()
@@ -107,7 +108,7 @@ class Child:
         os.close(begin)
         made = cls(pid, shared, go)
         if inject is not None or log is not None:
-            made.tracer = faults._attach(pid, inject, log)
+            made.tracer = faults._attach(pid, inject, log, only)
         os.write(go, b"x")
         os.close(go)
         return made
@@ -299,9 +300,9 @@ class Bench:
     # -- every change of a name ------------------------------------------------------------------------------------
 
     def every(self, stage: str, calls: tuple[str, ...] = (), part: tuple[int, int] = (0, 1)) -> tuple[int, int]:
-        """Kills a task, or the commit, before each change of a name, and goes on. Returns the numbers of kills and threads.
+        """Kills a task, or the commit, before each change of a name, and goes on. Returns the numbers of kills and points.
 
-        Where threads of Rust change names, too, the first thread that comes to its n-th call dies.
+        A point is missed if it has the random name of another run.
 
         Args:
             stage: ``"task"``: the second, after all others; or ``"commit"``.
@@ -309,7 +310,7 @@ class Bench:
             part: ``(k, n)``: of these points, the k-th, the (k + n)-th and so on.
         """
         task = min(1, self.tasks - 1)
-        work = _in_one_thread(self.stage("tasks", [task]) if stage == "task" else self.stage("commit", []))
+        work = self.stage("tasks", [task]) if stage == "task" else self.stage("commit", [])
         others = [i for i in range(self.tasks) if stage == "commit" or i != task]
         self.reset()
         _done(self.stage("tasks", others), f"{self.case.name}: before {stage}")
@@ -317,21 +318,22 @@ class Bench:
         self._copy(self.folder, kept)
         child = Child.fork(work, log=log)
         child.wait()
-        points, threads = _points(log)
-        points = [point for point in points if not calls or point[0] in calls][part[0] :: part[1]]
-        for call, n in points:
-            where = f"{self.case.name}: {stage} killed at {call} {n}"
+        points = [point for point in _points(log) if not calls or point[0] in calls][part[0] :: part[1]]
+        killed = 0
+        for call, n, only in points:
+            where = f"{self.case.name}: {stage} killed at {call} {n} {only or ''}"
             self.reset()
             self._copy(kept, self.folder)
-            child = Child.fork(work, f"{call}:signal=SIGKILL:when={n}")
+            child = Child.fork(work, f"{call}:signal=SIGKILL:when={n}", only=only)
             child.wait()
-            if child.told.get("kind") != "killed":
-                raise Violation(f"{where}: expected its end, found {child.told}")
+            if child.told.get("kind") not in ("killed", "done"):
+                raise Violation(f"{where}: {child.told}")
+            killed += child.told["kind"] == "killed"
             self.half_done(where)
             self.finish(where, [task])
         shutil.rmtree(kept)
         log.unlink()
-        return len(points), threads
+        return killed, len(points)
 
     def _copy(self, source: Path, target: Path) -> None:
         """Copies all but the inputs and the plan's file."""
@@ -449,44 +451,31 @@ class Bench:
             raise Violation(f"{where}: committed, and it does not open")
 
 
-class _Serial:
-    """An executor without threads."""
+def _points(log: Path) -> list[tuple[str, int, str | None]]:
+    """Calls that change names, each with its number among the calls of its kind and thread, and its path.
 
-    def __init__(self, *threads: int) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def map(self, function: Callable[[Any], Any], given: Iterable[Any]) -> list[Any]:
-        return [function(each) for each in given]
-
-
-def _in_one_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Work whose Python makes all system calls in one thread, because strace counts calls per thread."""
-
-    def alone() -> Any:
-        converting.ThreadPoolExecutor = _Serial  # type: ignore[misc,assignment]  # in a child
-        return work()
-
-    return alone
-
-
-def _points(log: Path) -> tuple[list[tuple[str, int]], int]:
-    """Calls that change names, each with its number among the calls of its kind and thread; and the number of threads."""
-    made: list[tuple[str, int]] = []
+    strace counts calls per thread. So the number names a call if the thread that made the first made it; of other calls, those on
+    the same path are counted, or in the same folder.
+    """
+    made: list[tuple[str, int, str | None]] = []
     counts: Counter[tuple[str, str]] = Counter()
-    threads = set()
+    first = ""
     for line in log.read_text(errors="replace").splitlines():
         found = re.match(r"(\d+) +(\w+)\(", line)
         if found is None:
             continue
-        counts[found[1], found[2]] += 1
-        if found[2] in _NAMING or (found[2] == "openat" and "O_CREAT" in line and "/dev/" not in line):
-            made.append((found[2], counts[found[1], found[2]]))
-            threads.add(found[1])
-    return list(dict.fromkeys(made)), len(threads)
+        thread, call = found[1], found[2]
+        counts[thread, call] += 1
+        if call in _NAMING or (call == "openat" and "O_CREAT" in line and "/dev/" not in line):
+            first = first or thread
+            if thread == first:
+                made.append((call, counts[thread, call], None))
+                continue
+            folder = re.match(r"\d+ +\w+\(\d+<([^>]*)>, \"[^/]", line)  # relative to an open folder
+            only = folder[1] if folder else re.findall(r'"([^"]*)"', line)[0]
+            counts[only, call] += 1
+            made.append((call, counts[only, call], only))
+    return list(dict.fromkeys(made))
 
 
 def _children(pid: int) -> list[int]:

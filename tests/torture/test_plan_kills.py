@@ -10,8 +10,8 @@ from tests.torture import plan_kills
 from tests.torture.budget import runs
 from tests.torture.plan_cases import Case, cases
 
-CASES = ("convert-npy", "tokenize-plain", "merge-saev", "create-pickle", "stats-npy")
-COMMITS = (("convert-saev", 1), ("tokenize-lz4", 13), ("merge-pickle", 7), ("create-zarr", 7))
+CASES = ("convert-pickle", "tokenize-plain", "merge-saev", "create-pickle", "stats-npy")
+COMMITS = (("convert-saev", 1), ("tokenize-lz4", 13), ("create-zarr", 7))
 """Cases, and of how many kill points ``make test`` takes one. Of the first, it takes all that make or rename a file."""
 traced = pytest.mark.skipif(
     not plan_kills.usable(), reason="strace is not installed or may not attach (Debian: apt-get install strace)"
@@ -38,15 +38,14 @@ def test_a_commit_killed_before_a_change_of_a_name_is_finished_by_the_next(
 ) -> None:
     bench = plan_kills.Bench(case_of(name), tmp_path / name)
     calls = ("rename", "openat") if each == 1 else ()
-    kills, threads = bench.every("commit", calls, (0, runs(each, 1)))
-    assert kills >= 6
-    assert threads == 1  # otherwise some change of a name is no kill point
+    kills, points = bench.every("commit", calls, (0, runs(each, 1)))
+    assert kills == points >= 6
 
 
 def test_killed_drivers_and_workers_leave_a_plan_that_is_finished_with_the_same_bytes(tmp_path: Path) -> None:
     bench = plan_kills.Bench(case_of("merge-saev"), tmp_path / "merge")
     killed = seed = 0
-    while killed < runs(2, 60):
+    while killed < runs(1, 60):
         seed += 1
         assert seed < 100 * runs(1, 10), "drivers end before they are killed"
         bench.reset()
