@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import actshard
-from actshard import cli
+from actshard import cli, runners
 from actshard.cli import _plan_commands, planning
 from actshard.plan import measuring
 from test_runners import Done, command
@@ -200,6 +200,58 @@ def test_times_are_those_of_the_rate(source: Path, tmp_path: Path) -> None:
     assert told.seconds(10**6) == pytest.approx(7200 * largest / size)
     assert "about 2.0 h in one process" in told.time()
     assert planning.Told(plan, tmp_path / "p.json", None, (1, None)).time() == "not measured"
+
+
+def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    actshard.plan.convert(source, tmp_path / "d", "npy", tasks=2).save(file)
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def run(plan: Any, on: str, *, progress: Any, commit: bool, keep_going: bool, retries: int, **options: Any) -> Any:
+        seen.append((on, options))
+        return plan.status()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runners, "run", run)
+        slurm = (
+            "--partition",
+            "cpu",
+            "--array-size",
+            64,
+            "--memory",
+            "8GiB",
+            "--cpus",
+            4,
+            "--time",
+            "30",
+            "--qos",
+            "low",
+        )
+        fine(
+            "run",
+            file,
+            "--on",
+            "slurm",
+            *slurm,
+            "--account",
+            "a",
+            "--logs",
+            "here",
+            "-o",
+            "cluster=local",
+            "--no-commit",
+        )
+        fine("run", file, "--on", "ray", "--address", "auto", "--gpus", 0.5, "--no-commit")
+        fine("run", file, "--on", "dask", "--scheduler", "tcp://host:1", "--no-commit")
+    own = {"partition": "cpu", "array_size": 64, "memory": "8GiB", "cpus": 4, "time": 30, "qos": "low", "account": "a"}
+    assert seen == [
+        ("slurm", own | {"logs": "here", "cluster": "local"}),
+        ("ray", {"address": "auto", "gpus": 0.5}),
+        ("dask", {"scheduler": "tcp://host:1"}),
+    ]
+    refused = command("run", file, "--partition", "cpu")
+    assert refused.returncode == 1
+    assert "partition: expected an option of on='local': workers" in refused.stderr
 
 
 def test_every_plan_command_shows_an_example() -> None:

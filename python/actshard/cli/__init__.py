@@ -419,17 +419,48 @@ def run_command(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Engine's option. Repeatable.")
     ] = None,
+    partition: Annotated[str, typer.Option(help="Slurm's partition.", show_default=False)] = "",
+    account: Annotated[str, typer.Option(help="Slurm's account.", show_default=False)] = "",
+    qos: Annotated[str, typer.Option(help="Slurm's quality of service.", show_default=False)] = "",
+    array_size: Annotated[int, typer.Option(min=0, help="Slurm: elements of the array. 0: up to 64.")] = 0,
+    time: Annotated[str, typer.Option(help="Slurm: limit of an element, minutes or 4:00:00.", show_default=False)] = "",
+    logs: Annotated[str, typer.Option(help="Slurm: keep the elements' logs in this folder.", show_default=False)] = "",
+    memory: Annotated[str, typer.Option(help="Slurm, Ray, Dask: of a task, such as 8GiB.", show_default=False)] = "",
+    cpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: processors of a task. 0: one.")] = 0,
+    gpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: GPUs of a task.")] = 0,
+    address: Annotated[str, typer.Option(help="Ray's cluster, such as auto.", show_default=False)] = "",
+    scheduler: Annotated[str, typer.Option(help="Dask's scheduler, such as tcp://host:8786.", show_default=False)] = "",
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Run the other tasks after one has failed.")] = False,
     retries: Annotated[int, typer.Option(min=0, help="How often tasks that failed are run again.")] = 0,
     no_commit: Annotated[bool, typer.Option("--no-commit", help="Leave the commit to `actshard commit`.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption."""
+    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption.
+
+    Examples: actshard run plan.json --workers 8
+
+    actshard run plan.json --on slurm --partition cpu --array-size 64 --memory 8GiB --time 4:00:00
+
+    actshard run plan.json --on ray --address auto
+    """
     from actshard.cli import running as verb
     from actshard.cli.convert import options_named
 
     found = actshard.plan.load(plan)
-    options = options_named(option or []) | ({"workers": workers} if workers else {})
+    options = options_named(option or []) | verb.engine_options(
+        workers=workers,
+        partition=partition,
+        account=account,
+        qos=qos,
+        array_size=array_size,
+        time=time,
+        logs=logs,
+        memory=memory,
+        cpus=cpus,
+        gpus=gpus,
+        address=address,
+        scheduler=scheduler,
+    )
     if task:
         numbers = verb.tasks_named(task, found)
         verb.run(found, on, quiet=json, tasks=numbers, keep_going=keep_going, retries=retries, **options)

@@ -46,6 +46,19 @@ def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
         return runners.run(plan, on, progress=watch.counts, **options)
 
 
+def engine_options(**given: str | float) -> dict[str, Any]:
+    """The options that were given, as the engines want them; :func:`actshard.run` refuses those that an engine lacks."""
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        if (isinstance(value, float) and value.is_integer()) or (
+            name == "time" and isinstance(value, str) and value.isdecimal()
+        ):
+            made[name] = int(value)
+        else:
+            made[name] = value
+    return {name: value for name, value in made.items() if value}
+
+
 def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
     """The status; with ``watch``, one after the other until all tasks are done."""
     while True:
