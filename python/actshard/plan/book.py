@@ -30,7 +30,7 @@ from typing import Any
 
 import actshard._native as _native
 from actshard._json import read_json
-from actshard.errors import ActshardError, FormatError, MissingFileError, as_plain, from_os, from_plain
+from actshard.errors import ActshardError, ExistsError, FormatError, MissingFileError, as_plain, from_os, from_plain
 from actshard.work import DUMPS_PLAN_FOLDER, FOLDER, PLAN, PLAN_FOLDER, make_folder, remove, sync_folders, write_json
 
 TASKS, ATTEMPTS, FAILED = "tasks", "attempts", "failed"
@@ -42,6 +42,12 @@ ALIVE_SECONDS = 60.0
 BEAT_SECONDS = 5.0
 """Seconds between two notes of progress, for :meth:`Book.attempts`."""
 _SYNCED_AT_ONCE = 4096
+_OWN = {TASKS, ATTEMPTS, FAILED, PLAN, COMMIT, "committing", "logs", "new"}
+"""Names in a working folder: those above, the commit's lock, Slurm's logs, and a staged copy that is put together."""
+_TEMPORARY = re.compile(rf"\.+({re.escape(PLAN)}|{re.escape(COMMIT)})\..*|\.nfs.*")
+_ID = re.compile(rb'"id": "([0-9a-f]{32})"')
+_HEAD = 256
+"""Bytes of ``plan.json`` that hold the plan's id."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,9 @@ def host() -> str:
 class Book:
     """The working folder of a plan."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, identity: str) -> None:
         self.work = work
+        self.identity = identity
         self.tasks = work / TASKS
         self.running = work / ATTEMPTS
         """Attempts lie apart: few at a time, so that each new one lists few."""
@@ -94,13 +101,40 @@ class Book:
     # -- beginning -------------------------------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Whether a task, or a driver, has begun."""
-        return (self.work / PLAN).is_file()
+        """Whether a task, or a driver, has begun.
+
+        Raises:
+            ExistsError: it is the working folder of another plan.
+        """
+        path = self.work / PLAN
+        try:
+            with path.open("rb") as file:
+                found = _ID.search(file.read(_HEAD))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise from_os(error, path, "read") from error
+        if found is not None and found[1].decode() != self.identity:
+            raise ExistsError(
+                f"is the working folder of another plan, {found[1][:8].decode()}, not {self.identity[:8]}; finish that one, remove "
+                "the folder, or pass another work=",
+                path=self.work,
+            )
+        return True
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Makes the folder. Any number of processes may call it at once."""
+        """Makes the folder. Any number of processes may call it at once.
+
+        Raises:
+            ExistsError: the folder has files of others, which a commit would be in danger to remove.
+        """
         if self.exists():
             return
+        if others := sorted(name for name in _names(self.work) if not _is_own(name)):
+            raise ExistsError(
+                f"expected a new folder for the plan's work, found one with {others[0]!r:.80}; pass another work=",
+                path=self.work,
+            )
         make_folder(self.tasks)
         make_folder(self.running)
         make_folder(self.work / FAILED)
@@ -259,12 +293,29 @@ class Book:
         return made
 
     def remove(self) -> None:
-        """Removes the folder; ``plan.json`` first, so that attempts that still run see that the plan is committed."""
+        """Removes the folder; ``plan.json`` first, so that attempts that still run see that the plan is committed.
+
+        Files of others stay: a plan that was read from a file may name any folder.
+        """
         with contextlib.suppress(OSError):
             (self.work / PLAN).unlink()
         with contextlib.suppress(ActshardError):
             _native.remove_folders([f"{at}/{name}" for at in (self.tasks, self.running) for name in _names(at)])
-        shutil.rmtree(self.work, ignore_errors=True)
+        names: list[str] = []
+        with contextlib.suppress(ActshardError):
+            names = _names(self.work)
+        for name in names:
+            if _is_own(name):
+                path = self.work / name
+                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # rmtree leaves files and links
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            self.work.rmdir()
+
+
+def _is_own(name: str) -> bool:
+    return name in _OWN or _TEMPORARY.fullmatch(name) is not None
 
 
 def sync_below(folder: Path) -> None:

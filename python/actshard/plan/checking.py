@@ -36,6 +36,21 @@ def _is_absolute(text: Any) -> bool:
     return Path(text).is_absolute()
 
 
+def is_place(text: Any) -> bool:
+    """Whether this is an absolute path or a URL."""
+    return _is_absolute(text) or (isinstance(text, str) and text.isprintable() and "://" in text)
+
+
+def read_only(fields: Fields) -> None:
+    """Checks what plans that only read have: a place, a format, a layout."""
+    if not is_place(fields.value.get("path")):
+        raise fields.error("path", "an absolute path, or a URL")
+    if fields.value.get("format") is not None:
+        fields.text("format")
+    if not isinstance(fields.value.get("layout"), str | dict | None):
+        raise fields.error("layout", "a description of files, its path, or null")
+
+
 def divided(plan: Planned, name: str, path: Path) -> int:
     """Checks that the tasks' ranges ``name`` follow each other from 0 on; returns the end of the last."""
     end = 0

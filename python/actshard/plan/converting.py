@@ -11,19 +11,18 @@ index, is copied together by the commit.
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import itertools
 import os
 import time
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 import actshard._native as _native
 from actshard import _arguments
@@ -33,6 +32,7 @@ from actshard.converting.predicting import memory, predict, refuse_full
 from actshard.converting.running import Conversion, content_lengths
 from actshard.converting.segments import Layout, apart, balanced, write_segment
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
     ExistsError,
     FormatError,
@@ -43,8 +43,9 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Block, Target, environment_time
 from actshard.inputs import inputs_of, newest
 from actshard.layers import Layer
-from actshard.plan import examples
-from actshard.plan.book import work_folder
+from actshard.plan import converting_checks, examples
+from actshard.plan.book import RESULT, work_folder
+from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb, shortened
@@ -251,16 +252,6 @@ def _fewer(asked: int, found: int, why: str) -> list[str]:
     return [f"{found:,} tasks instead of {asked:,}: {why}"] if found < asked else []
 
 
-def packed(numbers: NDArray[np.int64]) -> str:
-    """Integers as text; see :func:`unpacked`."""
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers, "<i8").tobytes())).decode()
-
-
-def unpacked(text: str) -> NDArray[np.int64]:
-    """Integers of :func:`packed`."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
-
-
 @dataclass
 class _Request:
     """A plan's request, opened; kept for the next task of the same plan."""
@@ -271,6 +262,11 @@ class _Request:
 
     @classmethod
     def of(cls, plan: Planned) -> _Request:
+        with _trusting_no_plan(plan):
+            return cls._of(plan)
+
+    @classmethod
+    def _of(cls, plan: Planned) -> _Request:
         given = plan.arguments
         store = source(given["src"], given["src_format"], "pread")
         pairs = given["layers"]
@@ -294,10 +290,26 @@ def _name(name: Any) -> Any:
     return tuple(name) if isinstance(name, list) else name
 
 
+@contextlib.contextmanager
+def _trusting_no_plan(plan: Planned) -> Iterator[None]:
+    """Raises FormatError for values that only a source can refuse, such as an option's type."""
+    try:
+        yield
+    except ActshardError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise FormatError(
+            f"field 'arguments': expected those of a conversion: {error!r:.200}", path=plan.work, code="metadata"
+        ) from error
+
+
 def _target(plan: Planned, asked: Asked) -> Target:
     """A target with the plan's settings."""
-    target = settle(asked, plan.arguments["dst"], **plan.arguments["sizes"])
-    target.adopt(plan.arguments["config"])
+    with _trusting_no_plan(plan):
+        target = settle(asked, plan.arguments["dst"], **plan.arguments["sizes"])
+        config = plan.arguments["config"]
+        check_config(config, target.config(), plan.work)
+        target.adopt(config)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -313,6 +325,11 @@ class Converting(Verb):
         if self._known is None or self._known[0] != plan.id:
             self._known = (plan.id, _Request.of(plan))
         return self._known[1]
+
+    def check_plan(self, plan: Planned, path: Path) -> None:
+        """Raises FormatError for arguments or tasks that :func:`convert` does not make."""
+        converting_checks.check_plan(plan, path)
+        converting_checks.check_work(plan, path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         request, said = self._request(plan), plan.tasks[task]
@@ -354,6 +371,7 @@ class Converting(Verb):
         at = 0
         for result in results:
             said, found = plan.tasks[result.task], result.value
+            check_result(found, result.folder / RESULT)
             if found.get("examples") != said.get("examples", [0, self._request(plan).asked.count]):
                 raise FormatError(
                     f"task {result.task}: expected examples {said.get('examples')}, found {found.get('examples')}",
@@ -387,6 +405,8 @@ class Converting(Verb):
         )
 
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
+        for result in results:  # also in a commit that goes on
+            check_result(result.value, result.folder / RESULT)
         make_folder(target.root)
         shared = _shared(results)
         # Files that were renamed before a kill are not there any more.

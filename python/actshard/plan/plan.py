@@ -98,7 +98,7 @@ class Plan(Planned):
     @property
     def book(self) -> Book:
         """The working folder."""
-        return Book(self.work)
+        return Book(self.work, self.id)
 
     @cached_property
     def implementation(self) -> Verb:

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard import _arguments
 from actshard._json import read_json
-from actshard.errors import ArgumentError, ArgumentTypeError, FormatError, MissingFileError, boundary, from_reader
+from actshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExistsError,
+    FormatError,
+    MissingFileError,
+    boundary,
+    from_reader,
+)
 from actshard.plan.data import Planned
 from actshard.store import Store
 from actshard.work import make_folder, write_json
@@ -61,10 +69,12 @@ def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str
 
     Raises:
         ArgumentError: it lies in the dataset, whose files are checked.
+        ExistsError: a file of others has the name under which the result is kept.
     """
     found = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
     if "://" not in path and Path(path) in (found, *found.parents):
         raise ArgumentError(f"work: expected a folder outside of the dataset, found {found}; pass work=")
+    _refuse_others(_kept_at(found))
     return found
 
 
@@ -89,8 +99,21 @@ def _kept_at(work: Path) -> Path:
 
 def keep(plan: Planned, value: Any) -> None:
     """Keeps the result of a commit, as JSON values."""
+    _refuse_others(_kept_at(plan.work))
     make_folder(plan.work.parent)
     write_json(_kept_at(plan.work), {"actshard_result": 1, "plan": plan.id, "verb": plan.verb, "value": value}, None)
+
+
+def _refuse_others(file: Path) -> None:
+    """Raises ExistsError if a file has a result's name and is none: a result would replace it."""
+    try:
+        found = read_json(file) if file.is_file() else {"actshard_result": 1}
+    except MissingFileError:  # removed at this moment
+        return
+    except FormatError:
+        found = None
+    if file.is_dir() or not isinstance(found, dict) or "actshard_result" not in found:
+        raise ExistsError("expected no file, or the result of a plan; pass another work=", path=file)
 
 
 def kept(plan: Planned) -> Any | None:

@@ -25,6 +25,7 @@ from actshard.converting.segments import balanced
 from actshard.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
 from actshard.layers import Layer, several
 from actshard.location import Location
+from actshard.plan import converting_checks
 from actshard.plan.converting import Converting, convert
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
@@ -214,8 +215,8 @@ class Staging(Verb):
         if given.layers is not None:
             if plan.arguments["convert"].get("src") != given.place:
                 raise FormatError(f"field 'arguments.convert.src': expected {given.place}", path=path)
-            inner, verb = self._inner(plan)
-            verb.check_plan(inner, path)
+            inner, _ = self._inner(plan)
+            converting_checks.check_plan(inner, path)  # which works in this plan's folder
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Copies the task's files, or converts its part of the layers."""

@@ -20,12 +20,13 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._json import MAX_INT
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError
 from actshard.inputs import inputs_of
 from actshard.layers import Layer, plain, several
 from actshard.opening import open_quietly
-from actshard.plan.checking import arguments_of, divided
+from actshard.plan.checking import arguments_of, divided, read_only
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
 from actshard.plan.reading import (
@@ -165,13 +166,21 @@ class Summing(Verb):
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`stats` does not make."""
         fields = arguments_of(plan, path)
-        fields.text("path")
+        read_only(fields)
+        fields.text("tokens")
+        ignored = fields.value.get("ignore_labels")
+        if not isinstance(ignored, list) or any(type(x) is not int or abs(x) >= MAX_INT for x in ignored):
+            raise fields.error("ignore_labels", "a list of integers")
         leaves = 0
         listed = fields.value.get("layers")
         if not isinstance(listed, list):
             raise fields.error("layers", "a list")
         for each in listed:
-            if not isinstance(each, list) or [type(x) for x in each] != [int, int, bool] or min(each[:2]) < 0:
+            if (
+                not isinstance(each, list)
+                or [type(x) for x in each] != [int, int, bool]
+                or not 0 <= min(each[:2]) <= max(each[:2]) < MAX_INT
+            ):
                 raise fields.error("layers", "a list of [group, leaves, whether read as float64]")
             leaves += each[1]
         if divided(plan, "leaves", path) != leaves:

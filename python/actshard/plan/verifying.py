@@ -26,7 +26,7 @@ from actshard.formats.report import NOT_OF_DATA, Report
 from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.location import Location
 from actshard.opening import open_quietly
-from actshard.plan.checking import arguments_of, divided
+from actshard.plan.checking import arguments_of, divided, read_only
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.plan import Plan
 from actshard.plan.reading import (
@@ -161,14 +161,16 @@ class Verifying(Verb):
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`verify` does not make."""
         fields = arguments_of(plan, path)
-        fields.text("path")
+        read_only(fields)
         fields.boolean("deep")
         wide = fields.value.get("wide")
         if not isinstance(wide, list) or any(type(x) is not int or x < 0 for x in wide):
             raise fields.error("wide", "a list of numbers of layers")
         examples = fields.value.get("examples")
-        if examples is not None and type(examples) is not int:
-            raise fields.error("examples", "a number, or null")
+        if examples is not None:
+            fields.integer("examples")
+        elif len(plan.tasks) > 1:
+            raise fields.error("examples", "a number: there are several tasks")
         if divided(plan, "examples", path) != (examples or 0):
             raise fields.error("examples", "as many examples as the tasks have")
 

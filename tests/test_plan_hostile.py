@@ -1,0 +1,240 @@
+"""Plans and results that others wrote: an actshard error in one line, and nothing is written, or removed, outside of the target."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard.inputs import Input
+from actshard.plan import converting_checks
+from actshard.plan.book import work_folder
+from actshard.plan.data import identity
+
+WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, "x", "../x", "/etc/x", "", "\0", [], [0], [[1, 2]], {}, {"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hostile") / "source"
+    rows = np.random.default_rng(4).standard_normal((2, 12, 3, 8)).astype(np.float32)
+    with actshard.create(path, "zarr", layers=[0, 1], d_model=8) as writer:
+        writer.append(list(rows.transpose(1, 0, 2, 3)))
+    return path
+
+
+def _convert(source: Path, at: Path, **more: Any) -> actshard.plan.Plan:
+    return actshard.plan.convert(source, at / "d", "zarr", tasks=2, examples=[4, 1, 1, 0, 9], **more)
+
+
+PLANS: dict[str, Callable[[Path, Path], actshard.plan.Plan]] = {
+    "convert": _convert,
+    "layers": lambda source, at: actshard.plan.convert(source, at / "d", "npy", tasks=2, layers={0: 3, 1: 5}),
+    "verify": lambda source, at: actshard.plan.verify(source, tasks=2, work=at / "w"),
+    "stats": lambda source, at: actshard.plan.stats(source, tasks=2, work=at / "w"),
+}
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values stand in JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*at, key)
+        yield from _places(each, (*at, key))
+
+
+def _put(made: Any, place: tuple[Any, ...], value: Any) -> None:
+    for key in place[:-1]:
+        made = made[key]
+    made[place[-1]] = value
+
+
+def _signed(made: dict[str, Any]) -> None:
+    """Gives a changed plan the id and the working folder that one of its arguments has."""
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        made["id"] = identity(made["verb"], made["arguments"], [Input.of(x) for x in made["inputs"]], made["tasks"])
+        if made["verb"] == "convert" and Path(made["arguments"]["dst"]).is_absolute():
+            made["work"] = str(work_folder(Path(made["arguments"]["dst"]), made["id"]))
+
+
+def _all_of(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def _attempted(made: dict[str, Any], file: Path) -> str | None:
+    """Loads and runs a plan; returns the error's text. Other errors than actshard's are raised."""
+    file.write_text(json.dumps(made))
+    try:
+        plan = actshard.plan.load(file)
+    except actshard.ActshardError as error:
+        return str(error)
+    refused = None
+    for call in (plan.status, *(lambda task=task: plan.run(task) for task in range(min(len(plan), 3))), plan.commit):
+        try:
+            call()
+        except actshard.ActshardError as error:
+            refused = str(error)
+    return refused
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_any_changed_value_is_refused_in_one_line_or_harmless(kind: str, source: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "w.txt").write_text("a file of others")
+    good = PLANS[kind](source, tmp_path / "target").as_dict()
+    places = [
+        p for p in _places(good) if p[0] in ("arguments", "tasks", "inputs", "predicted", "notes", "verb", "work")
+    ]
+    rng, refused, before, read = random.Random(7), 0, _all_of(home), _all_of(source)
+    inner = [p for p in places if p[0] in ("arguments", "tasks")]
+    for place in [*inner, *rng.choices(places, k=10)]:
+        value = rng.choice(WRONG)
+        made = copy.deepcopy(good)
+        _put(made, place, value)
+        _signed(made)
+        said = _attempted(made, tmp_path / "plan.json")
+        refused += said is not None
+        assert said is None or len(said.splitlines()) == 1, (place, value)
+        left = {p.name for p in tmp_path.iterdir()} - {"home", "plan.json", "target"}
+        assert not left, (place, value, left)
+        shutil.rmtree(tmp_path / "target", ignore_errors=True)
+    assert refused > len(inner) // 2, "most changes are noticed"
+    assert _all_of(home) == before
+    assert _all_of(source) == read
+
+
+def _changed(good: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    made = copy.deepcopy(good)
+    made["arguments"].update(arguments)
+    return made
+
+
+def _tasks(good: dict[str, Any], name: str, *ranges: list[int]) -> dict[str, Any]:
+    made = copy.deepcopy(good)
+    made["tasks"] = [{**made["tasks"][0], name: each} for each in ranges]
+    return made
+
+
+BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = [
+    ("convert", lambda p: _changed(p, dst="d"), "field 'arguments.dst': expected an absolute path, found"),
+    ("convert", lambda p: _changed(p, src=["/a", 5]), "field 'arguments.src': expected an absolute path"),
+    ("convert", lambda p: _changed(p, format="../x"), "field 'arguments.format': expected a format"),
+    ("convert", lambda p: _changed(p, overflow="no"), "field 'arguments.overflow': expected one of"),
+    ("convert", lambda p: _changed(p, examples="AAAA"), "field 'arguments.examples': expected 5 numbers"),
+    (
+        "convert",
+        lambda p: _changed(p, examples=converting_checks.packed(np.zeros(5_000_000, np.int64))),
+        "field 'arguments.examples': expected 5 numbers",
+    ),
+    ("convert", lambda p: _changed(p, sizes={**p["arguments"]["sizes"], "shard_bytes": -1}), "sizes.shard_bytes"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 2], [3, 5]), "expected a range that begins with 2, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 3], [2, 5]), "expected a range that begins with 3, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 5], [0, 5]), "expected a range that begins with 5, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 1 << 80]), "expected a range that begins with 0, found"),
+    ("layers", lambda p: _tasks(p, "layers", [0, 9]), "field 'arguments.layers': expected the 9 layers"),
+    ("verify", lambda p: _changed(p, path="../x"), "field 'arguments.path': expected an absolute path"),
+    ("verify", lambda p: _changed(p, examples=7), "field 'arguments.examples': expected as many"),
+    ("verify", lambda p: _changed(p, layout=5), "field 'arguments.layout': expected"),
+    ("stats", lambda p: _changed(p, layers=[[0, 1 << 70, False]]), "field 'arguments.layers': expected"),
+    ("stats", lambda p: _changed(p, ignore_labels=[1 << 70]), "field 'arguments.ignore_labels': expected"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_what_is_wrong_is_named(number: int, source: Path, tmp_path: Path) -> None:
+    kind, change, said = BROKEN[number]
+    made = change(PLANS[kind](source, tmp_path / "t").as_dict())
+    _signed(made)
+    (tmp_path / "plan.json").write_text(json.dumps(made))
+    with pytest.raises(actshard.FormatError) as refused:
+        actshard.plan.load(tmp_path / "plan.json")
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(str(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fragments": [["../../../../x", 0, 1]]},
+        {"fragments": [["/etc/x", 0, 1]]},
+        {"fragments": [["a//b", 0, 1]]},
+        {"fragments": [["a", -1, 1]]},
+        {"fragments": [["a", 5, 1]]},
+        {"fragments": [["a", 0, 1 << 70]]},
+        {"fragments": 5},
+        {"overflows": "many"},
+        {"overflows": -1},
+        {"bytes": 1.5},
+        {"state": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_results_that_no_task_leaves_are_refused(
+    begun: bool, wrong: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    plan = _convert(source, tmp_path)
+    for task in range(len(plan)):
+        plan.run(task)
+    file = plan.book.folder(1) / "result.json"
+    good = json.loads(file.read_text())
+    file.write_text(json.dumps({**good, "value": {**good["value"], **wrong}}))
+    if begun:
+        (plan.work / "commit.json").write_text("{}")
+    before = _all_of(tmp_path)
+    with pytest.raises(actshard.FormatError, match=f"field 'value.{next(iter(wrong))}': expected"):
+        plan.commit()
+    after = _all_of(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert all(".actshard" in name for name in after.keys() - before.keys())
+    file.write_text(json.dumps(good))
+    plan.commit()
+
+
+def test_a_working_folder_of_others_is_neither_used_nor_removed(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    plan = actshard.plan.stats(source, tasks=1, work=tmp_path / "mine")
+    with pytest.raises(actshard.ExistsError, match=r"mine: expected a new folder .*'thesis.tex'; pass another work="):
+        plan.run(0)
+    plan = actshard.plan.stats(source, tasks=1, work=tmp_path / "new")
+    plan.run(0)
+    (tmp_path / "new" / "thesis.tex").write_text("years of work")
+    plan.commit()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["thesis.tex"], "what came later stays, too"
+
+
+def test_two_plans_do_not_share_a_working_folder(source: Path, tmp_path: Path) -> None:
+    first = actshard.plan.stats(source, tasks=1, work=tmp_path / "w")
+    first.run(0)
+    second = actshard.plan.stats(source, 0, tasks=1, work=tmp_path / "w")
+    for call in (lambda: second.run(0), second.commit, second.status):
+        with pytest.raises(actshard.ExistsError, match=f"working folder of another plan, {first.id[:8]}"):
+            call()
+    assert set(first.commit()) == {0, 1}
+
+
+@pytest.mark.parametrize("verb", ["verify", "stats"])
+def test_a_result_replaces_no_file_of_others(verb: str, source: Path, tmp_path: Path) -> None:
+    make = getattr(actshard.plan, verb)
+    plan = make(source, tasks=1, work=tmp_path / "package")
+    plan.run(0)
+    for text in ('{"name": "of others"}', "[1]"):
+        (tmp_path / "package.json").write_text(text)
+        with pytest.raises(actshard.ExistsError, match=r"package\.json: expected no file"):
+            plan.commit()
+        with pytest.raises(actshard.ExistsError, match=r"package\.json: expected no file"):
+            make(source, tasks=1, work=tmp_path / "package")
+        assert (tmp_path / "package.json").read_text() == text
+    (tmp_path / "package.json").unlink()
+    plan.commit()
