@@ -541,3 +541,48 @@ def test_columns_come_in_order(source: Path, tmp_path: Path) -> None:
     found = actshard.open(tmp_path / "d").table["text"].to_pylist()
     assert found == [f"t{i}" for i in range(199, -1, -2)]
     assert isinstance(actshard.open(tmp_path / "d").table, pa.Table)
+
+
+# -- what a commit finds of finished tasks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", sorted(WAYS))
+@pytest.mark.parametrize("how", ["removed", "cut off", "longer", "renamed"])
+def test_files_of_finished_tasks_that_changed_are_refused(source: Path, tmp_path: Path, format: str, how: str) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", format, tasks=2, **WAYS[format])
+    for task in range(len(plan)):
+        plan.run(task)
+    last = plan.book.folder(len(plan) - 1)
+    file = max((p for p in last.rglob("*") if p.is_file() and p.name != "result.json"), key=lambda p: p.stat().st_size)
+    good = file.read_bytes()
+    if how == "removed":
+        file.unlink()
+    elif how == "renamed":
+        file.rename(file.with_name("other"))
+    else:
+        file.write_bytes(good[: len(good) // 2] if how == "cut off" else good + b"x")
+    with pytest.raises(actshard.FormatError, match=f"task {len(plan) - 1}: expected .* files of .*run the task again"):
+        plan.commit()
+    assert not plan.status().committing
+    with pytest.raises(actshard.ActshardError):
+        actshard.open(tmp_path / "d")
+    shutil.rmtree(last)
+    plan.run(len(plan) - 1)
+    plan.commit()
+
+
+def test_processes_of_another_container_are_not_taken_for_dead(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=2)
+    plan.book.begin(plan.as_dict())
+    nobody = 2**22 + 1  # above the largest number of a process
+    monkeypatch.setattr(os, "getpid", lambda: nobody)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "readlink", lambda self: Path("pid:[4026532999]"))
+        far = plan.book.begin_attempt(0)
+    here = plan.book.begin_attempt(0)
+    assert "4026532999" in far.name
+    plan.book.begin_attempt(0)
+    assert far.is_dir()
+    assert not here.exists()

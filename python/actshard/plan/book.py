@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ ALIVE_SECONDS = 60.0
 BEAT_SECONDS = 5.0
 """Seconds between two notes of progress, for :meth:`Book.attempts`."""
 _SYNCED_AT_ONCE = 4096
+_MACHINE = "4026531836"
+"""The number of the first namespace of processes (PROC_PID_INIT_INO, linux/proc_ns.h): a process of no container."""
+_LOOKING_THREADS, _LOOKED_AT_ONCE = 16, 64
+"""Threads that list folders, because a file server answers many at once, and folders of one step."""
 _OWN = {TASKS, ATTEMPTS, FAILED, PLAN, COMMIT, "committing", "logs", "new"}
 """Names in a working folder: those above, the commit's lock, Slurm's logs, and a staged copy that is put together."""
 _TEMPORARY = re.compile(rf"\.+({re.escape(PLAN)}|{re.escape(COMMIT)})\..*|\.nfs.*")
@@ -85,7 +91,31 @@ def host() -> str:
     """The name of this machine, without characters that are special in file names."""
     import socket  # imports much
 
-    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "host"
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "host"
+    # Containers may share the machine's name, but not its processes: their numbers mean nothing to each other.
+    try:
+        space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
+    except OSError:
+        return name
+    return name if space == _MACHINE else f"{name[:52]}-{space}"
+
+
+def contents(folder: Path) -> list[Any]:
+    """Number, bytes, and a digest of names and sizes of the files below a folder, without its own :data:`RESULT`."""
+    found: list[tuple[str, int]] = []
+    folders = [(str(folder), "")]
+    while folders:
+        path, below = folders.pop()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name = f"{below}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, f"{name}/"))
+                elif name != RESULT and not entry.name.startswith(".nfs"):  # what NFS keeps of removed files
+                    found.append((name, entry.stat(follow_symlinks=False).st_size))
+    said = "".join(f"{name}\0{size}\n" for name, size in sorted(found))
+    digest = hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return [len(found), sum(size for _, size in found), digest]
 
 
 class Book:
@@ -174,6 +204,29 @@ class Book:
             raise FormatError(f"expected the result of task {task}", path=self.folder(task) / RESULT)
         return made
 
+    def check_files(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Raises FormatError if a finished task's files are not those that it wrote: removed, cut off, or only partly copied."""
+
+        def check(some: Sequence[Mapping[str, Any]]) -> None:
+            for record in some:
+                folder, said = self.folder(record["task"]), record.get("files")
+                try:
+                    found = contents(folder)
+                except OSError as error:
+                    raise from_os(error, folder, "list") from error
+                if said == found:
+                    continue
+                count, size = (said[0], said[1]) if isinstance(said, list) and len(said) == 3 else ("its", "its")
+                raise FormatError(
+                    f"task {record['task']}: expected {count} files of {size} bytes, as when it was done, found {found[0]} of "
+                    f"{found[1]}, or other names. Remove this folder, and run the task again.",
+                    path=folder,
+                )
+
+        with ThreadPoolExecutor(_LOOKING_THREADS) as pool:
+            steps = range(0, len(records), _LOOKED_AT_ONCE)
+            list(pool.map(check, (records[a : a + _LOOKED_AT_ONCE] for a in steps)))
+
     @contextlib.contextmanager
     def attempt(self, task: int) -> Iterator[Path]:
         """A new folder for an attempt at a task. It is removed if the block raises."""
@@ -207,7 +260,7 @@ class Book:
         """
         with contextlib.suppress(OSError):
             (folder / PROGRESS).unlink()
-        write_json(folder / RESULT, {"task": task, **record}, None)
+        write_json(folder / RESULT, {"task": task, **record, "files": contents(folder)}, None)
         for path, _, _ in os.walk(folder, topdown=False):
             sync_folders([Path(path)])
         if not self.exists():  # committed by another process, which removed the folder; this one may have made it again

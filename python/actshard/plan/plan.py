@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import actshard._native as _native
 from actshard import _arguments
 from actshard._json import read_json
 from actshard.errors import (
@@ -262,22 +264,29 @@ class Plan(Planned):
         return made
 
     def _commit(self, verb: Verb, book: Book) -> Any:
-        results = []
+        results, records = [], []
         lacking = []
         for task in range(len(self)):
             found = book.result(task)
             if found is None:
                 lacking.append(task)
             else:
+                records.append(found)
                 results.append(Result(task, book.folder(task), found["value"], float(found.get("seconds", 0))))
         if lacking:
             raise self._unfinished(lacking)
-        if not (self.work / COMMIT).exists():  # a commit that has begun is finished
+        begun = (self.work / COMMIT).exists()
+        if not begun:  # a commit that has begun is finished
             self.check_inputs()
+            book.check_files(records)
             verb.check(self, results)
             write_json(self.work / COMMIT, {"id": self.id})
         with boundary(self.work, "commit"):
-            return verb.commit(self, results)
+            made = verb.commit(self, results)
+            if begun and (place := getattr(made, "path", None)) is not None:
+                # What was renamed before the kill may not be on the disk: this call did not rename it, and so did not sync it.
+                _native.sync_files([Path(folder) for folder, _, _ in os.walk(place)])
+            return made
 
     def _unfinished(self, lacking: list[int]) -> ActshardError:
         book = self.book
