@@ -378,6 +378,11 @@ def sync_below(folder: Path) -> None:
         _native.sync_files(list(files[first : first + _SYNCED_AT_ONCE]))
 
 
+def sync_folders_below(folder: Path) -> None:
+    """Syncs the entries of a folder, and of all folders below it, to the disk; many by one call for the file system."""
+    _native.sync_files([Path(path) for path, _, _ in os.walk(folder)])
+
+
 def _names(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:

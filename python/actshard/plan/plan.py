@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import actshard._native as _native
 from actshard import _arguments
 from actshard._json import read_json
 from actshard.errors import (
@@ -24,7 +23,7 @@ from actshard.errors import (
     boundary,
 )
 from actshard.inputs import changed
-from actshard.plan.book import BEAT_SECONDS, COMMIT, Attempt, Book
+from actshard.plan.book import BEAT_SECONDS, COMMIT, Attempt, Book, sync_folders_below
 from actshard.plan.data import PLANS, VERBS, Planned
 from actshard.plan.shares import of_environment
 from actshard.plan.verb import Result, Verb
@@ -285,7 +284,7 @@ class Plan(Planned):
             made = verb.commit(self, results)
             if begun and (place := getattr(made, "path", None)) is not None:
                 # What was renamed before the kill may not be on the disk: this call did not rename it, and so did not sync it.
-                _native.sync_files([Path(folder) for folder, _, _ in os.walk(place)])
+                sync_folders_below(Path(place))
             return made
 
     def _unfinished(self, lacking: list[int]) -> ActshardError:
