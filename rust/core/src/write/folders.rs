@@ -16,7 +16,7 @@ const AT_ONCE: usize = 16;
 const GROUP: usize = 256;
 
 /// Files of one folder, by name.
-struct Files {
+struct FolderFiles {
     from: PathBuf,
     to: PathBuf,
     names: Vec<OsString>,
@@ -30,7 +30,7 @@ struct Files {
 /// # Errors
 /// `Kind::Format`: something is neither a file nor a folder. Others: what the system says, with the path.
 pub fn move_files(folders: &[PathBuf], root: &Path, but: &BTreeSet<PathBuf>, watch: Watch<'_>) -> Result<Vec<PathBuf>> {
-    let found: Mutex<Vec<Files>> = Mutex::new(vec![]);
+    let found: Mutex<Vec<FolderFiles>> = Mutex::new(vec![]);
     let list = |i: usize| {
         let mut some = vec![];
         list_files(&folders[i], Path::new(""), root, but, &mut some)?;
@@ -55,7 +55,13 @@ pub fn move_files(folders: &[PathBuf], root: &Path, but: &BTreeSet<PathBuf>, wat
     Ok(changed.into_iter().collect())
 }
 
-fn list_files(top: &Path, below: &Path, root: &Path, but: &BTreeSet<PathBuf>, found: &mut Vec<Files>) -> Result<()> {
+fn list_files(
+    top: &Path,
+    below: &Path,
+    root: &Path,
+    but: &BTreeSet<PathBuf>,
+    found: &mut Vec<FolderFiles>,
+) -> Result<()> {
     let from = top.join(below);
     let failed = |e: std::io::Error| Error::from_io(&e, &from, "list");
     let entries = match fs::read_dir(&from) {
@@ -79,12 +85,12 @@ fn list_files(top: &Path, below: &Path, root: &Path, but: &BTreeSet<PathBuf>, fo
     let to = root.join(below);
     while !names.is_empty() {
         let some = names.split_off(names.len().saturating_sub(GROUP));
-        found.push(Files { from: from.clone(), to: to.clone(), names: some });
+        found.push(FolderFiles { from: from.clone(), to: to.clone(), names: some });
     }
     Ok(())
 }
 
-fn rename_file(files: &Files, name: &OsString) -> Result<()> {
+fn rename_file(files: &FolderFiles, name: &OsString) -> Result<()> {
     let (from, to) = (files.from.join(name), files.to.join(name));
     match fs::rename(&from, &to) {
         // A call before this one, which was killed, may have renamed it after it was listed.
