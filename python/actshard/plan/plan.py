@@ -138,6 +138,7 @@ class Plan(Planned):
                 return {"task": task, "value": {}, "seconds": 0.0, "committed": True}
             book.begin(self.as_dict())
         if (found := book.result(task)) is not None:
+            found.pop("files", None)  # of the commit
             return found
         try:
             return self._run(task, book)
