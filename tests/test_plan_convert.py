@@ -561,7 +561,7 @@ def test_files_of_finished_tasks_that_changed_are_refused(source: Path, tmp_path
         file.rename(file.with_name("other"))
     else:
         file.write_bytes(good[: len(good) // 2] if how == "cut off" else good + b"x")
-    with pytest.raises(actshard.FormatError, match=f"task {len(plan) - 1}: expected .* files of .*run the task again"):
+    with pytest.raises(actshard.FormatError, match=r"expected (\d+ files|a piece) of .*run the task again"):
         plan.commit()
     assert not plan.status().committing
     with pytest.raises(actshard.ActshardError):

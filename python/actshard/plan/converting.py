@@ -479,9 +479,13 @@ def _tiled(name: str, pieces: Pieces, work: Path) -> None:
             raise FormatError(
                 f"{name}: expected bytes from {at:,} on, found a piece from {begin:,} in {file}: {what}", path=work
             )
-        found = file.stat().st_size
+        found = file.stat().st_size if file.exists() else None
         if found != end - begin:
-            raise FormatError(f"expected a piece of {end - begin:,} bytes, found {found:,}", path=file)
+            raise FormatError(
+                f"expected a piece of {end - begin:,} bytes, found {'none' if found is None else f'{found:,}'}. Remove the task's "
+                "folder, and run the task again.",
+                path=file,
+            )
         at = end
 
 

@@ -278,8 +278,8 @@ class Plan(Planned):
         begun = (self.work / COMMIT).exists()
         if not begun:  # a commit that has begun is finished
             self.check_inputs()
+            verb.check(self, results)  # first: it names files
             book.check_files(records)
-            verb.check(self, results)
             write_json(self.work / COMMIT, {"id": self.id})
         with boundary(self.work, "commit"):
             made = verb.commit(self, results)
