@@ -118,11 +118,11 @@ class Costs:
 
 
 def _sum(*parts: tuple[float, Calls]) -> dict[str, float]:
-    made: Counter[str] = Counter()
+    made: dict[str, float] = {}
     for factor, calls in parts:
         for kind, n in calls.items():
-            made[kind] += factor * n  # type: ignore[assignment]  # counts per task are fractions
-    return dict(made)
+            made[kind] = made.get(kind, 0.0) + factor * n
+    return made
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ def counted(folder: Path, file: Path, what: str) -> Counter[str]:
     """Calls by kind of a task, or of the commit, on paths below a folder."""
     log = folder / "strace.log"
     traced = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={_CALLS}", "-o", str(log)]
-    subprocess.run([*traced, sys.executable, "-W", "ignore", "-c", _RUN, str(file), what], check=True)
+    # One thread: of several, two may open the same file at once, and a busy machine then counts more calls.
+    alone = {**os.environ, "ACTSHARD_NUM_THREADS": "1"}
+    subprocess.run([*traced, sys.executable, "-W", "ignore", "-c", _RUN, str(file), what], check=True, env=alone)
     made: Counter[str] = Counter()
     for line in log.read_text(errors="replace").splitlines():
         found = re.match(r"\d+ +(\w+)\(", line)
@@ -259,7 +261,7 @@ def _planned(folder: Path, format: str, examples: int, tasks: int) -> tuple[Coun
     source = folder.with_name(f"source{examples}")
     if not source.exists():
         _source(source, examples)
-    plan = actshard.plan.convert(source, folder, format, tasks=tasks, **WAYS[format])  # type: ignore[arg-type]  # options
+    plan = actshard.plan.convert(source, folder, format, tasks=tasks, **WAYS[format])  # type: ignore[arg-type]  # each format has options of other types
     file = plan.save(folder.with_name("plan.json"))
     one = counted(folder.parent, file, "1")
     for task in range(len(plan)):
