@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -485,7 +486,7 @@ def status_command(
 
     found = actshard.plan.load(plan)
     for now in verb.statuses(found, watch):
-        output(json, now.as_dict, lambda now=now: verb.show_status(found, now, plan))  # type: ignore[misc]  # a default in a lambda
+        output(json, now.as_dict, partial(verb.show_status, found, now, plan))
     raise typer.Exit(1 if now.left else 0)
 
 

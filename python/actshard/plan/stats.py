@@ -203,7 +203,7 @@ class Summing(Verb):
                     selection,
                     (a, b),
                     wide,
-                    lambda rows, done=done, leaf=leaf: tell(done + rows // leaf, total),  # type: ignore[misc]  # defaults bind
+                    lambda rows, done=done, leaf=leaf: tell(done + rows // leaf, total),  # type: ignore[misc]  # mypy infers no lambda whose defaults keep the loop's values
                 )
             except ActshardError as error:
                 error.detail = f"layer {plain(layer)}, rows {a * leaf:,} to {b * leaf:,}: {error.detail}"
