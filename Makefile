@@ -13,7 +13,7 @@ LEVANTER := $(CURDIR)/.venv-levanter
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check test-peers test-remote test-engines test-levanter bench fuzz-smoke fmt clean help
+.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,7 +29,7 @@ test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust a
 	$(BIN)/python -m pytest -m "$(LIGHT)" $(FRESH)
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
-	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture
+	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture tests/test_plan_needs.py
 	ACTSHARD_KILLS=100 $(BIN)/python -m pytest tests/test_kills.py
 	$(BIN)/python -m tests.torture.faults
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
@@ -40,7 +40,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
 
-check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, stubs
+check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test docs ## formatting, lints, types, stubs, documentation
 	cargo fmt --all --check
 	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -48,6 +48,10 @@ check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, st
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONWARNINGS=ignore $(BIN)/stubtest actshard._native --mypy-config-file pyproject.toml
+
+# Not with --quiet: it hides warnings from mkdocs' own count of them, and the build would succeed.
+docs: $(VENV)/.docs ## builds the documentation site in site/; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
 	$(BIN)/python -m pytest -m peers
@@ -73,7 +77,7 @@ fmt: $(VENV)/.check ## formats everything
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LEVANTER) target rust/fuzz/target
+	rm -rf $(VENV) $(LEVANTER) target rust/fuzz/target site
 
 $(VENV)/.base:
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +104,9 @@ $(VENV)/.strace: $(VENV)/.base
 
 $(VENV)/.check: $(VENV)/.base pyproject.toml
 	$(UV) --group check && touch $@
+
+$(VENV)/.docs: $(VENV)/.base pyproject.toml
+	$(UV) --group docs && touch $@
 
 $(VENV)/.bench: $(VENV)/.base pyproject.toml
 	$(UV) --group bench && touch $@

@@ -1,11 +1,11 @@
-"""Writes docs/benchmarks.md and docs/pictures/benchmarks.svg from records, and the short table of README.md.
+"""Writes docs/benchmarks.md and its pictures from records, and short tables of README.md and docs/replace.
 
 python -m benches.report [RECORD ...]
 
 A record is a name in benches/record, such as 2026-11-21-1220. Of several, later ones replace rows of earlier ones. Without
-names: the newest record that has rows of every group, or else those that the page names now. The table in README.md is
-written between its markers, if it has them. tests/test_docs.py fails while the page, the picture or README.md differ from
-the records that they name. Standard library only.
+names: the newest record that has rows of every group, or else those that the page names now. Tables of other pages are
+written between their markers, if they have them; docs/pictures/ten.svg shows the same rows. tests/test_docs.py fails while the
+page, a picture or such a table differ from the records that they name. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).parent / "record"
 PAGE, PICTURE, README = ROOT / "docs/benchmarks.md", ROOT / "docs/pictures/benchmarks.svg", ROOT / "README.md"
+BARS = ROOT / "docs/pictures/ten.svg"
 BEGIN, END = "<!-- Written by python -m benches.report. -->\n", "<!-- End of the written part. -->\n"
 HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "ratio", "target", "met", "note"]
 
@@ -63,6 +64,28 @@ TEN = (
     ("tokens: windows L=1024 B=32", "plain int64", "Levanter warm", ""),
 )
 """Rows of README.md: workload, state, peer, and a name if the workload's own does not stand alone."""
+
+REPLACED = {
+    "saev": (r"stream|saev", r"saev"),
+    "lmprobe": ("", r"lmprobe"),
+    "zarr": (r"zarr|stream: a layer of a zarr", r"zarr-python|tensorstore|the text's"),
+    "pickle": (r"pickle|stream: a layer of .*pkl", r"gzip|isal|the text's"),
+    "levanter": (r"tokens:", r"Levanter"),
+}
+"""Pages of docs/replace: workloads, and peers."""
+
+WHY = """## What limits these numbers
+
+- *Random rows, hot.* Memory bandwidth is the limit. With AVX-512, large outputs are written past the caches, which is faster than
+  np.copyto.
+- *Random rows, cold.* The disk is the limit.
+- *Several layers.* Three aligned layers move the same bytes as three passes.
+- *Zarr training loop.* It moves 26 GB at memory speed, with one thread or eight.
+- *gzip.* Inflating one shard of random numbers and computing its SHA-256 takes 0.3 s of CPU time, so two cores need 0.6 s for four
+  shards. Compressible values cannot be inflated by several threads; there isal is faster than actshard.
+- *Fresh memory.* The first write to new memory costs more than the copy. actshard reuses up to 256 MiB of freed buffers; `out=`
+  guarantees reuse.""".splitlines()
+"""Causes, which records do not contain."""
 
 Result = dict[str, Any]
 
@@ -150,6 +173,8 @@ def page(names: list[str]) -> str:
         "",
         "![Ratios of all workloads](pictures/benchmarks.svg)",
         "",
+        *WHY,
+        "",
         "## Machine",
         "",
         *(machine(record) for record in records),
@@ -191,30 +216,81 @@ def _table(rows: Iterable[Result]) -> Iterable[str]:
         yield "| " + " | ".join([first, *(cell.strip() for cell in rest)]) + " |"
 
 
-def short(names: list[str]) -> str:
-    """The table of README.md."""
+def ten(names: list[str]) -> Iterable[tuple[str, Result]]:
+    """README.md's rows, with their names."""
     rows, _ = load(names)
-    lines = ["| workload | state | peer | peer | actshard | ratio |", "|---|---|---|---|---|---|"]
     for workload, state, peer, name in TEN:
         found = [r for r in rows if (r["workload"], r["state"], r["peer"]) == (workload, state, peer) and r["ratio"]]
         for row in found[:1]:
-            _, _, _, theirs, ours, ratio, *_ = cells(row)
-            bold = f"**{ratio}**" if row["met"] is not False else f"{ratio} (target {row['target']})"
-            lines.append(f"| {name or workload} | {state} | {peer} | {theirs} | {ours} | {bold} |")
+            yield name or workload, row
+
+
+def short(names: list[str]) -> str:
+    """The table of README.md."""
+    lines = ["| workload | state | peer | peer | actshard | ratio |", "|---|---|---|---|---|---|"]
+    for name, row in ten(names):
+        _, state, peer, theirs, ours, ratio, *_ = cells(row)
+        bold = f"**{ratio}**" if row["met"] is not False else f"{ratio} (target {row['target']})"
+        lines.append(f"| {name} | {state} | {peer} | {theirs} | {ours} | {bold} |")
     return "\n".join(lines) + "\n"
 
 
-def readme(text: str, names: list[str]) -> str:
-    """README.md with its table written anew, if it has markers."""
+def replaced(page: str, names: list[str]) -> str:
+    """The table of a page of docs/replace."""
+    workloads, peers = REPLACED[page]
+    lines = ["| workload | state | peer | peer | actshard | ratio |", "|---|---|---|---|---|---|"]
+    above = ""
+    for row in load(names)[0]:
+        above = above if row["workload"].startswith(" ") else row["workload"]
+        if row["ratio"] and re.match(workloads, above) and re.search(peers, row["peer"]):
+            lines.append(f"| {above} | " + " | ".join(cells(row)[1:6]) + " |")
+    return (
+        "\n".join(lines)
+        + "\n\nOn 2 cores; [Benchmarks](../benchmarks.md) has the machine, the versions and the notes.\n"
+    )
+
+
+def bars(names: list[str]) -> str:
+    """docs/pictures/ten.svg: README.md's rows as bars from 1, on a logarithmic axis."""
+    parts, y, one = [], 74, _place(1)
+    for name, row in ten(names):
+        x = _place(row["ratio"])
+        left, wide = min(x, one), max(abs(x - one), 1)
+        parts.append(f'<text x="{LEFT - 26}" y="{y}" text-anchor="end">{escape(name)}</text>')
+        about = escape(f"{row['state']}; {row['peer']}")
+        parts.append(f'<text class="dim" x="{LEFT - 26}" y="{y + 14}" text-anchor="end">{about}</text>')
+        parts.append(f'<rect class="peer" x="{left:g}" y="{y - 9}" width="{wide:g}" height="18" rx="2"/>')
+        parts.append(f'<text class="head" x="{max(x, one) + 8:g}" y="{y + 5}">{row["ratio"]:.3g}x</text>')
+        y += 2 * LINE
+    axis = []
+    for power in range(LEAST, MOST + 1):
+        x = _place(10.0**power)
+        kind = "one" if power == 0 else "grid"
+        axis.append(f'<path class="{kind}" d="M{x:g} 48V{y - 12}"/>')
+        axis.append(f'<text class="dim" x="{x:g}" y="42" text-anchor="middle">{10.0**power:g}x</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 40} {y}" role="img">'
+    title = "<title>Speed of actshard relative to other tools and to limits of the machine</title>"
+    above = f'<text class="head" x="{one:g}" y="18">speed relative to the tool or limit in grey (1x: equal)</text>'
+    return "\n".join([head, title, STYLE, above, *axis, *parts, "</svg>"]) + "\n"
+
+
+def renewed(text: str, table: str) -> str:
+    """A page with its table written anew, if it has markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    return before + BEGIN + short(names) + END + after if begin and end else text
+    return before + BEGIN + table + END + after if begin and end else text
+
+
+def tables(names: list[str]) -> dict[Path, str]:
+    """Tables of other pages, by page."""
+    return {README: short(names), **{ROOT / f"docs/replace/{page}.md": replaced(page, names) for page in REPLACED}}
 
 
 STYLE = """<style>
-:root { --ink: #1f2328; --dim: #59636e; --grid: #d1d9e0; --peer: #0969da; --limit: #bc4c00; --one: #59636e }
+:root { --paper: #fff; --ink: #1f2328; --dim: #59636e; --grid: #d1d9e0; --peer: #0969da; --limit: #bc4c00; --one: #59636e }
 @media (prefers-color-scheme: dark) {
-:root { --ink: #f0f6fc; --dim: #9198a1; --grid: #3d444d; --peer: #4493f8; --limit: #f0883e; --one: #9198a1 } }
+:root { --paper: #0d1117; --ink: #f0f6fc; --dim: #9198a1; --grid: #3d444d; --peer: #4493f8; --limit: #f0883e; --one: #9198a1 } }
+svg { background: var(--paper) }
 text { font: 12px system-ui, sans-serif; fill: var(--ink) } .dim { fill: var(--dim) } .head { font-weight: 600 }
 .grid { stroke: var(--grid) } .one { stroke: var(--one); stroke-width: 1.5 }
 .peer { fill: var(--peer) } .limit { fill: none; stroke: var(--limit); stroke-width: 2 }
@@ -270,16 +346,15 @@ def _dot(row: Result, y: int) -> str:
 
 
 def main() -> None:
-    """Writes the page, the picture and README.md's table."""
+    """Writes the page, the pictures and the tables of other pages."""
     full = newest_full()
     names = sys.argv[1:] or ([full] if full else named(PAGE.read_text(encoding="utf-8")))
     PAGE.write_text(page(names), encoding="utf-8")
     PICTURE.write_text(picture(names), encoding="utf-8")
-    text = README.read_text(encoding="utf-8")
-    README.write_text(readme(text, names), encoding="utf-8")
-    print(
-        f"written from {', '.join(names)}" + ("" if BEGIN in text else "; README.md has no markers and was left alone")
-    )
+    BARS.write_text(bars(names), encoding="utf-8")
+    for path, table in tables(names).items():
+        path.write_text(renewed(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+    print(f"written from {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +396,55 @@ def verify(repeats: int) -> Iterator[Row]:
             times["actshard"].append(time.perf_counter() - middle)
         assert report.checked["rows"] * SAEV_SHAPE[3] * 4 == size
     yield _rate("verify --deep, 3.6 GB", "hot", "sha256sum", times, size, 2)
+
+
+def statistics_of(repeats: int) -> Iterator[Row]:
+    """All statistics of 3.6 GB in the page cache, beside a deep check of the same bytes, and numpy's mean, std, min, max, norms."""
+    big = data.saev()
+    shards = sorted(big.glob("acts*.bin"))
+    size = sum(p.stat().st_size for p in shards)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(big)
+    times: dict[str, list[float]] = {"verify --deep": [], "numpy": [], "actshard": []}
+    for turn in range(min(repeats, 5) + 1):
+        steps = (
+            ("verify --deep", partial(actshard.verify, big, deep=True)),
+            ("numpy", lambda: [_by_numpy(shards, number) for number in range(len(store.layers))]),
+            ("actshard", lambda: [store.stats(layer, tokens="all") for layer in store.layers]),
+        )
+        for name, step in steps:
+            began = time.perf_counter()
+            found: Any = step()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+            if name == "numpy":
+                expected = found
+        for stats, layer in zip(found, expected, strict=True):
+            for mine, theirs in zip((stats.mean, stats.std, stats.min, stats.max, stats.mean_norm), layer, strict=True):
+                assert np.allclose(mine, theirs, rtol=1e-6, atol=1e-6), "outputs differ"
+    yield _rate("stats, 3.6 GB", "hot", "verify --deep", times, size, 1 / 1.3, "a deep check of the same bytes")
+    yield _rate("stats, 3.6 GB", "hot", "numpy", times, size, None, "mean, std, min, max, mean norm; ours has more")
+
+
+def _by_numpy(shards: list[Path], layer: int) -> tuple[Any, ...]:
+    """Sums in float64 over blocks of rows."""
+    shape = (len(data.SAEV["layers"]), data.SAEV["content"] + 1, data.SAEV["d_model"])
+    width = shape[-1]
+    rows, total, squares, norms = 0, np.zeros(width), np.zeros(width), 0.0
+    low, high = np.full(width, np.inf), np.full(width, -np.inf)
+    for shard in shards:
+        whole = np.memmap(shard, np.float32, "r").reshape(-1, *shape)
+        for at in range(0, len(whole), 50):
+            block = whole[at : at + 50, layer].reshape(-1, width).astype(np.float64)
+            rows += len(block)
+            total += block.sum(0)
+            powers = block * block
+            squares += powers.sum(0)
+            norms += float(np.sqrt(powers.sum(1)).sum())
+            low, high = np.minimum(low, block.min(0)), np.maximum(high, block.max(0))
+    mean = total / rows
+    return mean, np.sqrt(squares / rows - mean**2), low, high, norms / rows
 
 
 def _part(folder: str, part: str, parts: str) -> None:

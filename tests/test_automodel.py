@@ -57,6 +57,7 @@ def test_the_targets_distribution_is_read_on_demand(golden: Path) -> None:
     table = store.read_columns(["loss_mask", "target_probs"])
     assert table.column_names == ["loss_mask", "target_probs"]
     assert np.array_equal(np.array(table["target_probs"].to_pylist(), np.float32), want)
+    assert store.read_columns(["target_probs"]).equals(table.select(["target_probs"])), "alone, too"
     assert "target_probs" not in store.table.column_names
     with refuses(actshard.NotStoredError, DSPARK):
         opened(DSPARK).read_columns(["target_probs"])

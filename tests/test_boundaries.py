@@ -154,7 +154,7 @@ def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_
         assert done.returncode == 3, (words, done.stderr)
         assert "Traceback" not in done.stderr
     assert run("verify", "--help").returncode == 0
-    assert run("info", tmp_path / "nowhere").returncode == 1
+    assert run("info", tmp_path / "nowhere").returncode == 3
 
 
 def nested(root: Path, caches: int) -> Path:

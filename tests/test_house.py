@@ -23,7 +23,7 @@ ROOT = Path(actshard.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
-    ("_arguments", "storage"),
+    ("_arguments", "_columns", "storage"),
     ("location", "epochs", "ahead", "chosen", "layers"),
     ("_json", "work", "containers"),
     ("walking",),
@@ -32,19 +32,23 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("finding",),
     ("stats", "quality", "caching", "absent"),
     ("stream",),
-    ("arrays", "choosing", "comparing", "describing", "joining"),
+    ("inputs",),
+    ("arrays", "choosing", "comparing", "describing", "joining", "saved"),
+    ("sampled",),
     ("store",),
-    ("opening", "inputs"),
-    ("verifying", "merging", "mixing", "pairing"),
+    ("opening", "repeating"),
+    ("verifying", "merging", "mixing", "pairing", "examining"),
     ("pushing",),
     ("writing",),
     ("converting",),
     ("staging",),
     ("plan",),
     ("runners",),
-    ("torch", "jax", "hf"),
+    ("torch", "jax", "hf", "plot"),
+    ("reporting",),
     ("",),  # the package itself: its public names
     ("compat", "cli"),
+    ("__main__",),
 )
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 

@@ -52,6 +52,7 @@ def test_golden_chunks_come_back(folder: Path, io: str) -> None:
         assert np.concatenate(store.table[name].to_pylist()).tolist() == z[name].tolist()
     for i, meta in enumerate(said.get("meta", [])):
         assert store.table.slice(i, 1).select(list(meta)).to_pylist() == [meta]
+        assert store.read_columns(list(meta), [i]).to_pylist() == [meta]
     assert actshard.verify(folder / "cache", deep=True).findings == []
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
 
 import actshard
 from actshard import cli, runners
-from actshard.cli import _plan_commands, planning
-from actshard.plan import measuring
+from actshard.cli import _plan_commands, planning, running
+from actshard.plan import Status, measuring
+from actshard.plan.book import Attempt
 from test_runners import Done, command
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -58,7 +60,16 @@ def test_a_conversion_by_commands_alone(source: Path, tmp_path: Path, monkeypatc
     )
     said = fine("plan", "convert", source, "d", *options, "--tasks", 4)
     assert "plan.json: convert in " in said.stdout
-    for word in ("reads", "writes", "free", "memory", "time", "actshard run", "sbatch --array=0-", "actshard status"):
+    for word in (
+        "reads",
+        "writes",
+        "free",
+        "memory",
+        "time",
+        "actshard run",
+        "sbatch --wait --array=0-",
+        "actshard status",
+    ):
         assert word in said.stdout
     plan = actshard.plan.load("plan.json")
     assert len(plan) > 1
@@ -129,7 +140,7 @@ ELSEWHERE = {
 def test_no_option_of_a_command_is_forgotten(name: str) -> None:
     whole = inspect.signature(getattr(cli, f"{name}_command")).parameters
     plan = inspect.signature(getattr(_plan_commands, f"plan_{name}_command")).parameters
-    assert set(whole) - set(plan) - OWN == ELSEWHERE[name]
+    assert set(whole) - set(plan) - OWN - {"quiet"} == ELSEWHERE[name]  # of bars: `actshard run` has it
     assert set(plan) - set(whole) <= OWN | {"target", "layout"}
     for each in set(plan) & set(whole) - {"out", "part", "target", "to", "layout", "option", "folder"}:
         assert plan[each].annotation == whole[each].annotation, each
@@ -144,7 +155,7 @@ def test_a_file_with_another_plan_is_kept(source: Path, tmp_path: Path) -> None:
     fine(*made)
     assert file.read_bytes() == before
     refused = command(*made[:4], "--to", "zarr", *made[6:])
-    assert refused.returncode == 1
+    assert refused.returncode == 3
     assert "plan.json: is not this plan. Pass --replace" in refused.stderr
     assert file.read_bytes() == before
     fine(*made[:4], "--to", "zarr", *made[6:], "--replace")
@@ -172,7 +183,7 @@ def test_what_cannot_be_planned_is_told_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = command("plan", *words)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert done.stderr.startswith("actshard: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -183,11 +194,11 @@ def test_what_cannot_be_planned_is_told_in_a_line(
 def test_a_sample_is_measured_and_leaves_nothing(source: Path, tmp_path: Path, format: str) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", format, tasks=3)
     found = measuring.measure(plan)
-    assert found is not None
+    assert isinstance(found, measuring.Rate)
     assert 0 < found.bytes <= sum(int(task["bytes"]) for task in plan.tasks)
     assert found.seconds > 0
     small = measuring.measure(plan, 20 * 64 * 4 * 2 * 3)
-    assert small is None or small.bytes <= 20 * 64 * 4 * 2 * 3
+    assert isinstance(small, str) or small.bytes <= 20 * 64 * 4 * 2 * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,7 +210,71 @@ def test_times_are_those_of_the_rate(source: Path, tmp_path: Path) -> None:
     largest = max(int(task["bytes"]) for task in plan.tasks)
     assert told.seconds(10**6) == pytest.approx(7200 * largest / size)
     assert "about 2.0 h in one process" in told.time()
-    assert planning.Told(plan, tmp_path / "p.json", None, (1, None)).time() == "not measured"
+    assert planning.Told(plan, tmp_path / "p.json", "--no-measure", (1, None)).time() == "not measured: --no-measure"
+
+
+def test_a_time_that_is_not_measured_has_a_reason(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", "npy", tasks=2)
+    assert "larger than a sample of 10 bytes" in str(measuring.measure(plan, 10))
+    plan.save(tmp_path / "p.json")
+    shutil.copytree(source, tmp_path / "s")
+    gone = actshard.plan.stats(tmp_path / "s", tasks=2, work=tmp_path / "w")
+    shutil.rmtree(tmp_path / "s")
+    assert str(measuring.measure(gone)).startswith(f"a sample of the work failed: {tmp_path / 's'}")
+    made = actshard.plan.create(tmp_path / "e", "zarr", layers=[0], d_model=8, num_examples=9, tasks=2)
+    assert "the model takes the time" in str(planning.rate(made, quiet=True))
+    parts = actshard.plan.merge(tmp_path / "m", [source], tasks=2)
+    assert planning.rate(parts, quiet=True) == "the tasks read and copy nothing"
+    for task in range(len(plan)):
+        plan.run(task)
+    assert planning.rate(plan, quiet=True) == "all tasks are done"
+    file = tmp_path / "q.json"
+    words = ("plan", "convert", source, tmp_path / "x", "--to", "npy", "-o", file)
+    assert "not measured: --no-measure" in fine(*words, "--no-measure").stdout
+    assert json.loads(fine(*words, "--no-measure", "--json").stdout)["not_measured"] == "--no-measure"
+
+
+def test_watching_ends_when_all_that_is_left_has_failed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looks in a row: a driver may run failed tasks again after the others."""
+    monkeypatch.setattr(running, "_EVERY", 0)
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=3, shard_bytes="20kB")
+    plan.run(0)
+    error = actshard.FormatError("broken")
+    looks = iter([[], [1], [1, 2], [], [1, 2], [1, 2], [1, 2]])
+
+    def status() -> Any:
+        now = plan.status()
+        failed = dict.fromkeys(next(looks), error)
+        missing = tuple(task for task in now.left if task not in failed)
+        return dataclasses.replace(now, failed=failed, missing=missing)
+
+    watched: Any = SimpleNamespace(status=status)
+    assert [sorted(now.failed) for now in running.statuses(watched, True)] == [[], [1], [1, 2], [], [1, 2], [1, 2]]
+
+
+def test_tasks_that_were_run_and_those_that_are_done_are_told_apart(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
+    plan.save(file)
+    assert fine("run", file, "--task", 0).stdout == f"task 0: done; 1 of {len(plan)} tasks of the plan are done\n"
+    assert (
+        fine("run", file, "--task", "1,3").stdout == f"tasks 1, 3: done; 3 of {len(plan)} tasks of the plan are done\n"
+    )
+
+
+@pytest.mark.parametrize(("tasks", "array", "named"), [(4, "0-3", "$SLURM_ARRAY_TASK_ID"), (2800, "0-999", "auto")])
+def test_an_array_has_no_more_elements_than_slurm_takes(
+    tasks: int, array: str, named: str, source: Path, tmp_path: Path
+) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
+    plan = dataclasses.replace(plan, tasks=plan.tasks * (tasks // len(plan)))
+    told = planning.Told(plan, tmp_path / "p.json", "", (1, None)).commands()["as an array"]
+    assert told.startswith(f"sbatch --wait --array={array} --wrap 'actshard run ")
+    assert told.endswith(f"p.json --task {named}'")
 
 
 def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,11 +325,38 @@ def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch
         ("dask", {"scheduler": "tcp://host:1"}),
     ]
     refused = command("run", file, "--partition", "cpu")
-    assert refused.returncode == 1
-    assert "partition: expected an option of on='local': workers" in refused.stderr
+    assert refused.returncode == 3
+    assert "partition: expected an option of on='local': workers; on='slurm' has it" in refused.stderr
+    refused = command("run", file, "--on", "dask", "--cpus", 2)
+    assert refused.returncode == 3
+    assert refused.stderr.endswith("in_flight; on='slurm' and on='ray' have it\n")
+    unknown = command("run", file, "-o", "partitoin=cpu")
+    assert unknown.stderr.endswith("partitoin: expected an option of on='local': workers\n")
 
 
-def test_every_plan_command_shows_an_example() -> None:
-    group = typer.main.get_command(_plan_commands.plan_app)
-    for name, each in group.commands.items():  # type: ignore[attr-defined]  # a group of click
-        assert "Example: actshard plan " + name in each.help
+def test_status_tells_errors_once_and_what_it_leaves_out(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
+    same, other = (actshard.FormatError(f"row {row}", path="/data/a.jsonl") for row in (7, 8))
+    failed: dict[int, actshard.ActshardError] = {**dict.fromkeys((1, 2, 3, 9), same), 5: other}
+    lost = tuple(Attempt(task, tmp_path, "node", 1, 90.0, 0, 0) for task in range(10, 40))
+    now = Status(40, (0,), (), lost, failed, (4, 6, 7, 8, *range(10, 40)), False, True)
+    running.show_status(plan, now, "my plan.json")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "convert: of 40 tasks 1 done, 30 stopped, 5 failed, 34 missing"
+    assert lines[1] == "  stopped 10: node, process 1"
+    assert lines[21:] == [
+        "  stopped: 10 more, see --json",
+        "  failed 1-3, 9: /data/a.jsonl: row 7",
+        "  failed 5: /data/a.jsonl: row 8",
+        "  missing 4, 6-8, 10-39",
+        "  a commit was begun and is not finished; repeat it if it was killed",
+        "next: actshard run 'my plan.json', as before: it runs what is not done",
+    ]
+    changed: dict[int, actshard.ActshardError] = {1: actshard.ChangedInputError("Make the plan again.", path="/a")}
+    running.show_status(plan, Status(2, (0,), (), (), changed, (), False, False), "p.json")
+    assert "next" not in capsys.readouterr().out
+    # Tasks that wait in a queue have no next command: on a login node it would run them there.
+    running.show_status(plan, Status(2, (0,), (), (), {}, (1,), False, False), "p.json")
+    assert "next" not in capsys.readouterr().out

@@ -216,7 +216,10 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
-@pytest.mark.parametrize(("format", "tasks"), [("zarr", 1), ("zarr", 9), ("pickle", 1), ("specforge", 2)])
+@pytest.mark.parametrize(
+    ("format", "tasks"),
+    [("zarr", 1), ("zarr", 9), ("pickle", 1), ("specforge", 2), ("saev", 2), ("lmprobe", 2), ("hf_arrow", 1)],
+)
 def test_memory_of_a_task_is_predicted(tmp_path: Path, format: str, tasks: int) -> None:
     large = ragged(tmp_path / "s", [512] * 24, 3, 1024)
     options = {**WAYS[format], "shard_bytes": None}
@@ -286,7 +289,7 @@ def test_tasks_begin_while_another_process_begins_the_plan(
 
     def begun_after(book: Book) -> bool:
         monkeypatch.setattr(Book, "exists", exists)
-        book.begin(plan.as_dict())
+        plan.begin()
         return False
 
     for call in (plan.left, plan.status, lambda: plan.run(0)):
@@ -484,7 +487,7 @@ def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: 
 def test_status_tells_running_from_stopped(source: Path, tmp_path: Path) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=3)
     assert plan.status().missing == (0, 1, 2)
-    plan.book.begin(plan.as_dict())
+    plan.begin()
     for task, age in ((0, 0.0), (1, 2 * ALIVE_SECONDS)):
         folder = plan.work / "attempts" / f"{task:05}.far.1234.0123abcd"
         folder.mkdir()
@@ -575,7 +578,7 @@ def test_processes_of_another_container_are_not_taken_for_dead(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=2)
-    plan.book.begin(plan.as_dict())
+    plan.begin()
     nobody = 2**22 + 1  # above the largest number of a process
     monkeypatch.setattr(os, "getpid", lambda: nobody)
     with monkeypatch.context() as patch:

@@ -263,7 +263,7 @@ def test_nothing_else_is_made_where_a_plan_makes_a_dataset(tmp_path: Path) -> No
     with refuses(actshard.UnfinishedError, path, plan.work.name):
         actshard.merge(path)
     begun = planned(tmp_path / "e")
-    begun.book.begin(begun.as_dict())  # a task has begun, and written nothing
+    begun.begin()  # a task has begun, and written nothing
     with refuses(actshard.UnfinishedError, begun.path, begun.work.name):
         actshard.open(begun.path)
     with refuses(actshard.UnfinishedError, begun.path, begun.work.name):
@@ -321,6 +321,11 @@ def short(writer, examples):
 
 def fails(writer, examples):
     raise ZeroDivisionError(f"example {examples[0]}")
+
+def late(writer, examples):
+    assert len(examples), "nothing is left"
+    capture(writer, examples)
+    raise ZeroDivisionError("after the last example")
 """
 
 
@@ -341,6 +346,11 @@ def test_engines_run_a_capture_by_its_name(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(actshard.TasksFailedError, match=r"task 1: .*example 7") as told:
         actshard.run(plan, keep_going=True)
     assert sorted(told.value.errors) == [0, 1, 2]
+    plan = planned(tmp_path / "g", capture="my_capture:late")
+    for task in range(len(plan)):
+        with pytest.raises(actshard.InternalError, match="after the last"):
+            plan.run(task)
+    check(actshard.run(plan))
     for name, why in (
         ("my_capture:lost", "no attribute 'lost'"),
         ("not_there:x", "No module"),

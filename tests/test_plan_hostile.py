@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 
 import actshard
 from actshard.inputs import Input
-from actshard.plan import converting_checks
+from actshard.plan import converting_checks, data
 from actshard.plan.book import work_folder
 from actshard.plan.data import identity
 
@@ -238,3 +239,108 @@ def test_a_result_replaces_no_file_of_others(verb: str, source: Path, tmp_path: 
         assert (tmp_path / "package.json").read_text() == text
     (tmp_path / "package.json").unlink()
     plan.commit()
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "match"),
+    [
+        ("convert", {"bytes": "many"}, r"field 'value.bytes': expected .*; remove the folder of task 1"),
+        ("convert", {"units": -1}, "field 'value.units': expected"),
+        ("convert", {"tokens": [-1] * 7}, "task 1: expected"),
+        ("convert", {"fragments": [["\ud800", 0, 1]]}, "field 'value.fragments'"),
+        ("verify", {"layers": []}, "task 1: expected the scans of layers"),
+        ("verify", {"layers": {}}, "task 1: expected the scans of layers"),
+        ("verify", {"layers": [{"rows": -1}]}, "task 1: expected the scans of layers"),
+        ("stage", {"fetched": "x"}, "field 'value.fetched'"),
+    ],
+    ids=str,
+)
+def test_results_of_any_verb_are_checked(
+    verb: str, wrong: dict[str, Any], match: str, source: Path, tmp_path: Path
+) -> None:
+    plan = {
+        "convert": lambda: actshard.plan.convert(source, tmp_path / "d", "saev", tasks=2, shard_bytes=100),
+        "verify": lambda: actshard.plan.verify(source, tasks=2, work=tmp_path / "w"),
+        "stage": lambda: actshard.plan.stage(source, tmp_path / "d", tasks=2),
+    }[verb]()
+    for task in range(len(plan)):
+        plan.run(task)
+    file = plan.book.folder(1) / "result.json"
+    good = json.loads(file.read_text())
+    if "tokens" in wrong:
+        first, end = plan.tasks[1]["examples"]
+        wrong = {"tokens": [-1] * (end - first)}
+    file.write_text(json.dumps({**good, "value": {**good["value"], **wrong}}))
+    before = _all_of(tmp_path)
+    with pytest.raises(actshard.FormatError, match=match):
+        plan.commit()
+    assert {name: value for name, value in _all_of(tmp_path).items() if name in before} == before
+    file.write_text(json.dumps(good))
+    plan.commit()
+
+
+@pytest.mark.parametrize("seconds", [None, "x", -1, [], float("nan"), 1 << 70])
+def test_times_of_results_are_checked(seconds: Any, source: Path, tmp_path: Path) -> None:
+    plan = _convert(source, tmp_path)
+    plan.run(0)
+    file = plan.book.folder(0) / "result.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": seconds}))
+    for call in (plan.status, plan.commit):
+        with pytest.raises(
+            actshard.FormatError, match=r"field 'seconds': expected a number .*; remove the folder of task 0"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["bytes", "files", "read", "memory", "scratch", "exact"])
+def test_predictions_of_a_file_are_checked(name: str, source: Path, tmp_path: Path) -> None:
+    made = _convert(source, tmp_path).as_dict()
+    file = tmp_path / "plan.json"
+    for wrong in ("x", -1, None, 1.5, []):
+        file.write_text(json.dumps({**made, "predicted": {**made["predicted"], name: wrong}}))
+        with pytest.raises(actshard.FormatError, match=f"field 'predicted.{name}'"):
+            actshard.plan.load(file)
+
+
+def test_processes_may_save_a_plan_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, file, fsync = _convert(source, tmp_path), tmp_path / "plan.json", os.fsync
+    others: list[Path] = []
+
+    def meanwhile(descriptor: int) -> None:
+        fsync(descriptor)
+        if not others:  # before this call renames its file, another writes the same
+            others.append(file)
+            plan.save(file)
+            assert actshard.plan.load(file).id == plan.id
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    plan.save(file)
+    assert others
+    assert actshard.plan.load(file).id == plan.id
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_that_nobody_could_load_is_not_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _convert(source, tmp_path)
+    monkeypatch.setattr(data, "MAX_VALUES", 50)
+    for call in (lambda: plan.save(tmp_path / "plan.json"), lambda: actshard.run(plan, workers=2)):
+        with pytest.raises(
+            actshard.ArgumentError, match=r"expected a plan of at most .* 50 values, .*: plan less at a time"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_that_cannot_be_saved_names_its_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    plan = _convert(source, tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(actshard.DiskFullError, match=r"/plan\.json: "):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())

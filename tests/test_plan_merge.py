@@ -271,3 +271,9 @@ def test_the_memory_of_a_task_is_predicted(tmp_path: Path, far: Path, format: st
     command = [sys.executable, "-W", "ignore", "-c", code, str(plan.save(tmp_path / "plan.json"))]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
     assert 0.8 * peak <= plan.predicted.memory <= 1.2 * peak
+
+
+def test_a_working_folder_on_another_file_system_is_refused_at_once(tmp_path: Path, far: Path) -> None:
+    parts = parts_in(tmp_path, "saev")
+    with pytest.raises(actshard.ArgumentError, match=r"work: expected a folder on the file system of dst"):
+        actshard.plan.merge(tmp_path / "d", parts, tasks=2, work=far / "w")

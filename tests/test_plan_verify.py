@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tracemalloc
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,30 @@ def test_the_working_folder_is_not_in_the_dataset(odd: Path, monkeypatch: pytest
         actshard.plan.verify(odd)
 
 
+def test_a_commit_holds_the_columns_of_one_task(tmp_path: Path) -> None:
+    """Memory of a commit does not depend on the number of tasks: columns of all would be 40 times those of one."""
+    layers, width, n = 2, 20_000, 40
+    rows = np.random.default_rng(4).standard_normal((n, layers, 1, width)).astype(np.float32)
+    path = tmp_path / "wide"
+    with actshard.create(path, "zarr", layers=range(layers), d_model=width) as writer:
+        writer.append(rows)
+    expected = actshard.verify(path, deep=True)
+    plan = actshard.plan.verify(path, tasks=n, work=tmp_path / "w")
+    assert len(plan) == n
+    for task in range(n):
+        plan.run(task)
+    one = layers * 3 * width * 8
+    assert plan.book.folder(0).joinpath("columns.npy").stat().st_size == pytest.approx(one, rel=0.01)
+    tracemalloc.start()
+    try:
+        found = plan.commit()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == expected
+    assert peak < 4 * one, f"{peak / one:.1f} times the columns of a task"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
@@ -140,7 +166,11 @@ def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
         part["zero_rows"] = (len(zeros), zeros)
         part["first"] = first_row(part)
         parts.append(part)
-    found = joined(parts)
+    before = [{name: np.copy(x) for name, x in part.items() if isinstance(x, np.ndarray)} for part in parts]
+    found = reduce(joined, parts, None)
+    assert found is not None
+    for part, same in zip(parts, before, strict=True):
+        assert all(np.array_equal(part[name], x) for name, x in same.items()), "a task's own scan is not changed"
     every = rows.astype(np.uint64)
     assert found["rows"] == len(rows)
     assert found["magnitudes"].tolist() == np.bitwise_or.reduce(every, axis=0).tolist()

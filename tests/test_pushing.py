@@ -541,7 +541,7 @@ def test_the_command_pushes(server: Served, tmp_path: Path) -> None:
     assert "hushhush" not in done.stdout + done.stderr
     server.written.refuse = (lambda method, query: True, 403)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "hushhush" not in done.stdout + done.stderr
 
 

@@ -273,7 +273,7 @@ def test_workers_end_with_their_driver(notes: Path, tmp_path: Path, sent: signal
 def test_commands_run_tell_and_commit(notes: Path, tmp_path: Path) -> None:
     plan = planned(tmp_path / "d", "fails")
     file = plan.save(tmp_path / "plan.json")
-    assert command("status", tmp_path / "none.json").returncode == 2
+    assert command("status", tmp_path / "none.json").returncode == 3
     done = command("run", file, "--task", "0,2-3", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"done": [0, 2, 3]}
@@ -281,14 +281,14 @@ def test_commands_run_tell_and_commit(notes: Path, tmp_path: Path) -> None:
     assert told.returncode == 1
     assert json.loads(told.stdout)["missing"] == [1]
     done = command("run", file)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "1 of 4 tasks failed: task 1" in done.stderr
     assert "example 5" in done.stderr
     told = command("status", file)
-    assert told.returncode == 1
+    assert told.returncode == 2
     assert "of 4 tasks 3 done, 1 failed" in told.stdout
     assert "example 5" in told.stdout
-    assert command("commit", file).returncode == 1
+    assert command("commit", file).returncode == 3
     (tmp_path / "captured.py").write_text(CAPTURE.replace("if 5 in examples", "if False"))
     del sys.modules["captured"]
     assert command("run", file, "--task", "1").returncode == 0
@@ -307,7 +307,7 @@ def test_a_process_runs_its_share(notes: Path, tmp_path: Path, monkeypatch: pyte
     assert json.loads(done.stdout) == {"done": [1, 3]}
     for wrong in ("4", "x", "3-1", "1-", "-1", ""):
         failed = command("run", file, f"--task={wrong}")
-        assert failed.returncode == 1
+        assert failed.returncode == 3
         assert "--task: expected" in failed.stderr
 
 

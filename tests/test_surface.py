@@ -47,6 +47,7 @@ def test_repr_of_everything_fits_a_screen(store: actshard.Store, tmp_path: Path)
     made: list[Any] = [
         store, store.filter([0]), stream, next(iter(stream)), store.layer(name), store.layer(name).rows(),
         store.layer(name).ragged(), store.stats(name), report, done, writer,
+        store.spectrum(name), store.similarity(),
     ]  # fmt: skip
     made += [*report.findings, *done.losses]
     for one in made:

@@ -69,7 +69,8 @@ def main() -> None:
     width, height = 34 + 3 * SIDE + 2 * GAP + 6, SIDE + 56
     Path(__file__).with_suffix(".svg").write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+        f'font-family="sans-serif" font-size="12"><title>Rows of three streams: place in the stream against place on disk</title>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 

@@ -55,13 +55,17 @@ from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
 if TYPE_CHECKING:
-    from actshard import plan
+    from actshard import plan, plot
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
+    from actshard.reporting import report
     from actshard.runners import run
+    from actshard.sampled.separability import Separability
+    from actshard.sampled.similarity import Similarity
+    from actshard.sampled.spectrum import Spectrum
     from actshard.staging import Staged, stage
     from actshard.stream.supervised import up_to_last
 
@@ -107,8 +111,11 @@ __all__ = [
     "Ragged",
     "Report",
     "RowArray",
+    "Separability",
     "SequenceBatch",
     "SequenceStream",
+    "Similarity",
+    "Spectrum",
     "Staged",
     "Stats",
     "Store",
@@ -132,7 +139,9 @@ __all__ = [
     "open",
     "pair",
     "plan",
+    "plot",
     "push",
+    "report",
     "run",
     "stage",
     "up_to_last",
@@ -145,6 +154,8 @@ _ON_FIRST_USE = {
     "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
     "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
     "Pushed": "pushing", "push": "pushing",
+    "report": "reporting",
+    "Separability": "sampled.separability", "Similarity": "sampled.similarity", "Spectrum": "sampled.spectrum",
     "run": "runners",
     "Staged": "staging", "stage": "staging",
     "up_to_last": "stream.supervised",
@@ -153,8 +164,8 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plan":
-        return importlib.import_module("actshard.plan")
+    if name in ("plan", "plot"):
+        return importlib.import_module(f"actshard.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'actshard' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"actshard.{_ON_FIRST_USE[name]}"), name)

@@ -387,3 +387,13 @@ def _share(out: Any) -> NDArray[Any]:
         return np.asarray(memoryview(out))
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"out: expected a writable buffer, found {type(out).__name__}") from error
+
+
+def shown_bytes(count: int) -> str:
+    """Formats bytes with a unit: 3.6 GB."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 # Messages contain names from files, which must not break the line or send terminal escapes.
-_ESCAPES = {
+ESCAPES = {
     code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
 }
 
@@ -75,7 +75,7 @@ class ActshardError(Exception):
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
         byte = "" if self.offset is None else f"byte {self.offset}: "
-        return f"{where}{byte}{self.detail}".translate(_ESCAPES)
+        return f"{where}{byte}{self.detail}".translate(ESCAPES)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # DataLoader workers pickle exceptions; the default __reduce__ loses keyword arguments.

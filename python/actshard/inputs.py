@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,14 @@ from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
 
 if TYPE_CHECKING:
-    from actshard.store import Store
+    from actshard.stream.readable import Readable
 
 LOOKED_AT = 4096
 """Most files that are looked at: evenly spaced ones, and those in the dataset's folder."""
 _ROWS_LOOKED_AT = 64
+_LEAST_OF_A_PART = 16
+_FOLDERS = 64
+"""Most folders with rows in which other files are looked for."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,20 @@ class Input:
         return cls(name, found.size, found.modified if file.is_local else found.version)
 
 
-def inputs_of(store: Store) -> tuple[Input, ...] | None:
+def inputs_of(store: Readable) -> tuple[Input, ...] | None:
     """The files of a store, without those of more than :data:`LOOKED_AT` that are not looked at; None if they cannot be listed."""
     files = _files(store)
     return None if files is None else tuple(map(Input.at, files))
 
 
-def _files(store: Store) -> list[Location] | None:
+def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
+    """Files of a store, at most about ``most``, and those in the dataset's folder; None if they cannot be listed."""
+    if parts := (
+        store.contents.whole or store.contents
+    ).parts:  # the folder above them, which is the joined store's path, has files of others
+        each = max(_LEAST_OF_A_PART, most // len(parts))
+        found = [_files(part, each) for part in parts]
+        return list(dict.fromkeys(itertools.chain.from_iterable(f or () for f in found))) if None not in found else None
     root = Location.at(store.path)
     root.list_below()
     try:
@@ -77,14 +88,37 @@ def _files(store: Store) -> list[Location] | None:
         if root.lists:
             raise
         return None
-    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // LOOKED_AT))]]
-    for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):
-        if folder.lists and folder.kind() == "folder":
-            files += [folder / e.name for e in sorted(folder.first(LOOKED_AT)) if e.kind == "file"]
-    return files
+    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // most))]]
+    own = [Location.at(folder) for folder in store.contents.folders] or [root]
+    others = list(map(Location.at, store.contents.columns_in()))
+    parents = [*dict.fromkeys(f.parent for f in files)][:_FOLDERS]
+    for folder in dict.fromkeys([*own, *others, *parents]):
+        kind = folder.kind() if folder.lists else None
+        if kind == "folder":
+            files += [
+                folder / name for name in _names(folder, listed, most, alone=folder not in own and folder not in others)
+            ]
+        elif kind == "file":
+            files.append(folder)
+    return list(dict.fromkeys(files))
 
 
-def newest(store: Store) -> int:
+def _names(folder: Location, listed: Sequence[Any], most: int, *, alone: bool) -> list[str]:
+    """Names of files in a folder; if there are many, of those that are not listed, such as metadata. The same on every machine.
+
+    With ``alone``, the folder has listed files alone, such as a million chunks, and is not listed whole.
+    """
+    found = folder.first(most + 1)
+    if len(found) <= most:
+        return sorted(e.name for e in found if e.kind == "file")
+    if alone:
+        return []
+    known = {posixpath.basename(Location.at(file).key) for file in listed if Location.at(file).parent == folder}
+    names = sorted(e.name for e in folder.entries() if e.kind == "file" and e.name not in known)
+    return names[:: max(1, -(-len(names) // most))]
+
+
+def newest(store: Readable) -> int:
     """When the newest of a store's files was written, in seconds since 1970; 0 if that is not known."""
     times = [found.modified for file in _files(store) or () if (found := file.found()) is not None]
     return max((int(time) // 1_000_000_000 for time in times if time), default=0)
@@ -110,7 +144,7 @@ def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
     return None
 
 
-def fingerprint(store: Store) -> str:
+def fingerprint(store: Readable) -> str:
     """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
     Objects of a remote store have ETags instead of times. Of files that cannot be listed, some rows are read instead.
@@ -130,9 +164,9 @@ def fingerprint(store: Store) -> str:
     return digest.hexdigest()[:32]
 
 
-def _fingerprint_of_rows(store: Store) -> str:
+def _fingerprint_of_rows(store: Readable) -> str:
     """A digest of metadata, token counts, and a row of evenly spaced examples in the first and last layer."""
-    about = [store.layers, store.d_model, str(store.dtype), len(store), store.contents.metadata]
+    about = [store.layers, store.d_model, str(store.dtype), store.num_examples, store.contents.metadata]
     said = json.dumps(about, sort_keys=True, default=str)
     digest = hashlib.sha256(said.encode("utf-8", "surrogateescape"))
     counts = store.token_counts

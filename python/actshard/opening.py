@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import DTypeLike
 
@@ -20,13 +20,16 @@ from actshard.errors import (
     UnknownFormatError,
     boundary,
 )
-from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find
+from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find, find_any, of_tokens
 from actshard.formats.contents import Options
 from actshard.layers import Layer, several, short
 from actshard.location import Location, network_io
 from actshard.logs import LOG
 from actshard.storage import Remote
 from actshard.store import Store
+
+if TYPE_CHECKING:
+    from actshard.tokens.cache import TokenCache
 
 
 def open(
@@ -181,6 +184,22 @@ def open_quietly(
         raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
     with boundary(path, "open"):
         return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
+
+
+def token_cache_at(at: Location, format: str | None) -> TokenCache | None:
+    """Opens the token cache at or below a location; None for activations and unknown datasets."""
+    if format not in (None, of_tokens()):
+        return None
+    if format is None:
+        try:
+            at, found = find_any(at)
+        except ActshardError:
+            return None  # open then raises the error
+        if found != of_tokens():
+            return None
+    from actshard.tokens.cache import open_cache
+
+    return open_cache(at.place)
 
 
 def _opened(

@@ -56,6 +56,18 @@ def entropy(examples: NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
+def distances(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """Returns how far apart the batches put rows that are adjacent in storage: in rows, int64, in storage order."""
+    if not batches:
+        return np.zeros(0, np.int64)
+    examples = np.concatenate([b[0] for b in batches])
+    tokens = np.concatenate([b[1] for b in batches])
+    order = np.lexsort((tokens, examples))
+    beside = np.flatnonzero(np.diff(examples[order]) == 0)
+    found: NDArray[np.int64] = np.abs(order[beside + 1] - order[beside])
+    return found
+
+
 def measure(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], *, seed: int = 0) -> Quality:
     """Measures how well batches are shuffled.
 
@@ -69,16 +81,12 @@ def measure(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], *, s
     if not full:
         return Quality(0.0, 0.0, 1.0, 0.0, 0.0)
     examples = np.concatenate([b[0] for b in batches])
-    tokens = np.concatenate([b[1] for b in batches])
     rng = np.random.default_rng(seed)
     size = len(full[0][0])
     lots = [examples[rng.choice(len(examples), size, replace=False)] for _ in range(_LOTS)]
     ideal = float(np.mean([entropy(x) for x in lots]))
     found = float(np.mean([entropy(e) for e, _ in full]))
-    # Stream positions of rows that are adjacent in storage.
-    order = np.lexsort((tokens, examples))
-    beside = np.flatnonzero(np.diff(examples[order]) == 0)
-    apart = np.abs(order[beside + 1] - order[beside])
+    apart = distances(batches)
     n = len(examples)
     return Quality(
         distinct=float(np.mean([len(np.unique(e)) for e, _ in full])),

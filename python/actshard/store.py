@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -32,6 +35,8 @@ from actshard.errors import (
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.late import Late
 from actshard.layers import Layer, is_one, one, plain, short, stored
+from actshard.logs import LOG
+from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
 from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
 from actshard.stream.verbs import StreamVerbs
@@ -44,14 +49,16 @@ if TYPE_CHECKING:
 else:
     pa, arrays = Late("pyarrow"), Late("actshard.arrays")
 
+_LONG = 10_000_000_000
+"""Bytes that a stream reads for statistics with a warning."""
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
-_DOORS = frozenset({"contents", "rows", "group_of", "gather_of", "check_open", "native_stream"})
+_DOORS = frozenset({"contents", "rows", "group_of", "gather_of", "check_open", "native_stream", "known_stats"})
 """Names for the other modules of this package, which ``dir()`` leaves out."""
 
 
-class Store(StreamVerbs):
+class Store(StreamVerbs, SampledVerbs):
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
 
     :func:`actshard.open` creates it. Thread-safe, usable after ``fork``, and pickled as its path and options. Reads release the
@@ -565,27 +572,56 @@ class Store(StreamVerbs):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        save: bool | str | os.PathLike[str] = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> Stats:
-        """Computes mean, variance, minimum, maximum and counts of NaN and infinite values per column, in one parallel pass.
+        """Computes statistics of columns and of row norms in one parallel pass; see :class:`actshard.Stats`.
 
         Sums are float64 over blocks of a fixed size, so results are bitwise equal for any number of threads.
+
+        With ``save`` they are kept as JSON and safetensors, and read back while the dataset's files have the same names, sizes and
+        modification times (of more than 4,096 files, of evenly spaced ones). ``stream(center="mean")`` reads them too.
 
         Args:
             layer: a name from :attr:`layers`.
             tokens: as in :meth:`stream`.
             ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
+            save: True keeps them in the folder ``NAME.stats`` beside the dataset; in the user's cache folder for a URL, or where
+                that folder cannot be written. Or another folder. Not supported with ``keep``.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
-            As :meth:`stream`; DtypeError if rows are not floats.
+            As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
+        if save is not False:
+            from actshard.saved import kept_or_made
+
+            make = functools.partial(self.stats, layer, tokens=tokens, ignore_labels=ignore_labels, progress=progress)
+            return kept_or_made(self, self.layers[self._group(layer)], (tokens, ignore_labels, keep), save, make)
         group = self._group(layer)
         selection = select(self, [layer], tokens, ignore_labels, keep)
         total = _native.count_selected(self.num_examples, selection)
         tell = None if progress is None else lambda done: progress(done, total)
         return Stats.of(self._open_rows().stats(group, selection, tell), self.layers[group])
+
+    def known_stats(self, layer: Layer, tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> Stats:
+        """Statistics of a layer that were kept, if they are still true; otherwise computes them and keeps nothing. Internal."""
+        from actshard.saved import kept
+
+        found = None if keep is not None else kept(self, layer, tokens, ignore_labels)
+        if found is not None:
+            return found
+        size = self._bytes_of(layer)
+        LOG.log(
+            logging.WARNING if size >= _LONG else logging.INFO,
+            "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) keeps them",
+            *(self.path, size / 1e9, plain(layer), layer),
+        )
+        return self.stats(layer, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
+
+    def _bytes_of(self, layer: Layer) -> int:
+        return int(self.tokens_in(layer).sum()) * self.d_model * self.dtype.itemsize
 
     def _open_rows(self) -> Rows:
         if isinstance(self._rows, Without):

@@ -25,6 +25,9 @@ for layer in store.layers:
     assert_type(store.sequences(examples=[0, 1], layer=layer), list[NDArray[Any]])
     assert_type(store.layer(layer), LayerArray)
     assert_type(store.stats(layer).mean, NDArray[np.float64])
+    assert_type(store.spectrum(layer, rows=4096).effective_rank, float)
+assert_type(store.similarity(other=store).cka, NDArray[np.float64])
+assert_type(store.separability("label", [4, 8]).accuracy, NDArray[np.float64])
 
 named: Layer = "blocks.5.hook_resid_post"
 assert_type(store.layer(named)[0, -1], NDArray[Any])

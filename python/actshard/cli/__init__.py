@@ -6,14 +6,17 @@ import io
 import os
 import sys
 import warnings
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
+import typer.completion as shells
 
 import actshard
+from actshard.cli._app import COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
+from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._options import (
     CacheFolder,
     CacheLayout,
@@ -39,8 +42,10 @@ from actshard.cli._options import (
     PathArgument,
     PhysicalOption,
     PlanArgument,
+    QuietOption,
     RowFormatOption,
     RowOptions,
+    SaveOption,
     ShardBytes,
     SkipErrors,
     StatsLayers,
@@ -60,38 +65,33 @@ from actshard.errors import ActshardError, UnknownFormatError, boundary
 from actshard.runners import ENGINES
 
 
-class _TruncatedData(Exception):  # noqa: N818 -- carries an error through click
-    """An error of ours that is an EOFError: click takes those for the end of its input, and would print "Aborted." alone."""
+class Shell(StrEnum):
+    """Shells with completion."""
 
-    def __init__(self, error: ActshardError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
 
 
-class _Commands(typer.core.TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        """Runs the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except EOFError as error:
-            if isinstance(error, ActshardError):
-                raise _TruncatedData(error) from error
-            raise
-
+# The scripts of `actshard completion` call this process. typer's own add_completion would add two options to the help.
+shells.completion_init()  # type: ignore[attr-defined]  # typer exports its options alone
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     name="actshard",
-    help="Inspect, stream, convert, merge and verify activation datasets and token caches.",
+    help="Inspect, stream, convert, merge and verify activation datasets and token caches.\n\n"
+    "Exit status: 0 success, 1 warnings found or work left, 2 errors found, 3 the command could not run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(plan_app, name="plan")
-cache_app = typer.Typer(no_args_is_help=True, help="The cache on disk of remote datasets (--cache, cache=).")
-app.add_typer(cache_app, name="cache")
+app.add_typer(plan_app, name="plan", **about("plan"))
+cache_app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show or clear the disk cache of remote datasets (--cache, cache=)."
+)
+app.add_typer(cache_app, name="cache", **about("cache"))
 
 
 def _version(asked: bool) -> None:
@@ -110,7 +110,7 @@ def _root(
     warnings.simplefilter("ignore", actshard.ActshardWarning)
 
 
-@app.command("info")
+@app.command("info", **about("info"))
 def info_command(
     path: PathArgument,
     format: FormatOption = None,
@@ -149,7 +149,7 @@ def info_command(
     output(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
-@app.command("head")
+@app.command("head", **about("head"))
 def head_command(
     path: PathArgument,
     n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="Number of examples.")] = 5,
@@ -175,14 +175,44 @@ def head_command(
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 
-@app.command("stats")
+@app.command("top", **about("top"))
+def top_command(
+    path: PathArgument,
+    example: Annotated[int, typer.Option("--example", "-e", help="The example's number; -1 is the last.")] = 0,
+    layer: Annotated[str, typer.Option(help="A layer's name. Default: the last layer.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to print.")] = 100,
+    largest: Annotated[int, typer.Option(min=0, max=20, help="Largest dimensions to print for each token.")] = 3,
+    tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json: prints the text of tokens.")] = "",
+    format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
+    layout: LayoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Print one example token by token: text, norm, largest dimensions; or one row of a token cache."""
+    from actshard.cli import top as verb
+
+    at = _place(path, storage_option, cache)
+    rows = None if layout is not None else _cache_at(at, format)
+    if rows is not None:
+        found = verb.row(rows, example, tokenizer, tokens)
+        output(json, lambda: found, lambda: verb.show_row(rows, found))
+        return
+    store = actshard.open(at, format, layout=layout)
+    seen = verb.look(store, example, layer, tokenizer, largest)
+    output(json, seen.as_dict, lambda: verb.show(store, seen, tokens))
+
+
+@app.command("stats", **about("stats"))
 def stats_command(
     path: PathArgument,
     layer: StatsLayers = "",
     tokens: StatsTokens = "content",
+    save: SaveOption = False,
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
     """Read all rows and print mean, deviation, range and norm of each layer; NaN and infinite values are counted."""
@@ -191,12 +221,20 @@ def stats_command(
     store = actshard.open(_place(path, storage_option, cache), format)
     named = _layers_named(store, layer or "all")
     found = verb.run(
-        store, store.layers if named == "all" else named if isinstance(named, list) else [named], tokens, quiet=json
+        store,
+        store.layers if named == "all" else named if isinstance(named, list) else [named],
+        tokens,
+        save=save,
+        quiet=quiet or json,
     )
     output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
 
 
-@app.command("bench-stream")
+app.command("report", **about("report"))(report_command)
+app.command("plot", **about("plot"))(plot_command)
+
+
+@app.command("bench-stream", **about("bench-stream"))
 def bench_stream_command(
     path: PathArgument,
     layer: Annotated[
@@ -248,7 +286,7 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
     return names[0] if len(names) == 1 else names
 
 
-@app.command("convert")
+@app.command("convert", **about("convert"))
 def convert_command(
     source: ConvertSource,
     target: ConvertTarget = None,
@@ -275,11 +313,12 @@ def convert_command(
         typer.Option(metavar="KEY=VALUE", help="For a TARGET that is a URL: an option of its storage. Repeatable."),
     ] = None,
     scratch: Annotated[
-        str, typer.Option(help="For a TARGET that is a URL: the local folder in which the result is made.")
+        str, typer.Option(help="For a TARGET that is a URL: local folder for the result before its upload.")
     ] = "",
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Convert a dataset to another format. Resumable; --dry-run lists everything that would be lost."""
+    """Convert a dataset to another format. Resumable; --dry-run lists all losses. A refused --dry-run exits with 2."""
     from actshard.cli import convert as verb
     from actshard.cli._layers import renamed
     from actshard.cli._places import options_named
@@ -303,18 +342,18 @@ def convert_command(
         previews = verb.previews(at, folder, to or None, own)
         output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
         if to and previews[0].refused:
-            raise typer.Exit(1)
+            raise typer.Exit(ERRORS)
         return
     if target is None or not to:
         raise actshard.ArgumentError(
             "convert: expected SOURCE TARGET --to FORMAT. With --dry-run, TARGET and --to are optional."
         )
     own |= {"target_options": options_named(target_option) or None, "scratch": scratch or None}
-    done = verb.run(at, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
+    done = verb.run(at, target, to, quiet=quiet or json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
     output(json, done.as_dict, lambda: verb.show(done))
 
 
-@app.command("tokenize")
+@app.command("tokenize", **about("tokenize"))
 def tokenize_command(
     sources: TextSources = None,
     tokenizer: TokenizerOption = "",
@@ -338,9 +377,10 @@ def tokenize_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a cache that was built with other settings.")
     ] = False,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Build a token cache that Levanter can open. Run it again after an interruption: finished files are kept."""
+    """Build a token cache that Levanter can open. Resumable: finished files are kept."""
     from actshard.cli import tokenize as verb
 
     own = {
@@ -355,19 +395,21 @@ def tokenize_command(
     if config is not None:
         if sources or out is not None:
             raise actshard.ArgumentError("tokenize: expected no SOURCES and --out with --config, which names both")
-        plans = verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=json, **own)
+        plans = (
+            verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=quiet or json, **own)
+        )
         output(json, lambda: plans, lambda: verb.show_plans(plans))
         if any(plan["state"] == "missing" for plan in plans):
-            raise typer.Exit(1)
+            raise typer.Exit(WARNINGS)
         return
     if not sources or out is None:
         raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
     named = verb.format_named(form, option or [], chat_template)
-    done = verb.run(sources, out, tokenizer, named, quiet=json, **own)
+    done = verb.run(sources, out, tokenizer, named, quiet=quiet or json, **own)
     output(json, lambda: done, lambda: verb.show(done))
 
 
-@app.command("merge")
+@app.command("merge", **about("merge"))
 def merge_command(
     path: Annotated[str, typer.Argument(help="Folder of the parts, or a new folder with --part.", show_default=False)],
     part: PartOption = None,
@@ -385,7 +427,7 @@ def merge_command(
     output(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
 
 
-@app.command("verify")
+@app.command("verify", **about("verify"))
 def verify_command(
     path: PathArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
@@ -393,29 +435,29 @@ def verify_command(
     storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a dataset against its format. Exit status: 0 no problems, 1 warnings, 2 errors, 3 the check could not run."""
+    """Check a dataset against its format. Exit status: 0 no findings, 1 warnings, 2 errors, 3 could not run."""
     from actshard.cli import verify as verb
 
-    report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=json)
+    report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=quiet or json)
     output(json, report.as_dict, lambda: verb.show(report))
-    _checked.append(path)
     raise typer.Exit(report.status)
 
 
-@app.command("run")
+@app.command("run", **about("run"))
 def run_command(
     plan: PlanArgument,
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run only these: 17, 0-63, 3,5, or auto: this process's share by RANK, SLURM_*, OMPI_*. Repeatable. "
-            "Commits nothing.",
+            help="Run only these tasks: 17, 0-63, 3,5, or auto (share of this process by RANK, SLURM_*, OMPI_*). Repeatable. "
+            "Does not commit.",
             show_default=False,
         ),
     ] = None,
-    on: Annotated[str, typer.Option("--on", help=f"Where: {', '.join(ENGINES)}.")] = "local",
+    on: Annotated[str, typer.Option("--on", help=f"Engine: {', '.join(ENGINES)}.")] = "local",
     workers: Annotated[int, typer.Option(min=0, help="For local: number of processes. 0: this process.")] = 0,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Engine's option. Repeatable.")
@@ -423,27 +465,27 @@ def run_command(
     partition: Annotated[str, typer.Option(help="Slurm's partition.", show_default=False)] = "",
     account: Annotated[str, typer.Option(help="Slurm's account.", show_default=False)] = "",
     qos: Annotated[str, typer.Option(help="Slurm's quality of service.", show_default=False)] = "",
-    array_size: Annotated[int, typer.Option(min=0, help="Slurm: elements of the array. 0: up to 64.")] = 0,
-    time: Annotated[str, typer.Option(help="Slurm: limit of an element, minutes or 4:00:00.", show_default=False)] = "",
-    logs: Annotated[str, typer.Option(help="Slurm: keep the elements' logs in this folder.", show_default=False)] = "",
-    memory: Annotated[str, typer.Option(help="Slurm, Ray, Dask: of a task, such as 8GiB.", show_default=False)] = "",
-    cpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: processors of a task. 0: one.")] = 0,
-    gpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: GPUs of a task.")] = 0,
+    array_size: Annotated[int, typer.Option(min=0, help="Slurm: size of the job array. 0: up to 64.")] = 0,
+    time: Annotated[
+        str, typer.Option(help="Slurm: time limit of an array element: minutes or 4:00:00.", show_default=False)
+    ] = "",
+    logs: Annotated[str, typer.Option(help="Slurm: folder for the logs of array elements.", show_default=False)] = "",
+    memory: Annotated[
+        str, typer.Option(help="Slurm, Ray, Dask: memory per task, such as 8GiB.", show_default=False)
+    ] = "",
+    cpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: processors per task. 0: one.")] = 0,
+    gpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: GPUs per task.")] = 0,
     address: Annotated[str, typer.Option(help="Ray's cluster, such as auto.", show_default=False)] = "",
     scheduler: Annotated[str, typer.Option(help="Dask's scheduler, such as tcp://host:8786.", show_default=False)] = "",
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Run the other tasks after one has failed.")] = False,
-    retries: Annotated[int, typer.Option(min=0, help="How often tasks that failed are run again.")] = 0,
-    no_commit: Annotated[bool, typer.Option("--no-commit", help="Leave the commit to `actshard commit`.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Continue with other tasks after a failure.")
+    ] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Retries of a failed task.")] = 0,
+    no_commit: Annotated[bool, typer.Option("--no-commit", help="Do not commit; `actshard commit` does.")] = False,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption.
-
-    Examples: actshard run plan.json --workers 8
-
-    actshard run plan.json --on slurm --partition cpu --array-size 64 --memory 8GiB --time 4:00:00
-
-    actshard run plan.json --on ray --address auto
-    """
+    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption."""
     from actshard.cli import running as verb
     from actshard.cli.convert import options_named
 
@@ -464,10 +506,12 @@ def run_command(
     )
     if task:
         numbers = verb.tasks_named(task, found)
-        verb.run(found, on, quiet=json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
-        output(json, lambda: {"done": numbers}, lambda: typer.echo(f"{len(numbers):,} of {len(found):,} tasks: done"))
+        verb.run(found, on, quiet=quiet or json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
+        output(json, lambda: {"done": numbers}, lambda: verb.show_done(found, numbers))
         return
-    made = verb.run(found, on, quiet=json, commit=not no_commit, keep_going=keep_going, retries=retries, **options)
+    made = verb.run(
+        found, on, quiet=quiet or json, commit=not no_commit, keep_going=keep_going, retries=retries, **options
+    )
     if no_commit:
         output(json, made.as_dict, lambda: verb.show_status(found, made, plan))
         return
@@ -475,24 +519,27 @@ def run_command(
     raise typer.Exit(verb.exit_status(made))
 
 
-@app.command("status")
+@app.command("status", **about("status"))
 def status_command(
     plan: PlanArgument,
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again and again until all tasks are done.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until all tasks are done or have failed.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Print which tasks of a plan are done, running, stopped, failed and missing. Exit status: 0 all are done, 1 not."""
+    """Print which tasks of a plan are done, running, stopped, failed and missing.
+
+    Exit status: 0 all done, 1 tasks left, 2 tasks failed.
+    """
     from actshard.cli import running as verb
 
     found = actshard.plan.load(plan)
     for now in verb.statuses(found, watch):
         output(json, now.as_dict, partial(verb.show_status, found, now, plan))
-    raise typer.Exit(1 if now.left else 0)
+    raise typer.Exit(ERRORS if now.failed else WARNINGS if now.left else FINE)
 
 
-@app.command("commit")
+@app.command("commit", **about("commit"))
 def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
-    """Put the results of a plan's tasks together. Run it again after a kill."""
+    """Combine the results of a plan's tasks. Run it again after an interruption."""
     from actshard.cli import running as verb
 
     found = actshard.plan.load(plan)
@@ -501,7 +548,7 @@ def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
     raise typer.Exit(verb.exit_status(made))
 
 
-@app.command("stage")
+@app.command("stage", **about("stage"))
 def stage_command(
     source: Annotated[
         str, typer.Argument(metavar="URL", help="The dataset or token cache: a URL or a path.", show_default=False)
@@ -511,19 +558,20 @@ def stage_command(
     ],
     layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Accept a complete copy without asking whether the source changed.")
+        bool, typer.Option("--no-check", help="Accept a complete copy without checking the source for changes.")
     ] = False,
     storage_option: StorageOption = None,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Copy a dataset, or some of its layers, to a local folder, once: run it in every process of a node, and again after a kill."""
+    """Copy a dataset, or some of its layers, to a local folder. Processes that call it together share one copy; resumable."""
     from actshard.cli import stage as verb
 
-    done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=json)
+    done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
     output(json, done.as_dict, lambda: verb.show(done))
 
 
-@cache_app.command("info")
+@cache_app.command("info", **about("cache info"))
 def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
     """Print folder, size, limit and number of objects."""
     from actshard.cli import caching as verb
@@ -532,9 +580,9 @@ def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> 
     output(json, found.as_dict, lambda: verb.show(found))
 
 
-@cache_app.command("clear")
+@cache_app.command("clear", **about("cache clear"))
 def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
-    """Remove what is cached. Processes that read through the cache go on, and download again."""
+    """Remove all cached objects. Processes that use the cache continue and download again."""
     from actshard.cli import caching as verb
 
     before = actshard.cache_info(folder)
@@ -543,34 +591,44 @@ def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) ->
     output(json, lambda: {**after.as_dict(), "freed": freed}, lambda: verb.show_cleared(after, freed))
 
 
-@app.command("push")
+@app.command("push", **about("push"))
 def push_command(
     folder: Annotated[str, typer.Argument(help="The dataset's folder.", show_default=False)],
     url: Annotated[
         str, typer.Argument(help="s3://BUCKET/RUN, gs://, az:// or hf://datasets/ORG/NAME.", show_default=False)
     ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another dataset: removes everything below the URL.")
+        bool, typer.Option("--overwrite", help="Replace the dataset at the URL: removes everything below it.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse a dataset with errors.")] = True,
     private: Annotated[
         bool, typer.Option("--private/--public", help="Visibility of a new repository on the hub.")
     ] = True,
-    links: Annotated[bool, typer.Option("--links", help="Follow links that lead outside of the folder.")] = False,
+    links: Annotated[bool, typer.Option("--links", help="Follow symbolic links that leave the folder.")] = False,
     storage_option: StorageOption = None,
+    quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Upload a dataset to a bucket or the hub. Run it again after an interruption: only what is missing is sent."""
+    """Upload a dataset to a bucket or the hub. Resumable: only missing files are sent."""
     from actshard.cli import push as verb
     from actshard.cli._places import options_named
 
     options = options_named(storage_option) or None
     own = {"overwrite": overwrite, "verify": verify, "private": private, "links": links, "storage_options": options}
-    done = verb.run(folder, url, quiet=json, **own)
+    done = verb.run(folder, url, quiet=quiet or json, **own)
     output(json, done.as_dict, lambda: verb.show(done))
 
 
-@app.command("demo")
+@app.command("completion", **about("completion"))
+def completion_command(
+    shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.", show_default=False)],
+) -> None:
+    """Print a script that completes commands and options in a shell."""
+    asked = {"prog_name": "actshard", "complete_var": "_ACTSHARD_COMPLETE", "shell": shell.value}
+    typer.echo(shells.get_completion_script(**asked))  # type: ignore[attr-defined]  # typer exports its options alone
+
+
+@app.command("demo", **about("demo"))
 def demo_command() -> None:
     """Fit a linear probe per layer on the bundled dataset and print its accuracy on the verb's tense."""
     from actshard.cli import demo as verb
@@ -585,33 +643,15 @@ def _place(path: str, options: list[str] | None, cache: str) -> Any:
 
 
 def _cache_at(at: Any, format: str | None) -> Any:
-    """Opens the token cache at or below a location; None for activations and unknown datasets."""
-    from actshard.finding import find_any, of_tokens
+    from actshard.opening import token_cache_at
 
-    if format not in (None, of_tokens()):
-        return None
-    if format is None:
-        try:
-            at, found = find_any(at)
-        except ActshardError:
-            return None  # actshard.open then raises the error
-        if found != of_tokens():
-            return None
-    from actshard.tokens.cache import open_cache
-
-    return open_cache(at.place)
-
-
-_COULD_NOT = {"verify": 3, "status": 2}
-"""Exit status of commands for which 1 is a finding, if they could not run."""
-_checked: list[str] = []
-"""Paths for which ``verify`` has printed a report."""
+    return token_cache_at(at, format)
 
 
 def main() -> None:
-    """Runs the command. An ActshardError is printed to stderr without a traceback; the exit status is 1.
+    """Runs the command. Prints an ActshardError to stderr without a traceback.
 
-    ``verify`` exits with 3 if the check could not run, because 1 and 2 mean findings; ``status`` with 2: 1 means tasks left.
+    Exit status: 0 success; 1 warnings found or work left; 2 errors found; 3 the command could not run.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -630,33 +670,20 @@ def main() -> None:
         _fail("\n".join(lines))
     except ActshardError as error:
         _fail(str(error))
-    except _TruncatedData as truncated:
+    except TruncatedData as truncated:
         _fail(str(truncated.error))
     except BrokenPipeError:
         # `actshard info ... | head` closed the pipe. Without this, Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
-    except SystemExit as stop:
-        if stop.code and _verifies() and not _checked:  # wrong options
-            raise SystemExit(_COULD_NOT["verify"]) from None
-        raise
     except Exception:
-        if not _verifies():
-            raise
+        # A bug. Python's own status would be 1, which means warnings.
         import traceback
 
         traceback.print_exc()
-        raise SystemExit(_COULD_NOT["verify"]) from None
-
-
-def _verifies() -> bool:
-    return _command() == "verify"
-
-
-def _command() -> str:
-    return next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        raise SystemExit(COULD_NOT_RUN) from None
 
 
 def _fail(message: str) -> None:
     typer.echo(f"actshard: {message}", err=True)
-    raise SystemExit(_COULD_NOT.get(_command(), 1))
+    raise SystemExit(COULD_NOT_RUN)

@@ -8,6 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import shown_bytes
+from actshard.errors import ESCAPES
+
+size = shown_bytes
+
 
 def console() -> Console:
     """Returns a console for stdout; plain and 200 columns wide if stdout is not a terminal."""
@@ -30,17 +35,16 @@ def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> 
         out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
 
 
-def size(count: int) -> str:
-    """Formats bytes with a unit: 3.6 GB."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
-
-
 def one_line(text: object, width: int) -> str:
-    """Removes line breaks and truncates to a width."""
-    flat = " ".join(str(text).split())
+    """Removes line breaks, escapes control characters, which may be commands to the terminal, and truncates to a width."""
+    flat = " ".join(str(text).split()).translate(ESCAPES)
     return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def duration(seconds: float) -> str:
+    """Formats a time: 40 s, 12 min, 3.5 h."""
+    if seconds < 1:
+        return "below 1 s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"

@@ -43,6 +43,7 @@ LayoutOption = Annotated[
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="The plan's JSON file, by Plan.save.", show_default=False)
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ConvertSource = Annotated[str, typer.Argument(help="The dataset to convert: a path or a URL.", show_default=False)]
 ConvertTarget = Annotated[
@@ -97,6 +98,10 @@ PhysicalOption = Annotated[
 ]
 DifferentModels = Annotated[bool, typer.Option("--different-models", help="Also merge datasets of different models.")]
 StatsLayers = Annotated[str, typer.Option(help="Layers: comma-separated names. Default: all.")]
+SaveOption = Annotated[
+    bool,
+    typer.Option("--save", help="Keep them beside the dataset, in PATH.stats; use those kept there if still true."),
+]
 StatsTokens = Annotated[str, typer.Option(help="content, all, last or special.")]
 FormatOptionsOfPlan = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the target format. Repeatable.")
@@ -119,3 +124,20 @@ WorkFolder = Annotated[
         "--work", metavar="DIR", help="Folder for tasks' results, which all machines see.", show_default=False
     ),
 ]
+PLOTS = (
+    "norms",
+    "histogram",
+    "positions",
+    "gamma",
+    "ranges",
+    "dimensions",
+    "spectrum",
+    "similarity",
+    "separability",
+    "shuffle",
+    "lengths",
+    "frequency",
+    "packing",
+)
+"""Functions of :mod:`actshard.plot`."""
+PLOTS_OF_CACHES = ("lengths", "frequency", "packing")

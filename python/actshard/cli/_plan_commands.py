@@ -8,6 +8,7 @@ import typer
 
 import actshard
 from actshard import formats
+from actshard.cli._app import Commands, about
 from actshard.cli._options import (
     CacheLayout,
     CacheStorage,
@@ -32,6 +33,7 @@ from actshard.cli._options import (
     ReplacePlan,
     RowFormatOption,
     RowOptionsOfPlan,
+    SaveOption,
     ShardBytes,
     SkipErrors,
     StatsLayers,
@@ -47,9 +49,9 @@ from actshard.cli._options import (
 from actshard.cli._output import output
 
 plan_app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
-    help="Cut work into tasks that any machine may run: a Slurm array, Ray, Dask, or processes here. Prints bytes, files, memory "
-    "and time, and what to type next.",
+    help="Split work into tasks for Slurm, Ray, Dask or local processes. Prints bytes, files, memory, time and the next commands.",
 )
 
 _TASKS = 64
@@ -63,14 +65,16 @@ def _made(plan: Any, file: str, replace: bool, no_measure: bool, json: bool) -> 
         output(True, plan.as_dict, lambda: None)
         return
     path = verb.save(plan, file, replace)
-    told = verb.Told.of(plan, path, None if no_measure else verb.rate(plan, quiet=json))
+    told = verb.Told.of(plan, path, "--no-measure" if no_measure else verb.rate(plan, quiet=json))
     output(json, told.as_dict, lambda: verb.show(told))
 
 
-@plan_app.command("convert")
+@plan_app.command("convert", **about("plan convert"))
 def plan_convert_command(
     source: ConvertSource,
-    target: Annotated[str, typer.Argument(help="The folder to create, which all machines see.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="The folder to create, on a file system that all machines share.", show_default=False)
+    ],
     to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.", show_default=False)],
     tasks: TasksOption = _TASKS,
     out: PlanFile = _FILE,
@@ -89,10 +93,7 @@ def plan_convert_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a conversion: the result has the bytes of `actshard convert`, for any number of tasks.
-
-    Example: actshard plan convert SRC DST --to zarr --tasks 256 -o plan.json
-    """
+    """Plan a conversion: the result has the bytes of `actshard convert`, for any number of tasks."""
     from actshard.cli import convert as verb
     from actshard.cli._layers import renamed
 
@@ -117,7 +118,7 @@ def plan_convert_command(
     _made(made, out, replace, no_measure, json)
 
 
-@plan_app.command("verify")
+@plan_app.command("verify", **about("plan verify"))
 def plan_verify_command(
     path: PathArgument,
     tasks: TasksOption = _TASKS,
@@ -129,15 +130,12 @@ def plan_verify_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a check of every value: the commit prints the report of `actshard verify --deep`.
-
-    Example: actshard plan verify RUN --tasks 256 -o plan.json
-    """
+    """Plan a check of every value: the commit prints the report of `actshard verify --deep`."""
     made = actshard.plan.verify(path, tasks=tasks, format=format, layout=layout, work=work or None)
     _made(made, out, replace, no_measure, json)
 
 
-@plan_app.command("stats")
+@plan_app.command("stats", **about("plan stats"))
 def plan_stats_command(
     path: PathArgument,
     layer: StatsLayers = "",
@@ -146,15 +144,13 @@ def plan_stats_command(
     out: PlanFile = _FILE,
     format: FormatOption = None,
     layout: LayoutOption = None,
+    save: SaveOption = False,
     work: WorkFolder = "",
     replace: ReplacePlan = False,
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan statistics: the commit prints those of `actshard stats`, to the last bit.
-
-    Example: actshard plan stats RUN --layer 5,11 --tasks 64 -o plan.json
-    """
+    """Plan statistics: the commit prints those of `actshard stats`, to the last bit."""
     from actshard.cli._layers import of_store
 
     layers = None
@@ -162,11 +158,12 @@ def plan_stats_command(
         with actshard.open(path, format, layout=layout) as store:
             layers = of_store(layer, store.layers, "--layer")
     kinds: Any = tokens  # stats() checks it
-    made = actshard.plan.stats(path, layers, tasks=tasks, tokens=kinds, format=format, layout=layout, work=work or None)
+    where: dict[str, Any] = {"format": format, "layout": layout, "work": work or None}
+    made = actshard.plan.stats(path, layers, tasks=tasks, tokens=kinds, save=save, **where)
     _made(made, out, replace, no_measure, json)
 
 
-@plan_app.command("tokenize")
+@plan_app.command("tokenize", **about("plan tokenize"))
 def plan_tokenize_command(
     sources: TextSources,
     cache: Annotated[
@@ -188,10 +185,7 @@ def plan_tokenize_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a token cache: the result has the bytes of `actshard tokenize`.
-
-    Example: actshard plan tokenize 'web/*.jsonl' --cache cache/web/train --tokenizer llama --tasks 256 -o plan.json
-    """
+    """Plan a token cache: the result has the bytes of `actshard tokenize`."""
     from actshard.cli.tokenize import format_named
 
     made = actshard.plan.tokenize(
@@ -210,9 +204,11 @@ def plan_tokenize_command(
     _made(made, out, replace, no_measure, json)
 
 
-@plan_app.command("merge")
+@plan_app.command("merge", **about("plan merge"))
 def plan_merge_command(
-    target: Annotated[str, typer.Argument(help="A new folder, which all machines see.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="A new folder, on a file system that all machines share.", show_default=False)
+    ],
     part: Annotated[
         list[str],
         typer.Option(
@@ -228,23 +224,23 @@ def plan_merge_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a merge of datasets: the result has the bytes of `actshard merge`.
-
-    Example: actshard plan merge ALL --part run1 --part run2 --tasks 64 -o plan.json
-    """
+    """Plan a merge of datasets: the result has the bytes of `actshard merge`."""
     made = actshard.plan.merge(
         target, part, tasks=tasks, physical=physical, different_models=different_models, work=work or None
     )
     _made(made, out, replace, no_measure, json)
 
 
-@plan_app.command("stage")
+@plan_app.command("stage", **about("plan stage"))
 def plan_stage_command(
     source: Annotated[
         str, typer.Argument(metavar="URL", help="The dataset or token cache: a URL or a path.", show_default=False)
     ],
     folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="The folder to create, which all machines see.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="DIR", help="The folder to create, on a file system that all machines share.", show_default=False
+        ),
     ],
     layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
     tasks: TasksOption = _TASKS,
@@ -253,10 +249,7 @@ def plan_stage_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a copy of a dataset, or some of its layers, to a folder: that of `actshard stage`.
-
-    Example: actshard plan stage s3://bucket/run /scratch/run --layers 5,11 --tasks 64 -o plan.json
-    """
+    """Plan a copy of a dataset, or some of its layers, to a folder: that of `actshard stage`."""
     from actshard.cli._layers import several
 
     names = several(layer, "--layers") if layer else None

@@ -1,4 +1,4 @@
-"""Shows progress of a long command: a bar on a terminal, otherwise a line every ten seconds.
+"""Shows progress of a long command: a bar on a terminal, a line a minute in a log file, nothing if quiet.
 
 The public functions report progress with different signatures. Each is converted to a :class:`Step`, which one renderer shows.
 """
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from actshard.cli._format import size
+from actshard.cli._format import duration, size
 
 if TYPE_CHECKING:
     from actshard.tokens.building import BuildProgress
 
-_EVERY = 10.0
+_EVERY = 60.0
 """Seconds between two lines if stderr is not a terminal."""
 
 
@@ -31,85 +31,163 @@ class Step:
 
     Attributes:
         done, total: units of work, for the bar and the remaining time; ``total`` is 0 while unknown.
-        rate: speed, formatted.
-        label: the current stage, shown after the task's name; empty for a task with one stage.
-        counts: formatted counts for a line; None for ``done`` of ``total``.
+        unit: the units' name. ``"bytes"`` are printed with a unit of their own.
+        bytes: bytes of the units done, if known: the speed is then in bytes.
+        stage: the current stage; empty for a task with one stage.
+        counts: formatted counts; None: ``done`` of ``total``.
+        rate: formatted speed; None: computed from the reports.
     """
 
     done: int
     total: int
-    rate: str = ""
-    label: str = ""
+    unit: str = ""
+    bytes: int = 0
+    stage: str = ""
     counts: str | None = None
+    rate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The texts of a step."""
+
+    counts: str
+    rate: str
+    left: str
+
+
+class _Pace:
+    """Computes speed and remaining time.
+
+    Both count from the first report of a stage, because a resumed task starts with units that took no time.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._first: Step | None = None
+        self._began = 0.0
+
+    def of(self, step: Step) -> _Shown:
+        now, first = self._clock(), self._first
+        if first is None or (first.stage, first.unit) != (step.stage, step.unit) or step.done < first.done:
+            self._first = first = step
+            self._began = now
+        seconds, units = now - self._began, step.done - first.done
+        left = duration(seconds / units * (step.total - step.done)) if units and step.total > step.done else ""
+        return _Shown(_counts(step), _rate(step, first, seconds), f"{left} left" if left else "")
+
+
+def _counts(step: Step) -> str:
+    if step.counts is not None:
+        return step.counts
+    if step.unit == "bytes":
+        return f"{size(step.done)} of {size(step.total)}" if step.total else size(step.done)
+    counts = f"{step.done:,} of {step.total:,}" if step.total else f"{step.done:,}"
+    return f"{counts} {step.unit}".rstrip()
+
+
+def _rate(step: Step, first: Step, seconds: float) -> str:
+    if step.rate is not None:
+        return step.rate
+    if seconds <= 0 or step.done == first.done:
+        return ""
+    if step.unit == "bytes":
+        return f"{size(int((step.done - first.done) / seconds))}/s"
+    if step.bytes > first.bytes:
+        return f"{size(int((step.bytes - first.bytes) / seconds))}/s"
+    rate = (step.done - first.done) / seconds
+    return f"{rate:,.0f} {step.unit}/s" if rate >= 10 else f"{rate:.2g} {step.unit}/s"
 
 
 class TaskWatch:
     """Progress callbacks of one task, one method per signature."""
 
-    def __init__(self, show: Callable[[Step], None]) -> None:
+    def __init__(self, show: Callable[[Step], None], unit: str, clock: Callable[[], float]) -> None:
         self._show = show
-        self._began = time.monotonic()
-
-    def _seconds(self) -> float:
-        return max(time.monotonic() - self._began, 1e-3)
+        self._unit = unit
+        self._clock = clock
+        self._began = clock()
 
     def counts(self, done: int, total: int, nbytes: int = 0) -> None:
-        """For ``convert`` and ``Store.stats``: units done, total units, and bytes."""
-        self._show(Step(done, total, f"{size(int(nbytes / self._seconds()))}/s" if nbytes else ""))
+        """For ``convert``, ``run``, ``push`` and ``Store.stats``: units done, total units, and bytes."""
+        self._show(Step(done, total, self._unit, nbytes))
 
     def stage(self, what: str, done: int, total: int) -> None:
-        """For ``verify``: the stage, its units done, and its total units."""
-        self._show(Step(done, total, label=what))
+        """For ``verify`` and ``stage``: the units' name, units done, and total units."""
+        self._show(Step(done, total, what))
 
     def build(self, now: BuildProgress) -> None:
         """For ``build_cache``: documents, tokens and bytes of sources."""
         skipped = f", {now.skipped:,} skipped" if now.skipped else ""
-        seconds = self._seconds()
+        seconds = max(self._clock() - self._began, 1e-3)
         self._show(
             Step(
                 now.bytes,
                 now.bytes_total,
-                f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}",
-                f"{now.stage}, {now.files_done} of {now.files} files",
-                f"{now.rows:,} docs, {now.tokens:,} tokens",
+                "bytes",
+                stage=f"{now.stage}, {now.files_done} of {now.files} files",
+                counts=f"{now.rows:,} docs, {now.tokens:,} tokens",
+                rate=f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}",
             )
         )
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool) -> Iterator[TaskWatch]:
-    """Shows progress on stderr with speed and remaining time; nothing if ``quiet``."""
+def progress(
+    what: str, *, quiet: bool, unit: str = "", clock: Callable[[], float] = time.monotonic
+) -> Iterator[TaskWatch]:
+    """Shows progress on stderr with speed and remaining time; nothing if ``quiet``.
+
+    Args:
+        what: the task's name.
+        quiet: show nothing.
+        unit: the name of the units that :meth:`TaskWatch.counts` counts.
+        clock: returns seconds.
+    """
     console = Console(stderr=True)
     if quiet:
-        yield TaskWatch(lambda step: None)
+        yield TaskWatch(lambda step: None, unit, clock)
         return
     if not console.is_terminal:
-        yield TaskWatch(_lines(what))
+        yield TaskWatch(_lines(what, clock), unit, clock)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    # No markup: names of files are shown as they are.
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[stage]}", style="dim", markup=False),
+        BarColumn(),
+        *(TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("counts", "rate", "left")),
+    )
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None, rate="")
+        task = bar.add_task(what, total=None, stage="", counts="", rate="", left="")
+        pace = _Pace(clock)
 
         def draw(step: Step) -> None:
-            described = f"{what} [dim]{step.label}[/]" if step.label else what
-            bar.update(task, completed=step.done, total=step.total or None, rate=step.rate, description=described)
+            shown = pace.of(step)
+            fields: dict[str, Any] = {
+                "stage": step.stage,
+                "counts": shown.counts,
+                "rate": shown.rate,
+                "left": shown.left,
+            }
+            bar.update(task, completed=step.done, total=step.total or None, **fields)
 
-        yield TaskWatch(draw)
+        yield TaskWatch(draw, unit, clock)
 
 
-def _lines(what: str) -> Callable[[Step], None]:
-    """Returns a callback that prints a line every ten seconds."""
-    told = began = time.monotonic()
+def _lines(what: str, clock: Callable[[], float]) -> Callable[[Step], None]:
+    """Returns a callback that prints a line a minute."""
+    told = clock()
+    pace = _Pace(clock)
 
     def line(step: Step) -> None:
         nonlocal told
-        now = time.monotonic()
+        now = clock()
+        shown = pace.of(step)
         if now - told < _EVERY:
             return
         told = now
-        counts = step.counts if step.counts is not None else f"{step.done:,} of {step.total:,}"
-        left = f"{(now - began) / step.done * (step.total - step.done):.0f} s left" if step.done else ""
-        parts = ", ".join(part for part in (step.label, counts, step.rate, left) if part)
+        parts = ", ".join(part for part in (step.stage, shown.counts, shown.rate, shown.left) if part)
         print(f"{what}: {parts}", file=sys.stderr, flush=True)
 
     return line

@@ -99,7 +99,7 @@ def show_previews(found: Sequence[Preview], format: str | None) -> None:
 
 def run(source: Location, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts a dataset and shows progress."""
-    with progress(f"converting to {format}", quiet=quiet) as watch:
+    with progress(f"converting to {format}", quiet=quiet, unit="examples") as watch:
         return convert(source, target, format, progress=watch.counts, **options)
 
 

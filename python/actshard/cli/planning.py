@@ -12,13 +12,15 @@ from typing import Any
 from rich.markup import escape
 
 from actshard import _arguments
-from actshard.cli._format import console, show_facts, size
+from actshard.cli._format import console, duration, show_facts, size
 from actshard.cli._progress import progress
 from actshard.errors import ActshardError, ExistsError
 from actshard.plan import Plan, load
 from actshard.plan.measuring import LIMIT, Rate, measure
 from actshard.work import existing_above
 
+_MOST_ELEMENTS = 1000
+"""Slurm's MaxArraySize is 1001 unless an administrator changed it: the elements of larger plans share the tasks."""
 _WORKERS = 8
 """Processes of the second figure of time."""
 
@@ -40,10 +42,12 @@ def save(plan: Plan, file: str, replace: bool) -> Path:
     return plan.save(path)
 
 
-def rate(plan: Plan, *, quiet: bool) -> Rate | None:
-    """Measures a sample of the work, unless there is nothing left of it."""
+def rate(plan: Plan, *, quiet: bool) -> Rate | str:
+    """Measures a sample of the work; or returns why it does not."""
     if not plan.left():
-        return None
+        return "all tasks are done"
+    if not any(int(task["bytes"]) for task in plan.tasks):
+        return "the tasks read and copy nothing"
     with progress("measuring a sample", quiet=quiet):
         return measure(plan, LIMIT)
 
@@ -55,17 +59,17 @@ class Told:
     Attributes:
         plan: the plan.
         path: its file.
-        rate: what was measured.
+        rate: what was measured, or why nothing was.
         free: free bytes and files of the file system of the working folder; files None: it does not tell.
     """
 
     plan: Plan
     path: Path
-    rate: Rate | None
+    rate: Rate | str
     free: tuple[int, int | None]
 
     @classmethod
-    def of(cls, plan: Plan, path: Path, rate: Rate | None) -> Told:
+    def of(cls, plan: Plan, path: Path, rate: Rate | str) -> Told:
         """Looks at the plan's file system."""
         there = existing_above(plan.work)
         inodes = os.statvfs(there)
@@ -73,7 +77,7 @@ class Told:
 
     def seconds(self, processes: int) -> float | None:
         """Time of all tasks in so many processes at the measured rate, if nothing they share limits them."""
-        if self.rate is None:
+        if isinstance(self.rate, str):
             return None
         sizes = [int(task["bytes"]) for task in self.plan.tasks]
         return max(sum(sizes) / min(processes, len(sizes)), *sizes) / self.rate.per_second
@@ -84,8 +88,9 @@ class Told:
         made = {"here": f"actshard run {file} --workers {min(os.cpu_count() or 1, count)}"}
         if count > 1:
             made |= {f"on {name}": f"actshard run {file} --on {name.lower()}" for name in ("Slurm", "Ray", "Dask")}
-            task = shlex.quote(f"actshard run {file} --task $SLURM_ARRAY_TASK_ID")
-            made["as an array"] = f"sbatch --array=0-{count - 1} --wrap {task}"
+            elements = min(count, _MOST_ELEMENTS)
+            task = shlex.quote(f"actshard run {file} --task {'$SLURM_ARRAY_TASK_ID' if elements == count else 'auto'}")
+            made["as an array"] = f"sbatch --wait --array=0-{elements - 1} --wrap {task}"
             made["and then"] = f"actshard commit {file}"
         made["progress"] = f"actshard status {file}"
         return made
@@ -102,8 +107,9 @@ class Told:
             "notes": list(self.plan.notes),
             "predicted": {name: getattr(said, name) for name in said.__dataclass_fields__},
             "free": {"bytes": self.free[0], "files": self.free[1]},
+            "not_measured": self.rate if isinstance(self.rate, str) else None,
             "rate": None
-            if self.rate is None
+            if isinstance(self.rate, str)
             else {
                 "bytes": self.rate.bytes,
                 "seconds": self.rate.seconds,
@@ -119,8 +125,8 @@ class Told:
     def time(self) -> str:
         """The time in words."""
         whole = self.seconds(1)
-        if self.rate is None or whole is None:
-            return "not measured"
+        if isinstance(self.rate, str) or whole is None:
+            return f"not measured: {self.rate}"
         if whole < 1:
             return "below 1 s in one process"
         shown = []
@@ -132,15 +138,6 @@ class Told:
             f"about {', '.join(shown)}: {size(int(self.rate.per_second))}/s in one process here, measured on "
             f"{size(self.rate.bytes)}. What processes share, a disk or a network, may limit them."
         )
-
-
-def duration(seconds: float) -> str:
-    """Formats a time: 40 s, 12 min, 3.5 h."""
-    if seconds < 1:
-        return "below 1 s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
 def show(told: Told) -> None:
@@ -160,7 +157,7 @@ def show(told: Told) -> None:
     lines += [
         ("free", f"{size(told.free[0])}{files}, for {escape(str(plan.work))}"),
         ("memory", f"{size(said.memory)} per task"),
-        ("time", told.time()),
+        ("time", escape(told.time())),
     ]
     show_facts(lines, ())
     out = console()

@@ -13,8 +13,8 @@ from actshard.pushing import Pushed, push
 
 def run(folder: str, url: str, *, quiet: bool, **options: Any) -> Pushed:
     """Uploads a dataset and shows progress."""
-    with progress("uploading", quiet=quiet) as watch:
-        return push(folder, url, progress=lambda done, total: watch.counts(done, total, done), **options)
+    with progress("uploading", quiet=quiet, unit="bytes") as watch:
+        return push(folder, url, progress=watch.counts, **options)
 
 
 def show(done: Pushed) -> None:

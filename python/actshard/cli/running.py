@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import typer
 from rich.markup import escape
 
 from actshard import runners
-from actshard.cli._format import console
+from actshard.cli._format import console, duration
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError, OutOfRangeError
+from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError
 from actshard.plan import Plan, Status
 from actshard.plan.plan import ranges
 from actshard.verifying import Report
@@ -42,7 +43,7 @@ def tasks_named(words: Sequence[str], plan: Plan) -> list[int]:
 
 def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
     """Runs tasks and shows progress."""
-    with progress(f"{plan.verb}, tasks", quiet=quiet) as watch:
+    with progress(plan.verb, quiet=quiet, unit="tasks") as watch:
         return runners.run(plan, on, progress=watch.counts, **options)
 
 
@@ -60,11 +61,16 @@ def engine_options(**given: str | float) -> dict[str, Any]:
 
 
 def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
-    """The status; with ``watch``, one after the other until all tasks are done."""
+    """The status; with ``watch``, one after the other until all tasks are done, or all others failed.
+
+    A driver runs failed tasks again when all others ended: between, nothing runs. So two looks must find the same.
+    """
+    ended = False
     while True:
         now = plan.status()
         yield now
-        if not watch or not now.left:
+        before, ended = ended, bool(now.failed) and not now.running and not now.missing
+        if not watch or not now.left or (before and ended):
             return
         time.sleep(_EVERY)
 
@@ -72,24 +78,50 @@ def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
 def show_status(plan: Plan, now: Status, file: str) -> None:
     """Prints how far a plan is, and what to type next."""
     out = console()
+    tasks = f"{now.tasks:,} task{'' if now.tasks == 1 else 's'}"
     if now.committed:
-        out.print(f"{plan.verb}: {now.tasks:,} tasks, committed")
+        out.print(f"{plan.verb}: {tasks}, committed")
         return
     counts = {"done": now.done, "running": now.running, "stopped": now.stopped, "failed": now.failed}
     told = [f"{len(some):,} {what}" for what, some in {**counts, "missing": now.missing}.items() if some]
     speed = f", {now.bytes / now.seconds / 1e6:,.1f} MB/s per task" if now.bytes and now.seconds else ""
-    out.print(f"{plan.verb}: of {now.tasks:,} tasks {', '.join(told)}{speed}{_time_left(plan, now)}", soft_wrap=True)
+    out.print(f"{plan.verb}: of {tasks} {', '.join(told)}{speed}{_time_left(plan, now)}", soft_wrap=True)
+    for line in _details(now):
+        out.print(f"  {line}", soft_wrap=True)
+    if now.committing:
+        out.print("  a commit was begun and is not finished; repeat it if it was killed")
+    # A changed input's error tells to make the plan again.
+    changed = any(isinstance(error, ChangedInputError) for error in now.failed.values())
+    again = not now.running and not changed and bool(now.failed or now.stopped)
+    if again or not now.left:
+        how = ", as before: it runs what is not done" if now.left else ""
+        verb = "run" if now.left else "commit"
+        out.print(f"[dim]next: actshard {verb} {escape(shlex.quote(file))}{how}[/]", soft_wrap=True)
+
+
+def _details(now: Status) -> Iterator[str]:
+    """Attempts, errors and missing tasks. Tasks with the same error share a line: one bad file fails many."""
     for attempt in now.running[:_SHOWN]:
         part = f", {100 * attempt.done // attempt.total} %" if attempt.total else ""
-        out.print(f"  running {attempt.task}: {escape(attempt.host)}, process {attempt.pid}{part}")
+        yield f"running {attempt.task}: {escape(attempt.host)}, process {attempt.pid}{part}"
+    yield from _more(now.running, "running")
     for attempt in now.stopped[:_SHOWN]:
-        out.print(f"  [yellow]stopped[/] {attempt.task}: {escape(attempt.host)}, process {attempt.pid}")
-    for task, error in list(now.failed.items())[:_SHOWN]:
-        out.print(f"  [red]failed[/] {task}: {escape(str(error))}", soft_wrap=True)
+        yield f"[yellow]stopped[/] {attempt.task}: {escape(attempt.host)}, process {attempt.pid}"
+    yield from _more(now.stopped, "stopped")
+    alike: dict[str, list[int]] = {}
+    for task, error in now.failed.items():
+        alike.setdefault(str(error), []).append(task)
+    for text, tasks in list(alike.items())[:_SHOWN]:
+        yield f"[red]failed[/] {ranges(tasks)}: {escape(text)}"
+    yield from _more(alike, "errors")
     if now.missing:
-        out.print(f"  missing {ranges(now.missing)}")
-    if not now.left:
-        out.print(f"[dim]next: actshard commit {escape(file)}[/]", soft_wrap=True)
+        yield f"missing {ranges(now.missing)}"
+
+
+def _more(some: Sized, what: str) -> Iterator[str]:
+    """How many are not printed."""
+    if len(some) > _SHOWN:
+        yield f"{what}: {len(some) - _SHOWN:,} more, see --json"
 
 
 def _time_left(plan: Plan, now: Status) -> str:
@@ -100,7 +132,7 @@ def _time_left(plan: Plan, now: Status) -> str:
         return ""
     seconds = now.seconds / done * (sum(sizes) - done)
     count = max(len(now.running), 1)
-    return f", {seconds / count:,.0f} s left in {count:,} process{'es' if count > 1 else ''}"
+    return f", {duration(seconds / count)} left in {count:,} process{'es' if count > 1 else ''}"
 
 
 def plain(made: Any) -> Any:
@@ -124,6 +156,19 @@ def show(plan: Plan, made: Any) -> None:
             typer.echo(f"layer {layer}: {found.rows:,} rows, mean norm {found.mean_norm:.4g}; --json prints columns")
     else:
         typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {len(plan):,} tasks, committed")
+
+
+def show_done(plan: Plan, tasks: Sequence[int]) -> None:
+    """Prints which tasks were run, and how many are done in all."""
+    if not tasks:
+        typer.echo("no task is this process's share")
+        return
+    now = plan.status()
+    some = f"task{'' if len(tasks) == 1 else 's'} {ranges(tasks)}"
+    over = (
+        "the plan is committed" if now.committed else f"{len(now.done):,} of {now.tasks:,} tasks of the plan are done"
+    )
+    typer.echo(f"{some}: done; {over}")
 
 
 def exit_status(made: Any) -> int:

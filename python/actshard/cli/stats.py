@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from actshard.cli._format import console
-from actshard.cli._progress import progress
+from actshard.cli._format import console, one_line
+from actshard.cli._progress import TaskWatch, progress
+from actshard.examining import MassiveRow, massive_rows
 from actshard.layers import Layer, plain
+from actshard.repeating import repeated_examples
+from actshard.saved import kept
 from actshard.stats import Stats
+from actshard.stats.across import advice_of
 from actshard.store import Store
 
+_COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+_MASSIVE, _ROWS = 3, 20
+"""Most massive rows that are printed of a layer, and of all."""
+_QUANTILES = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]
 
-def run(store: Store, layers: Sequence[Layer], tokens: Any, *, quiet: bool) -> dict[Layer, Stats]:
-    """Computes the statistics of layers and shows progress."""
+
+def run(store: Store, layers: Sequence[Layer], tokens: Any, *, save: bool, quiet: bool) -> dict[Layer, Stats]:
+    """Computes the statistics of layers, or reads those that were kept before, and shows progress."""
     made: dict[Layer, Stats] = {}
     for layer in layers:
-        with progress(f"layer {plain(layer)}", quiet=quiet) as watch:
-            made[layer] = store.stats(layer, tokens=tokens, progress=watch.counts)
+        if (found := kept(store, store.layers[store.group_of(layer)], tokens)) is not None:
+            made[layer] = found
+            continue
+        with progress(f"layer {plain(layer)}", quiet=quiet, unit="rows") as watch:
+            tell = partial(_tell, watch, store.d_model * store.dtype.itemsize)
+            made[layer] = store.stats(layer, tokens=tokens, save=save, progress=tell)
     return made
+
+
+def _tell(watch: TaskWatch, row: int, done: int, total: int) -> None:
+    watch.counts(done, total, done * row)
 
 
 def as_dict(found: dict[Layer, Stats]) -> dict[str, Any]:
@@ -31,10 +50,26 @@ def as_dict(found: dict[Layer, Stats]) -> dict[str, Any]:
 
 
 def _plain(stats: Stats) -> dict[str, Any]:
-    made: dict[str, Any] = {"rows": stats.rows, "mean_norm": _number(stats.mean_norm)}
+    quantiles = zip(_QUANTILES, stats.norms.quantile(_QUANTILES).tolist(), strict=True)
+    positions = stats.norms_by_position
+    made: dict[str, Any] = {
+        "rows": stats.rows,
+        "mean_norm": _number(stats.mean_norm),
+        "norm_quantiles": {str(q): _number(norm) for q, norm in quantiles},
+        "norms_by_position": {
+            "first": positions.first.tolist(),
+            "rows": positions.rows.tolist(),
+            "mean": positions.mean.tolist(),
+        },
+        "gamma": _number(stats.gamma),
+        "largest_rows": [asdict(each) for each in stats.largest_rows],
+        "largest_columns": [asdict(each) for each in stats.largest_columns],
+        "repeated_rows": {**asdict(stats.repeats), "fraction": stats.repeats.fraction},
+        "findings": stats.findings(),
+    }
     for name in ("mean", "std", "min", "max"):
         made[name] = [_number(value) for value in getattr(stats, name).tolist()]
-    return made | {"nan": stats.nan.tolist(), "infinite": stats.inf.tolist()}
+    return made | {"zeros": stats.zeros.tolist(), "nan": stats.nan.tolist(), "infinite": stats.inf.tolist()}
 
 
 def _number(value: float) -> float | None:
@@ -44,13 +79,29 @@ def _number(value: float) -> float | None:
 def show(store: Store, found: dict[Layer, Stats]) -> None:
     """Prints a row per layer: statistics over its columns."""
     grid = Table(box=None, pad_edge=False)
-    for name in ("layer", "rows", "mean norm", "mean", "std", "min", "max", "NaN", "infinite"):
+    for name in (
+        "layer",
+        "rows",
+        "mean norm",
+        "median",
+        "99.9 %",
+        "gamma",
+        "mean",
+        "std",
+        "min",
+        "max",
+        "NaN",
+        "infinite",
+    ):
         grid.add_column(name, justify="right")
     for layer, stats in found.items():
         with np.errstate(invalid="ignore"):
             rms = float(np.sqrt(stats.variance.mean())) if len(stats.variance) else float("nan")
         values = (
             stats.mean_norm,
+            stats.norms.median,
+            float(stats.norms.quantile(0.999)),
+            stats.gamma,
             float(stats.mean.mean()),
             rms,
             float(stats.min.min(initial=np.inf)),
@@ -65,6 +116,30 @@ def show(store: Store, found: dict[Layer, Stats]) -> None:
         )
     out = console()
     out.print(grid)
+    repeated = repeated_examples(store, found)
+    every = [*advice_of(found), *(repeated.advice() if repeated is not None else [])]
+    for advice in sorted(every, key=lambda advice: list(_COLOURS).index(advice.severity)):
+        said = (
+            f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
+        )
+        out.print(said, soft_wrap=True)
+    if massive := massive_rows(store, found, most=_MASSIVE):
+        out.print("massive rows:", style="bold")
+        out.print(_massive(massive))
     out.print(
-        f"[dim]over all {store.d_model:,} columns: std is the root of the mean variance of a column; --json prints columns[/]"
+        f"[dim]over all {store.d_model:,} columns: std is the root of the mean variance of a column; median and 99.9 % "
+        "are quantiles of the rows' norms; gamma is the norm of the mean relative to that of the deviations; --json prints all[/]"
     )
+
+
+def _massive(rows: Sequence[MassiveRow]) -> Table:
+    """Massive rows with the text of their tokens, where it is known."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("layer", "example", "token", "norm", "x median"):
+        grid.add_column(name, justify="right")
+    grid.add_column("text", no_wrap=True)
+    for row in rows[:_ROWS]:
+        text = repr(row.text) if row.text is not None else f"id {row.id}" if row.id is not None else "-"
+        cells = (plain(row.layer), f"{row.example:,}", f"{row.token:,}", f"{row.norm:.4g}", f"{row.times:,.0f}")
+        grid.add_row(*map(escape, cells), escape(one_line(text, 40)))
+    return grid

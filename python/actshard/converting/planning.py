@@ -336,6 +336,13 @@ def _content_only(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, ORIGIN: {**origin, "metadata": kept}}
 
 
+def overflowed(dtype: np.dtype[Any] | None, count: int) -> list[Loss]:
+    """The loss of finite values that became infinite, if there are any."""
+    if not count:
+        return []
+    return [Loss("overflow", f"{count:,} finite values are too large for {dtype} and are infinite")]
+
+
 def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
     """Lists what the result will lack. ``overflows``: number of finite values that become infinite."""
     store, format = asked.store, asked.format
@@ -351,8 +358,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "values stay exact"),
             )
         )
-    if overflows:
-        made.append(Loss("overflow", f"{overflows:,} finite values are too large for {target.dtype} and are infinite"))
+    made += overflowed(target.dtype, overflows)
     counts = asked.chosen(asked.stored)
     if asked.tokens != "all":
         left = int(asked.stored.sum() - counts.sum())

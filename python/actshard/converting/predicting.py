@@ -23,14 +23,12 @@ from actshard.converting.running import write_all
 from actshard.errors import ArgumentError, DiskFullError
 from actshard.formats.target import Target
 from actshard.work import existing_above
+from actshard.writing.sink import write_memory
 
 WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
 """A conversion of at most so many bytes of rows and so many files is made in a scratch folder."""
 SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
 """Limits of a sample of a larger one."""
-PROCESS_BYTES = 140 << 20
-"""Memory of a process before its first block: Python, numpy, pyarrow, actshard. Measured with CPython 3.11, pyarrow 26, Linux:
-78 MiB of its own, and 40 to 70 MiB of libraries, of which a process maps what the page cache holds."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +116,10 @@ def _columns(asked: Asked, target: Target) -> Columns:
         return checked(asked, target, numbers=True)
 
 
-def memory(asked: Asked, target: Target, largest: int) -> int:
-    """Bytes of memory of a process that converts ranges of at most ``largest`` bytes of rows; the page cache does not count."""
+def blocks_memory(target: Target, largest: int) -> int:
+    """Bytes of memory for the blocks of ranges of at most ``largest`` bytes of rows: one is read while another is written."""
     block = min(target.block_bytes, max(largest, 1))
-    units = asked.store.contents.units
-    unit = 0
-    if units is not None and len(units) > 1:
-        examples = int(np.diff(units).max())
-        row = asked.store.d_model * asked.store.dtype.itemsize
-        unit = int(examples * row * len(asked.store.layers) * max(1.0, float(asked.stored.mean())))
-    blocks = min(2 * block, max(largest, 1))
-    return int(PROCESS_BYTES + blocks + target.copies * block + 2 * unit)
+    return int(min(2 * block, max(largest, 1)) + target.copies * block + write_memory(block))
 
 
 def refuse_full(root: Path, size: int, files: int) -> None:

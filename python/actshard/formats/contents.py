@@ -123,6 +123,10 @@ class Contents:
     """Whether some examples are known to lack a layer."""
     one_row_each: bool | None = None
     """Whether every example has exactly one row, if the metadata declare it; None: see ``token_counts``."""
+    folders: tuple[Path, ...] = ()
+    """The dataset's folders, if it has several; ``path`` is then above them, and may have files of others. Empty: ``path`` is."""
+    columns_in: Callable[[], Sequence[Path]] = lambda: ()
+    """Files with columns and metadata, and folders of such files, besides the dataset's own: plans compare them, too."""
     types_may_differ: bool = False
     """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
     has_logits: bool = False

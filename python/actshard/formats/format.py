@@ -44,6 +44,8 @@ class Format:
     """Token formats can be verified and listed; :func:`actshard.open` rejects them."""
     order: ClassVar[int] = 100
     """Position in lists of writable formats; ties are sorted by name."""
+    records_summed: ClassVar[tuple[str, ...]] = ()
+    """How names of files end that a deep check reads whole, for checksums of the files or of their records."""
 
     findings: ClassVar[tuple[Code, ...]] = ()
     """Codes used only by this format's reader and check; general codes are in :mod:`actshard.codes`."""

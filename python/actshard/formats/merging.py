@@ -149,8 +149,6 @@ class Merger(ABC):
     """Plural name of this format's datasets, if a merged dataset can be a list of several; ``physical=True`` then makes it one."""
     files: ClassVar[re.Pattern[str] | None] = None
     """Names of files that a writer of the format creates, in any folder. Only these are removed from a merged part; None: all."""
-    reads_arrow: ClassVar[bool] = False
-    """Whether finding the parts' files takes pyarrow."""
     names_itself: ClassVar[bool] = False
     """Whether the format chooses the name of the merged dataset's folder, below the given path."""
 

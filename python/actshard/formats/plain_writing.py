@@ -51,6 +51,7 @@ class PlainTarget(Target):
     hint: ClassVar[str]
     """How to load a file, for the comment in layout.toml; ``{file}`` is its name."""
     makes: ClassVar[tuple[str, ...]] = (FOLDER, f"{LENGTHS}.*", COLUMNS, METADATA, NAME)
+    writes_parquet = True
     own: ClassVar[Mapping[str, str]] = {}
     holds_named_layers = True
     splits = "layers"

@@ -125,6 +125,10 @@ class Report:
         Raises:
             LookupError, TypeError, ValueError: the values are no report.
         """
+        if not isinstance(said["checked"], dict) or not isinstance(said["format"], str | None):
+            raise TypeError(
+                f"expected a format's name and amounts, found {said['format']!r:.40}, {said['checked']!r:.40}"
+            )
         made = cls(place_of(said["path"]), said["format"], bool(said["deep"]))
         made.checked = {str(what): int(n) for what, n in said["checked"].items()}
         for each in said["findings"]:

@@ -165,6 +165,9 @@ class Target(ABC):
     blocks_are_files: ClassVar[bool] = False
     """Whether what is written depends on which examples come in one block; tasks then begin where the writer's blocks do."""
 
+    writes_parquet: ClassVar[bool] = False
+    """Whether columns are written as Parquet, for predictions of memory."""
+
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
     """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 

@@ -24,16 +24,26 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
-from actshard._json import read_json
+from actshard._json import MAX_INT, read_json
 from actshard.errors import ActshardError, ExistsError, FormatError, MissingFileError, as_plain, from_os, from_plain
-from actshard.work import DUMPS_PLAN_FOLDER, FOLDER, PLAN, PLAN_FOLDER, make_folder, remove, sync_folders, write_json
+from actshard.work import (
+    DUMPS_PLAN_FOLDER,
+    FOLDER,
+    PLAN,
+    PLAN_FOLDER,
+    make_folder,
+    remove,
+    sync_folders,
+    write_json,
+    write_json_at_once,
+)
 
 TASKS, ATTEMPTS, FAILED = "tasks", "attempts", "failed"
 RESULT, COMMIT, PROGRESS = "result.json", "commit.json", "progress.json"
@@ -152,14 +162,16 @@ class Book:
             )
         return True
 
-    def begin(self, plan: dict[str, Any]) -> None:
-        """Makes the folder. Any number of processes may call it at once.
+    def begin(self, plan: dict[str, Any], is_over: Callable[[], bool]) -> bool:
+        """Makes the folder. Any number of processes may call it at once. Returns False, and makes none, if ``is_over()``.
+
+        Others may begin, run and commit the plan at this moment: the folder that a commit removed must not come again.
 
         Raises:
             ExistsError: the folder has files of others, which a commit would be in danger to remove.
         """
         if self.exists():
-            return
+            return True
         if others := sorted(name for name in _names(self.work) if not _is_own(name)):
             raise ExistsError(
                 f"expected a new folder for the plan's work, found one with {others[0]!r:.80}; pass another work=",
@@ -168,14 +180,14 @@ class Book:
         make_folder(self.tasks)
         make_folder(self.running)
         make_folder(self.work / FAILED)
-        # Under a name of its own: another process may write the same file at this moment.
-        temporary = self.work / f".{PLAN}.{secrets.token_hex(4)}"
-        write_json(temporary, plan)
-        try:
-            temporary.replace(self.work / PLAN)
-        except OSError as error:
-            raise from_os(error, self.work / PLAN, "write") from error
-        sync_folders([self.work])
+        if self.exists():
+            return True
+        if is_over():  # looked at after that: a commit ends before it removes the folder
+            self.remove()
+            self._prune()
+            return False
+        write_json_at_once(self.work / PLAN, plan)
+        return True
 
     # -- a task ----------------------------------------------------------------------------------------------------
 
@@ -202,6 +214,14 @@ class Book:
             raise FormatError(f"expected the result of task {task}: {error}", path=path) from error
         if not isinstance(made, dict) or not isinstance(made.get("value"), dict) or made.get("task") != task:
             raise FormatError(f"expected the result of task {task}", path=self.folder(task) / RESULT)
+        for name in ("value.bytes", "value.units", "seconds"):
+            found: Any = made.get(name) if name == "seconds" else made["value"].get(name[6:], 0)
+            if type(found) not in ((int, float) if name == "seconds" else (int,)) or not 0 <= found < MAX_INT:
+                raise FormatError(
+                    f"field '{name}': expected a number of at least 0, found {found!r:.60}; remove the folder of task {task}, "
+                    "and run it again",
+                    path=self.folder(task) / RESULT,
+                )
         return made
 
     def check_files(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -288,10 +308,9 @@ class Book:
         """Records a task's error."""
         with contextlib.suppress(ActshardError):  # the error itself is raised, too
             if self.exists():
-                at = self.work / FAILED
-                temporary = at / f".{task:05}.{secrets.token_hex(4)}"
-                write_json(temporary, {"task": task, "host": host(), **as_plain(error)})
-                temporary.replace(at / f"{task:05}.json")
+                write_json_at_once(
+                    self.work / FAILED / f"{task:05}.json", {"task": task, "host": host(), **as_plain(error)}
+                )
 
     def tell(self, folder: Path, done: int, total: int) -> None:
         """Records an attempt's progress."""

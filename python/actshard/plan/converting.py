@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -27,8 +28,19 @@ from numpy.typing import ArrayLike, DTypeLike
 import actshard._native as _native
 from actshard import _arguments
 from actshard.converting.columns import Columns, NumbersMatterError
-from actshard.converting.planning import OVERFLOW, Asked, ask, checked, columns_for, losses, settle, source
-from actshard.converting.predicting import memory, predict, refuse_full
+from actshard.converting.planning import (
+    OVERFLOW,
+    Asked,
+    Loss,
+    ask,
+    checked,
+    columns_for,
+    losses,
+    overflowed,
+    settle,
+    source,
+)
+from actshard.converting.predicting import blocks_memory, predict, refuse_full
 from actshard.converting.running import Conversion, content_lengths
 from actshard.converting.segments import Layout, apart, balanced, write_segment
 from actshard.errors import (
@@ -41,21 +53,19 @@ from actshard.errors import (
 )
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Block, Target, environment_time
-from actshard.inputs import inputs_of, newest
+from actshard.inputs import Input, inputs_of, newest
 from actshard.layers import Layer
-from actshard.plan import converting_checks, examples
+from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, work_folder
 from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
 from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
-
-if TYPE_CHECKING:
-    pass
 
 FILES = "files"
 _EXAMPLE_WEIGHT = 64
@@ -187,6 +197,7 @@ def _planned(
         "numbers": columns.numbers,
         "sizes": sizes,
         "config": target.config(),
+        "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
     }
     made, notes = _divided(asked, target, layout, tasks)
     inputs = inputs_of(asked.store)
@@ -195,7 +206,7 @@ def _planned(
             "src: a web server cannot list its files, so a plan cannot tell whether they change; copy them with actshard.stage, or "
             "use a bucket"
         )
-    notes += [f"lost: {loss}" for loss in losses(asked, target, columns)]
+    notes += [f"lost: {loss}" for loss in _losses(arguments, target)]
 
     def begun(some: Asked, folder: Path) -> Target:
         made = settle(some, folder, **sizes)
@@ -205,12 +216,31 @@ def _planned(
         return made
 
     size = predict(asked, target, np.maximum(layout.lengths, 0).max(axis=1), begun, overflow)
-    read = int(layout.rows(count).sum()) * asked.store.d_model * asked.store.dtype.itemsize
-    needed = memory(asked, target, max(task["bytes"] for task in made))
+    read = conversion_reads(asked, made, inputs)
+    needed = _memory(asked, target, columns, made, (src, src_format), inputs)
     refuse_full(root, size.bytes, size.files + 4 * len(made))
     work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
     predicted = Predicted(size.bytes, size.files, read, needed, exact=size.exact)
     return Plan("convert", arguments, inputs, tuple(made), predicted, work, tuple(notes))
+
+
+def _memory(
+    asked: Asked,
+    target: Target,
+    columns: Columns,
+    made: Sequence[Mapping[str, Any]],
+    place: tuple[Any, Any],
+    inputs: Sequence[Input],
+) -> int:
+    """Bytes of memory of a task's process."""
+    sizes = [int(task["bytes"]) for task in made]
+    # pyarrow imports pandas, where it is installed, to make columns of other values than numbers.
+    arrow = ["pyarrow.compute", *(["pandas"] if find_spec("pandas") else [])] if columns.names else ["pyarrow"]
+    if target.writes_parquet:
+        arrow.append("pyarrow.parquet")
+    begun = process.opening(asked.store, (*place, None), inputs, __name__, type(target).__module__, *arrow)
+    share = max(sizes) / max(sum(sizes), 1)
+    return begun + converting(asked.store, share, blocks_memory(target, max(sizes)), inputs)
 
 
 def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -303,6 +333,13 @@ def _trusting_no_plan(plan: Planned) -> Iterator[None]:
         ) from error
 
 
+def _losses(arguments: Mapping[str, Any], target: Target, overflows: int = 0) -> tuple[Loss, ...]:
+    """As :func:`actshard.converting.planning.losses`, from the plan: token counts of some sources are in all of their shards."""
+    made = [Loss(what, detail) for what, detail in arguments["losses"]]
+    at = next((i + 1 for i, loss in enumerate(made) if loss.what == "dtype"), 0)
+    return (*made[:at], *overflowed(target.dtype, overflows), *made[at:])
+
+
 def _target(plan: Planned, asked: Asked) -> Target:
     """A target with the plan's settings."""
     with _trusting_no_plan(plan):
@@ -379,6 +416,7 @@ class Converting(Verb):
                 )
             if "layers" not in said:
                 a, b = said["examples"]
+                examples.check([result], self._request(plan).asked.store.contents.lacks_layers)
                 if a != at:
                     what = "a hole" if a > at else "an overlap"
                     raise FormatError(
@@ -399,7 +437,7 @@ class Converting(Verb):
             there = self._put(plan, target, results)
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
-        told = tuple(losses(asked, target, request.columns, over))
+        told = _losses(plan.arguments, target, over)
         return Conversion(
             there, asked.format, asked.count, 0, size, time.perf_counter() - began, told, False, str(target.dtype)
         )
@@ -434,7 +472,7 @@ class Converting(Verb):
         if there is None:
             return None
         count = check_same(target, there)
-        told = tuple(losses(request.asked, target, request.columns))
+        told = _losses(plan.arguments, target)
         return Conversion(there, request.asked.format, count, count, 0, 0.0, told, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:

@@ -72,6 +72,9 @@ def check_plan(plan: Planned, path: Path) -> None:
     _check_sizes(fields)
     if not isinstance(fields.value.get("config"), dict):
         raise fields.error("config", "an object")
+    _check_pairs(fields, "losses", lambda text: isinstance(text, str))
+    if fields.value.get("losses") is None:
+        raise fields.error("losses", "a list of pairs of texts")
     _check_tasks(plan, fields, path)
 
 
@@ -179,6 +182,8 @@ def _is_fragment(found: Any) -> bool:
     if not isinstance(found, list) or len(found) != 3 or not isinstance(found[0], str):
         return False
     name, *span = found
-    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    if any(c == "\0" or "\ud800" <= c <= "\udbff" for c in name):
+        return False
+    if any(part in ("", ".", "..") for part in name.split("/")):
         return False
     return all(type(n) is int and 0 <= n < MAX_INT for n in span) and span[0] <= span[1]

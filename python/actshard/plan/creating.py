@@ -39,6 +39,7 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
 from actshard.merging import AskedMerge, merged
+from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, work_folder
 from actshard.plan.checking import absolute, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, identity
@@ -49,7 +50,7 @@ from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
 from actshard.writing.existing import complete_at
-from actshard.writing.sink import block_memory
+from actshard.writing.sink import block_memory, write_memory
 
 Computes = Callable[[Writer, range], object]
 """What computes activations: called with a writer, and the examples that it shall append."""
@@ -62,8 +63,6 @@ _ESTIMATED = 1 << 20
 """Most examples whose files are counted one by one."""
 _PLAIN = (str, int, float, bool)
 """Types of metadata that every format stores unchanged."""
-_PROCESS = 120 << 20
-"""Bytes of memory of a process that writes, without its blocks: the interpreter, numpy and pyarrow. Measured on Linux."""
 
 
 def create(
@@ -256,10 +255,12 @@ def _predicted(
     assert merger is not None
     files, size = merger.predicted([known[count] for count in counts], sizes[-1])
     each = [known[count][2] for count in counts]
-    memory = _PROCESS + (block_memory(target) if tokens is None else min(block_memory(target), max(each)))
-    begun = set() if borders is None else {*borders.tolist()}
+    begun = process.writing(arguments["format"], __name__)
+    rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes
+    memory = begun + min(block_memory(target), rows) + write_memory(rows)
+    shards = set() if borders is None else {*borders.tolist()}
     copied = sum(
-        count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in begun
+        count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in shards
     )
     return Predicted(size, files, 0, memory, copied), notes, each
 
@@ -394,11 +395,10 @@ class TaskWriter(Writer):
 
     def _begin(self, resume: bool) -> None:
         plan, book = self._plan, self._plan.book
-        over = None if book.exists() else plan.implementation.committed(plan)
+        over = None if plan.begin() else plan.implementation.committed(plan)
         if over is not None or book.result(self.task) is not None:  # its part may have been merged
             self.path, self.complete, self._appended = over or plan.path, True, len(self.examples)
             return
-        book.begin(plan.as_dict())
         super()._begin(resume)
         if self._tell is None:  # otherwise run by an engine, which keeps the book
             self._attempt = book.begin_attempt(self.task)
@@ -476,6 +476,7 @@ class Creating(Verb):
     """Runs the tasks of an extraction with a ``capture``, and merges what tasks wrote."""
 
     name = "create"
+    undivided = "the model takes the time, which is not run for a measurement"
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`create` does not make."""
@@ -509,7 +510,7 @@ class Creating(Verb):
         function = _function(plan.arguments["capture"])
         writer = TaskWriter(plan, task, tell)
         with writer:
-            if not writer.complete:
+            if not writer.complete and writer.left:  # nothing, if it was killed after the last example
                 function(writer, writer.left)
         return writer.result()
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from actshard import _arguments
-from actshard._json import Fields
-from actshard.errors import FormatError, boundary
+from actshard._json import MAX_BYTES, MAX_VALUES, Fields
+from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.inputs import Input
-from actshard.work import write_json
+from actshard.work import as_json, write_json_at_once
 
 VERSION = 1
 """Version of the JSON. A reader refuses plans of a later version."""
@@ -42,8 +42,11 @@ class Predicted:
     Attributes:
         bytes: size of the result, all files together.
         files: number of files of the result (inodes, without folders).
-        read: bytes of the inputs that the tasks read.
-        memory: bytes of memory that a task's process needs, the interpreter included. The page cache does not count.
+        read: bytes of the inputs that the tasks read, with gaps between rows that are read along. Not counted is what each process
+            reads to open the inputs (metadata, headers and, of shards that are decoded, the first), and columns and lengths that
+            tasks of a conversion read.
+        memory: bytes of memory that a task's process needs, the interpreter included, with as many threads as this process uses.
+            The page cache does not count.
         scratch: bytes of further disk space until the commit is done.
         exact: whether ``bytes`` and ``files`` are exact; otherwise compression, or the text of metadata, were estimated.
     """
@@ -107,12 +110,27 @@ class Planned:
         }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the plan as JSON. Returns the file's path."""
-        file = _arguments.local_path(path)
+        """Writes the plan as JSON. Returns the file's path. Any number of processes may call it at once.
+
+        Raises:
+            ArgumentError: the plan is larger than :func:`actshard.plan.load` reads.
+        """
+        file, value = _arguments.local_path(path), self.as_dict()
+        self.check_size()
         with boundary(file, "write"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, self.as_dict(), None)
+            write_json_at_once(file, value, None)
         return file
+
+    def check_size(self) -> None:
+        """Raises ArgumentError if :func:`actshard.plan.load` could not read this plan: other processes could not run it."""
+        text = as_json(self.as_dict(), None)
+        values = sum(map(text.count, (b",", b"[", b"{")))
+        if len(text) > MAX_BYTES or values > MAX_VALUES:
+            raise ArgumentError(
+                f"expected a plan of at most {MAX_BYTES:,} bytes of JSON and {MAX_VALUES:,} values, which processes can load, "
+                f"found {len(text):,} bytes, {values:,} values: plan less at a time: fewer files, or a range of examples"
+            )
 
     @classmethod
     def from_dict(cls, value: Any, path: Path) -> Self:
@@ -130,8 +148,12 @@ class Planned:
         verb = fields.text("verb")
         if verb not in VERBS:
             raise fields.error("verb", f"one of {', '.join(VERBS)}")
+        sizes = Fields(value.get("predicted"), path, "predicted")
+        for name in ("bytes", "files", "read", "memory", "scratch"):
+            sizes.integer(name, minimum=0)
+        sizes.boolean("exact")
         try:
-            said = value["predicted"]
+            said = sizes.value
             plan = cls(
                 verb,
                 dict(value["arguments"]),

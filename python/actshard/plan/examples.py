@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import actshard._native as _native
+from actshard._columns import numbers
 from actshard.errors import FormatError, from_reader
 from actshard.writing.recorded import TOKENS
 
@@ -37,6 +40,13 @@ def write(folder: Path, table: pa.Table) -> dict[str, Any]:
     return {}
 
 
+def check(results: Sequence[Result], lacking: bool) -> None:
+    """Raises FormatError for lengths in results that are none. ``lacking``: examples may lack layers, which is length -1."""
+    for result in results:
+        if (some := result.value.get(KEY)) is not None and min(_checked(some, result), default=0) < -lacking:
+            raise FormatError(f"task {result.task}: expected lengths of at least 0, found -1", path=result.folder)
+
+
 def read(results: Sequence[Result]) -> list[pa.Table]:
     """The examples of tasks, in order; neighbours that stood in results come as one table.
 
@@ -53,7 +63,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
             lengths += _checked(some, result)
             continue
         if lengths:
-            made.append(pa.table({TOKENS: pa.array(lengths, pa.int64())}))
+            made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
             lengths = []
         path = result.folder / FILE
         try:
@@ -62,7 +72,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise from_reader(error, path, "read", f"expected the examples of a task: {error}") from error
     if lengths:
-        made.append(pa.table({TOKENS: pa.array(lengths, pa.int64())}))
+        made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 import warnings
@@ -39,7 +38,7 @@ class Rate:
         return self.bytes / self.seconds
 
 
-def measure(plan: Plan, limit: int = LIMIT) -> Rate | None:
+def measure(plan: Plan, limit: int = LIMIT) -> Rate | str:
     """Does a sample of a plan's work on this machine, and removes what it wrote.
 
     Args:
@@ -47,13 +46,16 @@ def measure(plan: Plan, limit: int = LIMIT) -> Rate | None:
         limit: most bytes of the sample.
 
     Returns:
-        The rate; None if no part of the work is so small (a compressed file of text, a large file to copy, a model's capture), or
-        if the sample could not be done: tasks then tell why.
+        The rate. Or the reason why there is none: no part of the work is so small (a compressed file of text, a large file to
+        copy, a model's capture), or the sample could not be done.
     """
-    first = _done(plan, max(limit // _WARMING, 1))
-    whole = _done(plan, limit)
+    try:
+        first = _done(plan, max(limit // _WARMING, 1))
+        whole = _done(plan, limit)
+    except (ActshardError, OSError) as error:
+        return f"a sample of the work failed: {error}"
     if first is None or whole is None:
-        return None
+        return plan.implementation.undivided.format(limit=f"{limit:,} bytes")
     more = Rate(whole.bytes - first.bytes, whole.seconds - first.seconds)
     # Where all of it is short, the difference is noise.
     return more if more.bytes > 0 and more.seconds > _SHORT else whole
@@ -61,7 +63,7 @@ def measure(plan: Plan, limit: int = LIMIT) -> Rate | None:
 
 def _done(plan: Plan, limit: int) -> Rate | None:
     verb = plan.implementation
-    with contextlib.suppress(ActshardError, OSError), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         part = verb.part(plan, limit)
         if part is None:
@@ -74,4 +76,3 @@ def _done(plan: Plan, limit: int) -> Rate | None:
             return Rate(int(part["bytes"]), max(time.perf_counter() - began, 1e-6))
         finally:
             remove(folder)
-    return None

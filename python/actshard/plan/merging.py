@@ -20,11 +20,12 @@ import numpy as np
 from actshard import _arguments, formats
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentTypeError, FormatError, boundary
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError, boundary
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.merging import AskedMerge, checked, merged, merger_of
 from actshard.opening import open_quietly
+from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import absolute, absolutes, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, identity
@@ -43,8 +44,8 @@ from actshard.work import (
 )
 
 FILES = "files"
-_PROCESS, _ARROW = 50 << 20, 38 << 20
-"""Bytes of memory of a process that copies, and of pyarrow, if the format's index needs it. Measured on Linux."""
+_LISTED = 1000
+"""Bytes of memory for a file of the plan."""
 _FILE_WEIGHT = 4096
 """Bytes that a file counts for beside its own, so that small files are divided, too."""
 _LEAST_INPUTS = 16
@@ -106,10 +107,14 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     made, notes = _divided(files, tasks, found.format)
     inputs = _inputs(stores)
     known = identity("merge", arguments, inputs, made)
+    if work is not None and made[-1]["files"][1] and _device(work) != _device(root):
+        raise ArgumentError(
+            "work: expected a folder on the file system of dst, to which the commit renames copies", path=work
+        )
     work = work or work_folder(root, known, dumps=merger.names_itself)
     for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
         refuse_planned(root, prefix, work)
-    predicted = _predicted(found, files, apart)
+    predicted = _predicted(found, files, apart, stores, inputs)
     if not work.exists():
         refuse_full(root, predicted.read, len(files) + 4 * len(made))
     return Plan("merge", arguments, inputs, made, predicted, work, tuple(notes))
@@ -166,10 +171,15 @@ def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
     return tuple(found)
 
 
-def _predicted(found: Merge, files: Sequence[Assembled], apart: bool) -> Predicted:
+def _predicted(
+    found: Merge, files: Sequence[Assembled], apart: bool, stores: Sequence[Store], inputs: Sequence[Input]
+) -> Predicted:
     merger = merger_of(found.format)
     count, size, exact = merger.beside(found)
-    memory = _PROCESS + _ARROW * merger.reads_arrow
+    memory = process.importing(__name__)
+    if files:  # otherwise tasks look at nothing
+        memory = process.importing(__name__, type(merger).__module__, *process.readers(inputs))
+        memory += sum(store.rows.table_bytes() for store in stores if store.layers) + _LISTED * len(files)
     copied = sum(file.bytes for file in files)
     every = list(files)
     if not apart:

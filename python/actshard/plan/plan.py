@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from actshard._json import read_json
 from actshard.errors import (
     ActshardError,
     ChangedInputError,
+    FormatError,
     InternalError,
     OutOfRangeError,
     TasksFailedError,
@@ -133,16 +135,19 @@ class Plan(Planned):
         if task >= len(self):
             raise OutOfRangeError(f"task: expected 0 to {len(self) - 1}, found {task}")
         book = self.book
-        if not book.exists():
-            if self._committed(book) is not None:
-                return {"task": task, "value": {}, "seconds": 0.0, "committed": True}
-            book.begin(self.as_dict())
+        over = {"task": task, "value": {}, "seconds": 0.0, "committed": True}
+        if not self.begin():
+            return over
         if (found := book.result(task)) is not None:
             found.pop("files", None)  # of the commit
             return found
         try:
             return self._run(task, book)
         except ActshardError as error:
+            if (
+                not book.exists() and self._committed(book) is not None
+            ):  # meanwhile, which removed this attempt's folder
+                return over
             book.failed(task, error)
             raise
         except Exception as error:
@@ -150,10 +155,29 @@ class Plan(Planned):
             book.failed(task, made)
             raise made from error
 
+    def begin(self) -> bool:
+        """Makes the working folder, unless there is one. Returns False if the plan was committed; there is none then."""
+        book = self.book
+
+        def is_over() -> bool:
+            return not book.exists() and self._committed(book) is not None
+
+        if book.exists():
+            return True
+        if self._committed(book) is not None:
+            return False
+        try:
+            return book.begin(self.as_dict(), is_over)
+        except ActshardError:
+            if is_over():  # another process removed the folder while this one made it
+                return False
+            raise
+
     def _committed(self, book: Book) -> Any | None:
         """What :meth:`Verb.committed` finds; None also if another process begins the plan at this moment."""
         try:
-            return self.implementation.committed(self)
+            with boundary(self.work, "look for the result of a plan beside"):
+                return self.implementation.committed(self)
         except ActshardError:
             if book.exists():
                 return None
@@ -276,12 +300,12 @@ class Plan(Planned):
         if lacking:
             raise self._unfinished(lacking)
         begun = (self.work / COMMIT).exists()
-        if not begun:  # a commit that has begun is finished
-            self.check_inputs()
-            verb.check(self, results)  # first: it names files
-            book.check_files(records)
-            write_json(self.work / COMMIT, {"id": self.id})
-        with boundary(self.work, "commit"):
+        with boundary(self.work, "commit"), _refusing_results(self.work):
+            if not begun:  # a commit that has begun is finished
+                self.check_inputs()
+                verb.check(self, results)  # first: it names files
+                book.check_files(records)
+                write_json(self.work / COMMIT, {"id": self.id})
             made = verb.commit(self, results)
             if begun and (place := getattr(made, "path", None)) is not None:
                 # What was renamed before the kill may not be on the disk: this call did not rename it, and so did not sync it.
@@ -299,6 +323,21 @@ class Plan(Planned):
         if failed:
             said.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
         return UnfinishedError(f"expected {len(self):,} finished tasks, found {', '.join(said)}", path=self.work)
+
+
+@contextlib.contextmanager
+def _refusing_results(work: Path) -> Iterator[None]:
+    """Raises FormatError for results of tasks with values that no check expected."""
+    try:
+        yield
+    except ActshardError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise FormatError(
+            f"expected results that tasks of this plan left: {type(error).__name__}: {error!s:.200}; if nobody changed files in "
+            "this folder, please report it",
+            path=work,
+        ) from error
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -5,7 +5,8 @@ layers, and leaves the sums of each layer as a few nodes of the tree:
 
 .. code-block:: text
 
-    WORK/tasks/00017/sums.npy       (nodes, d_model) of actshard.stats.Sums; the nodes' places and counts are in result.json
+    WORK/tasks/00017/sums.npy       (nodes, d_model) of actshard.stats.sums.Sums; the nodes' places and counts are in result.json
+    WORK/tasks/00017/summaries.json of each node; not in result.json, which each status reads
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard._json import MAX_INT
+from actshard._json import MAX_INT, read_json
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError
-from actshard.inputs import inputs_of
+from actshard.inputs import Input, inputs_of
 from actshard.layers import Layer, plain, several
 from actshard.opening import open_quietly
+from actshard.plan import process
 from actshard.plan.checking import arguments_of, divided, read_only
 from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.needs import needs
 from actshard.plan.plan import Plan
 from actshard.plan.reading import (
     NO_LISTING,
@@ -43,13 +46,14 @@ from actshard.plan.reading import (
     work_folder,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.stats import SUMMED, Stats, Sums
+from actshard.saved import Place
+from actshard.stats import Stats
+from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
 from actshard.stream.selection import Tokens, select
+from actshard.work import write_json
 
-SUMS = "sums.npy"
-_PROCESS = 120 << 20
-"""Bytes of memory of a process that sums: the interpreter, numpy, and blocks of files."""
+SUMS, SUMMARIES = "sums.npy", "summaries.json"
 
 
 def stats(
@@ -61,6 +65,7 @@ def stats(
     ignore_labels: Sequence[int] = (),
     format: str | None = None,
     layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    save: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plans the statistics of layers in tasks. They have the same bits as :meth:`actshard.Store.stats`, for any number of tasks.
@@ -76,6 +81,7 @@ def stats(
         ignore_labels: as for :meth:`actshard.Store.stream`.
         format: as for :func:`actshard.open`.
         layout: as for :func:`actshard.open`.
+        save: whether the commit also keeps them where :meth:`actshard.Store.stats` with ``save=True`` does.
         work: working folder, outside of the dataset, which all machines must see; None: ``.actshard-stats-XXXXXXXX`` in the
             current folder.
 
@@ -106,15 +112,16 @@ def stats(
         "tokens": tokens,
         "ignore_labels": ignored,
         "layers": listed,
+        "save": bool(_arguments.switch(save, "save")),
     }
     made = _divided(np.concatenate(weights) if weights else np.zeros(0, np.int64), tasks)
     inputs = inputs_of(store)
     if inputs is None:
         raise ArgumentError(NO_LISTING)
     folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
-    read = sum(task["bytes"] for task in made)
+    predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
     told = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
-    return Plan("stats", arguments, inputs, tuple(made), _predicted(store, made, read), folder, told)
+    return Plan("stats", arguments, inputs, tuple(made), predicted, folder, told)
 
 
 def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
@@ -125,22 +132,48 @@ def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
     return [{"leaves": [a, b], "bytes": int(weights[a:b].sum())} for a, b in itertools.pairwise(bounds)]
 
 
-def _predicted(store: Store, made: Sequence[dict[str, Any]], read: int) -> Predicted:
+def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> Predicted:
+    """What the statistics take."""
+    store, given = sought.store, sought.given
+    row = store.d_model * store.dtype.itemsize
+    leaves = {group: count for group, count, _ in sought.layers}
+    wide = {group for group, _, wide in sought.layers if wide}
+    selections = {g: select(store, [store.layers[g]], given["tokens"], given["ignore_labels"]) for g in leaves}
+    rows = {g: _native.count_selected(store.num_examples, each) for g, each in selections.items()}
+    size = {g: store.rows.leaf_rows(g in wide) for g in leaves}
+
+    def bytes_of(group: int, first: int, end: int) -> int:
+        return (min(end * size[group], rows[group]) - first * size[group]) * row
+
+    ranges = [[(g, a, b, bytes_of(g, a, b)) for g, _, a, b in sought.spans(*task["leaves"])] for task in made]
+    found = needs(
+        store,
+        ranges,
+        lambda g, a, b, held: store.rows.sum_needs(g, selections[g], (a, b), g in wide, held // max(row, 1)),
+        inputs,
+        lambda g, a, b: (store.num_examples * a // leaves[g], -(-store.num_examples * b // leaves[g])),
+    )
     node = store.d_model * SUMMED.itemsize
     # A range has at most two nodes of each size.
     scratch = sum(2 * (task["leaves"][1] - task["leaves"][0] + 1).bit_length() * node for task in made)
-    return Predicted(0, 0, read, _PROCESS, scratch=scratch)
+    place = (given["path"], given["format"], given["layout"])
+    memory = process.opening(store, place, inputs, __name__) + found.memory
+    return Predicted(0, 0, found.read, memory, scratch=scratch)
 
 
 class _Sought:
     """A plan's request, opened."""
 
-    def __init__(self, plan: Planned) -> None:
-        self.given = given = plan.arguments
-        self.store = open_quietly(given["path"], given["format"], "pread", layout=given["layout"])
+    def __init__(self, store: Store, given: Mapping[str, Any], work: Path) -> None:
+        self.store, self.given = store, given
         self.layers: list[list[Any]] = given["layers"]
-        if any(not 0 <= group < len(self.store.layers) for group, _, _ in self.layers):
-            raise FormatError(f"expected {len(self.store.layers)} layers, found {self.layers!r:.200}", path=plan.work)
+        if any(not 0 <= group < len(store.layers) for group, _, _ in self.layers):
+            raise FormatError(f"expected {len(store.layers)} layers, found {self.layers!r:.200}", path=work)
+
+    @classmethod
+    def of(cls, plan: Planned) -> _Sought:
+        given = plan.arguments
+        return cls(open_quietly(given["path"], given["format"], "pread", layout=given["layout"]), given, plan.work)
 
     def spans(self, first: int, end: int) -> Iterator[tuple[int, bool, int, int]]:
         """The leaves of a task: group, whether read as float64, first and end in the group."""
@@ -160,7 +193,7 @@ class Summing(Verb):
 
     def _request(self, plan: Planned) -> _Sought:
         if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _Sought(plan))
+            self._known = (plan.id, _Sought.of(plan))
         return self._known[1]
 
     def check_plan(self, plan: Planned, path: Path) -> None:
@@ -183,6 +216,8 @@ class Summing(Verb):
             ):
                 raise fields.error("layers", "a list of [group, leaves, whether read as float64]")
             leaves += each[1]
+        if type(fields.value.get("save")) is not bool:
+            raise fields.error("save", "true or false")
         if divided(plan, "leaves", path) != leaves:
             raise fields.error("layers", "as many leaves as the tasks have")
 
@@ -192,7 +227,7 @@ class Summing(Verb):
         store, given, first_and_end = request.store, request.given, said["leaves"]
         spans = list(request.spans(*first_and_end))
         total, done = sum(b - a for _, _, a, b in spans), 0
-        made, arrays = [], []
+        made, arrays, summaries = [], [], []
         for group, wide, a, b in spans:
             layer = store.layers[group]
             leaf = store.rows.leaf_rows(wide)
@@ -209,9 +244,11 @@ class Summing(Verb):
                 error.detail = f"layer {plain(layer)}, rows {a * leaf:,} to {b * leaf:,}: {error.detail}"
                 raise
             done += b - a
-            plain_nodes, columns = Sums(store.d_model, nodes).as_plain()
+            plain_nodes, columns, own = Sums(store.d_model, nodes).as_plain()
+            summaries += own
             made.append({"layer": group, "nodes": plain_nodes})
             arrays.append(columns)
+        write_json(folder / SUMMARIES, {"nodes": summaries}, None)
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
         return {"leaves": list(first_and_end), "layers": made, "bytes": said["bytes"], "units": total}
 
@@ -238,11 +275,12 @@ class Summing(Verb):
         sums = {group: Sums(store.d_model) for group, _, _ in request.layers}
         for result in results:
             columns = saved(result.folder / SUMS, SUMMED, 2)
+            summaries = read_json(result.folder / SUMMARIES)
             try:
                 at = 0
                 for each in result.value["layers"]:
                     end = at + len(each["nodes"])
-                    mine = Sums.of_plain(each["nodes"], columns[at:end], store.d_model)
+                    mine = Sums.of_plain(each["nodes"], columns[at:end], summaries["nodes"][at:end], store.d_model)
                     sums[each["layer"]] = sums[each["layer"]].join(mine)
                     at = end
             except (LookupError, TypeError, ValueError, OverflowError, ArgumentError) as error:
@@ -254,6 +292,9 @@ class Summing(Verb):
                     path=plan.work,
                 )
         made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in request.layers}
+        if request.given["save"]:
+            for layer, stats in made.items():
+                Place(store, layer, request.given["tokens"], request.given["ignore_labels"]).write(stats)
         keep(plan, [stats.as_plain() for stats in made.values()])
         return made
 

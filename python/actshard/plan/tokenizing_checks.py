@@ -53,7 +53,8 @@ def _check_options(fields: Fields) -> None:
 
 def _check_fields(fields: Fields) -> None:
     found = fields.value.get("fields")
-    if not isinstance(found, dict) or not found or set(found.values()) - {*ID_DTYPES, "float32"}:
+    known = (*ID_DTYPES, "float32")
+    if not isinstance(found, dict) or not found or any(kind not in known for kind in found.values()):
         raise fields.error("fields", "an object of dtypes")
     for name in found:
         if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
@@ -115,7 +116,7 @@ def _check_pieces(plan: Planned, path: Path) -> None:
             continue
         kinds = {len(piece) for piece in pieces}
         tiles = kinds in ({3}, {6}) and pieces[0][1] == 0 and pieces[-1][2] == size
-        joins = all(a[2] == b[1] and a[4:5] == b[3:4] for a, b in itertools.pairwise(pieces))
+        joins = tiles and all(a[2] == b[1] and a[4:5] == b[3:4] for a, b in itertools.pairwise(pieces))
         if not (tiles and joins and pieces[0][3:4] in ([], [0]) and pieces[0][5:] in ([], [0])):
             raise FormatError(
                 f"field 'tasks': expected pieces of source {source} without holes and overlaps", path=path

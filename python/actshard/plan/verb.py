@@ -40,6 +40,8 @@ class Verb(ABC):
     """
 
     name: ClassVar[str]
+    undivided: ClassVar[str] = "files, or examples, that are read or copied whole are larger than a sample of {limit}"
+    """Why there is no :meth:`part`."""
 
     @abstractmethod
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:

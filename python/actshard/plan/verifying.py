@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from actshard import _arguments
+from actshard import _arguments, formats
+from actshard._json import MAX_INT
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
 from actshard.finding import existing_anywhere, find_any
@@ -26,8 +27,10 @@ from actshard.formats.report import NOT_OF_DATA, Report
 from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.plan import process
 from actshard.plan.checking import arguments_of, divided, read_only
 from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.needs import needs
 from actshard.plan.plan import Plan
 from actshard.plan.reading import (
     NO_LISTING,
@@ -49,8 +52,8 @@ from actshard.verifying.deep import add_findings, first_row, joined, scan, toget
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
 _SMALL = ("dtype", "rows", "nan", "infinite", "nan_rows", "infinite_rows", "zero_rows", "constant_rows")
-_PROCESS = 120 << 20
-"""Bytes of memory of a process that scans: the interpreter, numpy, and blocks of files."""
+_CHECKED = 1000
+"""Most files of a dataset that is checked once more, in another process, to measure what that takes."""
 _EXAMPLE_WEIGHT = 64
 """Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
 
@@ -104,10 +107,59 @@ def verify(
         raise ArgumentError(NO_LISTING)
     folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
     why = "only the files can be checked" if store is None else f"there are {len(weights):,} examples"
-    read = sum(task["bytes"] for task in made)
-    scratch = 0 if store is None else 8 * (len(weights) + 3 * len(made) * len(store.layers) * store.d_model)
-    predicted = Predicted(0, 0, read, _PROCESS, scratch=scratch)
+    predicted = _predicted(store, (where, format, layout), made, wide, inputs)
     return Plan("verify", arguments, inputs, tuple(made), predicted, folder, notes(len(made), tasks, why, folder))
+
+
+def _predicted(
+    store: Store | None,
+    place: tuple[Any, ...],
+    made: Sequence[Mapping[str, Any]],
+    wide: Sequence[int],
+    inputs: Sequence[Input],
+) -> Predicted:
+    """What the check takes."""
+    if store is None:
+        return Predicted(0, 0, 0, process.importing(__name__))
+    row = store.d_model * store.dtype.itemsize
+    ends = [np.concatenate([[0], np.cumsum(np.maximum(store.tokens_in(layer), 0))]) * row for layer in store.layers]
+    spans = [task["examples"] for task in made]
+    ranges = [[(g, a, b, int(each[b] - each[a])) for g, each in enumerate(ends)] for a, b in spans]
+
+    def planned(g: int, a: int, b: int, size: int) -> tuple[int | None, int]:
+        try:
+            return store.rows.scan_needs(g, (a, b), g in wide, size)
+        except NOT_OF_DATA:
+            raise
+        except ActshardError:  # a damaged file, which its task reports
+            return int(ends[g][b] - ends[g][a]), 0
+
+    found = needs(
+        store,
+        ranges,
+        planned,
+        inputs,
+        lambda g, a, b: (a, b),
+    )
+    columns = 8 * 3 * len(store.layers) * store.d_model
+    own = columns + 8 * max(b - a for a, b in spans)
+    checks = len(inputs) <= _CHECKED
+    memory = process.opening(store, place, inputs, __name__, *([] if checks else ["pyarrow"]), check=checks)
+    memory += max(found.memory, found.loading) + own
+    return Predicted(
+        0, 0, found.read + _of_records(store, inputs), memory, scratch=8 * store.num_examples + columns * len(made)
+    )
+
+
+def _of_records(store: Store, inputs: Sequence[Input]) -> int:
+    """Bytes of files whose records have checksums: task 0 reads them whole."""
+    endings = formats.get(store.format).records_summed
+    if not endings:
+        return 0
+    named = {str(Location.at(file)) for file in store.contents.files()}
+    sizes = {each.path: each.size or 0 for each in inputs if each.path in named}
+    summed = [size for path, size in sizes.items() if path.endswith(endings)]
+    return sum(summed) * len(named) // max(len(sizes), 1)
 
 
 def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, list[int]] | None:
@@ -132,7 +184,7 @@ def _store(where: str, format: str | None, layout: Any) -> Store:
     root = existing_anywhere(where, None, None)
     if format is None:
         root, format = find_any(root)
-    return open_quietly(root, format, "auto", cache=False, layout=layout)
+    return open_quietly(root, format, "pread", cache=False, layout=layout)
 
 
 def _files(root: Location) -> tuple[Input, ...] | None:
@@ -179,6 +231,7 @@ class Verifying(Verb):
         given, said = plan.arguments, plan.tasks[task]
         value: dict[str, Any] = {"examples": said["examples"], "bytes": said["bytes"]}
         whole = given["examples"] is None
+        store = None if whole else self._open(plan)
         if task == 0:
             reached: list[bool] = []
             report = of_path(
@@ -186,12 +239,12 @@ class Verifying(Verb):
                 given["format"],
                 deep=given["deep"],
                 layout=given["layout"],
+                store=store,
                 values=None if whole else lambda store, report, tell: reached.append(True),
             )
             value |= {"report": report.as_dict(), "values": bool(reached)}
-        if whole:
+        if store is None:
             return value
-        store = self._open(plan)
         every, columns, layers = None, np.zeros((len(store.layers), 3, store.d_model), np.uint64), []
         for group, layer in enumerate(store.layers):
             tell(group, len(store.layers))
@@ -208,6 +261,8 @@ class Verifying(Verb):
         save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
         return {**value, "layers": layers, "units": len(layers)}
 
+    undivided = "only files are checked, which is not measured"
+
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
         """Fewer examples of the last task; the check of the files is not measured."""
         return None if plan.arguments["examples"] is None else shortened(plan.tasks[-1], "examples", limit)
@@ -220,6 +275,13 @@ class Verifying(Verb):
                 raise FormatError(
                     f"task {result.task}: expected examples {expected}, found {result.value.get('examples')}",
                     path=result.folder,
+                )
+            layers = result.value.get("layers")
+            if plan.arguments["examples"] is not None and not (
+                isinstance(layers, list) and layers and all(map(_is_scan, layers))
+            ):
+                raise FormatError(
+                    f"task {result.task}: expected the scans of layers, found {layers!r:.80}", path=result.folder
                 )
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Report:
@@ -237,31 +299,35 @@ class Verifying(Verb):
         return report
 
     def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
+        """Joins the scans task by task: one task's columns are in memory beside those of the whole."""
         store = self._open(plan)
-        scans: list[list[dict[str, Any]]] = [[] for _ in store.layers]
+        made: list[dict[str, Any] | None] = [None] * len(store.layers)
         errors: dict[int, ActshardError] = {}
-        hashes = []
+        every, filled = np.zeros(store.num_examples, np.uint64), 0
         for result in results:
             columns = saved(result.folder / COLUMNS, np.uint64, 3)
             if columns.shape != (len(store.layers), 3, store.d_model):
                 raise FormatError(f"expected columns of all layers, found {columns.shape}", path=result.folder)
+            if len(result.value["layers"]) != len(store.layers):
+                said = f"expected scans of {len(store.layers)} layers, found {len(result.value['layers'])}"
+                raise FormatError(f"task {result.task}: {said}", path=result.folder)
             for group, said in enumerate(result.value["layers"]):
                 if "error" in said:
                     errors.setdefault(group, from_plain(said["error"]))
                     continue
                 magnitudes, differences, first = columns[group]
                 odd = {name: (said[name][0], [tuple(p) for p in said[name][1]]) for name in _SMALL[4:]}
-                scans[group].append(
-                    {**said, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
-                )
-            hashes.append(saved(result.folder / HASHES, np.uint64, 1))
-        every = np.concatenate(hashes)
-        if not errors and len(every) != store.num_examples:
-            raise FormatError(
-                f"expected hashes of {store.num_examples:,} examples, found {len(every):,}", path=plan.work
-            )
-        found = (errors[group] if group in errors else joined(scans[group]) for group in range(len(store.layers)))
-        add_findings(store, found, report, every)
+                part = {**said, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
+                made[group] = joined(made[group], part)
+            hashes = saved(result.folder / HASHES, np.uint64, 1)
+            every[filled : filled + len(hashes)] = hashes[: max(len(every) - filled, 0)]
+            filled += len(hashes)
+        if not errors and filled != store.num_examples:
+            raise FormatError(f"expected hashes of {store.num_examples:,} examples, found {filled:,}", path=plan.work)
+        found = [errors.get(group) or each for group, each in enumerate(made)]
+        if None in found:
+            raise FormatError("expected scans of all layers", path=plan.work)
+        add_findings(store, [each for each in found if each is not None], report, every)
 
     def committed(self, plan: Planned) -> Report | None:
         """The report that was kept."""
@@ -274,3 +340,14 @@ class Verifying(Verb):
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error
         return made
+
+
+def _is_scan(said: Any) -> bool:
+    """Whether a value is what a task tells of a layer."""
+    if not isinstance(said, dict) or "error" in said:
+        return isinstance(said, dict)
+    if any(
+        type(n) is not int or not 0 <= n < MAX_INT for n in (said.get(name) for name in ("rows", "nan", "infinite"))
+    ):
+        return False
+    return all(isinstance(odd := said.get(name), list) and len(odd) == 2 and type(odd[0]) is int for name in _SMALL[4:])

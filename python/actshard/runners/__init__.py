@@ -130,12 +130,19 @@ def _engine(on: str, options: dict[str, Any]) -> Engine:
     """
     if not _arguments.is_one_of(on, ENGINES):
         raise ArgumentError(f"on: expected one of {', '.join(ENGINES)}, found {on!r}")
+    engine, names = _options_of(on)
+    for name in options:
+        if names is not None and name not in names:
+            having = [f"on={other!r}" for other in ENGINES if name in (_options_of(other)[1] or ())]
+            elsewhere = f"; {' and '.join(having)} ha{'s' if len(having) == 1 else 've'} it" if having else ""
+            raise ArgumentError(f"{name}: expected an option of on={on!r}: {', '.join(names)}{elsewhere}")
+    return engine
+
+
+def _options_of(on: str) -> tuple[Engine, list[str] | None]:
+    """An engine and the names of its options; None: it takes any."""
     engine: Engine = importlib.import_module(f"actshard.runners.{on}")
     taken = inspect.signature(engine.execute).parameters
-    names = list(taken)[4:]
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-        return engine
-    for name in options:
-        if name not in names:
-            raise ArgumentError(f"{name}: expected an option of on={on!r}: {', '.join(names)}")
-    return engine
+        return engine, None
+    return engine, list(taken)[4:]

@@ -41,7 +41,9 @@ def lost(task: int, error: ActshardError) -> dict[str, Any]:
 
 def plan_file(plan: Plan) -> str:
     """Writes the plan to its working folder, which all machines see. Engines send this path instead of the plan."""
-    plan.book.begin(plan.as_dict())
+    if not plan.book.exists():
+        plan.check_size()
+        plan.begin()
     return str(plan.work / PLAN)
 
 

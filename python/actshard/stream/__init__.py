@@ -26,7 +26,7 @@ from actshard.location import Location
 from actshard.logs import LOG
 from actshard.stream.norms import Limit, parsed, position_floor, positions, within
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling, settings_of
+from actshard.stream.rescaling import Center, Divide, Normalize, Scale, layers_of, rescaling, settings_of
 from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
 
 Shuffle = Literal["window", "exact"] | None
@@ -146,9 +146,9 @@ class Stream(Epochs[Batch]):
         rank: int = 0,
         world_size: int = 1,
         dtype: DTypeLike | None = None,
-        center: ArrayLike | None = None,
+        center: Center = None,
         scale: Scale = None,
-        divide: ArrayLike | None = None,
+        divide: Divide = None,
         normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
@@ -184,7 +184,7 @@ class Stream(Epochs[Batch]):
             "dtype": name,
             "descr": asked,
             "given": dtype is not None,
-            **rescaling(store, self._layers, center, scale, divide, normalize),
+            **rescaling(store, self._layers, center, scale, divide, normalize, (tokens, ignore_labels, keep)),
         }
         self._selection, self.left_out = select_rows(
             store,

@@ -19,8 +19,10 @@ from actshard.layers import Layer, is_one, one
 from actshard.stats import Stats, is_deviation
 from actshard.stream.readable import Readable
 
-Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
-Normalize = Stats | Sequence[Stats] | None
+Center = ArrayLike | Literal["mean"] | None
+Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d", "mean-sqrt-d"] | None
+Divide = ArrayLike | Literal["std"] | None
+Normalize = Stats | Sequence[Stats] | Literal["stats"] | None
 
 
 def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
@@ -46,14 +48,24 @@ def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) 
 
 
 def rescaling(
-    store: Readable, layers: Sequence[Layer], center: ArrayLike | None, scale: Scale, divide: Any, normalize: Normalize
+    store: Readable,
+    layers: Sequence[Layer],
+    center: Center,
+    scale: Scale,
+    divide: Divide,
+    normalize: Normalize,
+    selection: tuple[Any, Sequence[int], Any],
 ) -> dict[str, Any]:
     """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
+    ``selection``: tokens, ignored labels and mask of the stream, for the names of statistics.
+
     Raises:
         ArgumentError: an argument is invalid, or two of them exclude each other.
+        Errors of :meth:`actshard.Store.stats`, for names of statistics that are not kept.
     """
     d_model, n = store.d_model, len(layers)
+    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, selection)
     if normalize is not None:
         for name, value in (("center", center), ("scale", scale), ("divide", divide)):
             if value is not None:
@@ -86,6 +98,57 @@ def rescaling(
         "norm": norm,
         "divide": None,
     }
+
+
+def _named(
+    store: Readable,
+    layers: Sequence[Layer],
+    center: Any,
+    scale: Any,
+    divide: Any,
+    normalize: Any,
+    selection: tuple[Any, Sequence[int], Any],
+) -> tuple[Any, Any, Any, Any]:
+    """The arguments, with numbers in place of the names of statistics: "mean", "std", "mean-sqrt-d", "stats"."""
+    for name, value, known in (
+        ("center", center, "mean"),
+        ("divide", divide, "std"),
+        ("normalize", normalize, "stats"),
+    ):
+        if isinstance(value, str) and value != known:
+            hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
+            raise ArgumentError(f'{name}: expected numbers or "{known}", found {value!r}{hint}')
+    asked = (
+        isinstance(center, str),
+        isinstance(scale, str) and scale == "mean-sqrt-d",
+        isinstance(divide, str),
+        isinstance(normalize, str),
+    )
+    if not any(asked):
+        return center, scale, divide, normalize
+    each = [store.known_stats(layer, *selection) for layer in layers]
+    if asked[0]:
+        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
+    if asked[1]:
+        offsets = vectors(center, "center", store.d_model, len(layers))
+        scale = _to_mean_square(store, each, offsets)
+    if asked[2]:
+        divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in each])
+    return center, scale, divide, each if asked[3] else normalize
+
+
+def _to_mean_square(store: Readable, each: Sequence[Stats], offsets: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """One factor per layer that gives its rows, without ``offsets``, a mean squared norm of d_model; 1 for rows of zeros.
+
+    Source: Conerly et al., "Update on how we train SAEs", Transformer Circuits, April 2024.
+    """
+    taken = np.zeros((len(each), store.d_model)) if offsets is None else offsets.reshape(-1, store.d_model)
+    taken = np.broadcast_to(taken, (len(each), store.d_model))
+    made = np.ones((len(each), store.d_model))
+    for number, stats in enumerate(each):
+        square = float(np.nansum(stats.variance) + np.nansum((stats.mean - taken[number]) ** 2))
+        made[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
+    return made
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +187,9 @@ def _norm_of(store: Readable, scale: Scale) -> float | None:
     if not isinstance(scale, str):
         return None
     if scale not in ("unit-norm", "sqrt-d"):
-        raise ArgumentError(f'scale: expected a number, an array, "unit-norm" or "sqrt-d", found {scale!r}')
+        raise ArgumentError(
+            f'scale: expected a number, an array, "unit-norm", "sqrt-d" or "mean-sqrt-d", found {scale!r}'
+        )
     return 1.0 if scale == "unit-norm" else store.d_model**0.5
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard import _arguments
@@ -27,7 +27,7 @@ from actshard.stream import Shuffle, select_rows
 from actshard.stream.norms import Limit
 from actshard.stream.percolumn import BatchColumns
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling, settings_of
+from actshard.stream.rescaling import Center, Divide, Normalize, Scale, layers_of, rescaling, settings_of
 from actshard.stream.selection import Mask
 
 TooLong = Literal["error", "truncate", "split", "drop"]
@@ -127,9 +127,9 @@ class SequenceStream(Epochs[SequenceBatch]):
         rank: int = 0,
         world_size: int = 1,
         dtype: DTypeLike | None = None,
-        center: ArrayLike | None = None,
+        center: Center = None,
         scale: Scale = None,
-        divide: ArrayLike | None = None,
+        divide: Divide = None,
         normalize: Normalize = None,
         memory: int | str = "1GiB",
     ) -> None:
@@ -157,7 +157,7 @@ class SequenceStream(Epochs[SequenceBatch]):
             "groups": groups, "stacked": not is_one(layer) or layer == "all", "interleaved": False,
             "batch_size": 1, "shuffle": None, "seed": 0, "drop_last": False, "rank": 0, "world_size": 1,
             "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
-            **rescaling(store, self._layers, center, scale, divide, normalize),
+            **rescaling(store, self._layers, center, scale, divide, normalize, (tokens, (), keep)),
         }  # fmt: skip
         self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
         self._columns = BatchColumns(store, columns)

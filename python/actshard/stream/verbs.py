@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
 from actshard.layers import Layer
 from actshard.stream import Shuffle, Stream
 from actshard.stream.norms import Limit
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Normalize, Scale
+from actshard.stream.rescaling import Center, Divide, Normalize, Scale
 from actshard.stream.selection import Mask, Tokens
 from actshard.stream.sequences import SequenceStream, TooLong
 
@@ -37,9 +37,9 @@ class StreamVerbs:
         rank: int = 0,
         world_size: int = 1,
         dtype: DTypeLike | None = None,
-        center: ArrayLike | None = None,
+        center: Center = None,
         scale: Scale = None,
-        divide: ArrayLike | None = None,
+        divide: Divide = None,
         normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
@@ -79,14 +79,19 @@ class StreamVerbs:
                 with ``shuffle="window"``, the first k batches of all ranks together contain the same rows for all
                 ``world_size`` with the same ``batch_size * world_size``.
             dtype: dtype of the batches, as in :meth:`Store.gather`.
-            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row.
+            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row. ``"mean"``: each layer's mean over the rows
+                that ``tokens``, ``ignore_labels`` and ``keep`` select, as :meth:`Store.stats` computes it; read from files if
+                ``store.stats(layer, save=True)`` kept it. The names below work alike.
             scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
                 ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model); rows of zeros, and rows with NaN or infinite
-                values, stay as they are.
-            divide: like ``scale``, but each row is divided by it. The arithmetic of all of these is float32, or float64 if the
+                values, stay as they are. ``"mean-sqrt-d"``: one factor per layer, so that the mean squared norm of its rows, less
+                ``center``, is d_model.
+            divide: like ``scale``, but each row is divided by it; ``"std"``: by each column's standard deviation, and by 1 where
+                that is 0. The arithmetic of all of these is float32, or float64 if the
                 stored rows or the batches are, or if a number is beyond float32's range.
-            normalize: ``store.stats(layer)``, or a list with one of each layer: subtracts the mean and divides by the standard
-                deviation, so that columns have mean 0 and variance 1. Columns without variance are only centred.
+            normalize: ``store.stats(layer)``, a list with one of each layer, or ``"stats"`` for those of the stream's rows:
+                subtracts the mean and divides by the standard deviation, so that columns have mean 0 and variance 1. Columns
+                without variance are only centred.
             memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
             reuse: write batches into three arrays in turn: a batch is valid until the next one is requested.
             buffers: like ``reuse``, with your own buffers: at least two arrays or (pinned) tensors of a full batch's shape.
@@ -145,9 +150,9 @@ class StreamVerbs:
         rank: int = 0,
         world_size: int = 1,
         dtype: DTypeLike | None = None,
-        center: ArrayLike | None = None,
+        center: Center = None,
         scale: Scale = None,
-        divide: ArrayLike | None = None,
+        divide: Divide = None,
         normalize: Normalize = None,
         memory: int | str = "1GiB",
     ) -> SequenceStream:

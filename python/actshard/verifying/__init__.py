@@ -91,6 +91,10 @@ def verify(
             deep and store.layers
         ):  # before long work; without deep only the files are checked, which needs no open store
             store.check_open()
+            if store.contents.whole is not None:
+                from actshard.choosing import check_whole_open
+
+                check_whole_open(store.contents.whole)
         if store.parts:
             return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format

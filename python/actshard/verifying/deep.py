@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
-from actshard.formats.report import NOT_OF_DATA, Report
+from actshard.formats.report import Report
 from actshard.layers import Layer, plain
+from actshard.repeating import equal_examples
 from actshard.store import Store
 
 _FEW = 8
 _PLACES = 16
 """Places of each kind that a scan keeps."""
 _ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
-_COMPARED = 256
-"""Maximum number of pairs of examples with equal hashes that are compared byte by byte."""
 _NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
 """For each dtype, (narrower dtype, number of trailing zero bits that all values have if they came from it). float16 is not listed:
 it has a smaller range, which trailing bits do not show."""
@@ -42,21 +41,28 @@ def scan(
         return error
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The scan of a layer, from the scans of consecutive ranges of its examples. Hashes are left out.
+def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
+    """The scan of a layer, from that of its examples before (None: there are none) and that of the next. Hashes are left out.
 
     Differences of a range are to its own first row. OR-ed with the difference of both first rows they are those to the first
-    row of all: a bit is set if any two rows differ in it.
+    row of all: a bit is set if any two rows differ in it. Arrays of ``before`` are changed in place and returned, so that
+    any number of ranges needs the memory of two.
     """
-    made = dict(parts[0])
+    if before is None:
+        return {**part, **{key: part[key].copy() for key in ("magnitudes", "differences", "first")}}
+    made = dict(before)
     for key in ("rows", "nan", "infinite"):
-        made[key] = sum(part[key] for part in parts)
+        made[key] += part[key]
     for key in _ODD:
-        made[key] = (sum(part[key][0] for part in parts), [p for part in parts for p in part[key][1]][:_PLACES])
-    some = [part for part in parts if part["rows"]]
-    for part in some:
-        made["magnitudes"] = made["magnitudes"] | part["magnitudes"]
-        made["differences"] = made["differences"] | part["differences"] | (part["first"] ^ some[0]["first"])
+        (count, places), (more, others) = before[key], part[key]
+        made[key] = (count + more, [*places, *others][:_PLACES])
+    if not part["rows"]:
+        return made
+    if not before["rows"]:
+        made["first"] = part["first"].copy()
+    made["magnitudes"] |= part["magnitudes"]
+    made["differences"] |= part["differences"]
+    made["differences"] |= part["first"] ^ made["first"]
     return made
 
 
@@ -153,17 +159,9 @@ def _list(columns: NDArray[np.int64]) -> str:
 
 def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> None:
     """Reports examples with identical rows in all layers, found by hash and compared byte by byte."""
-    tokens = store.token_counts
-    some = np.flatnonzero(tokens > 0)
-    if some.size < 2:
-        return
-    order = some[np.argsort(hashes[some], kind="stable")]
-    same = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
-    pairs = [(int(order[i]), int(order[i + 1])) for i in same[:_COMPARED]]
-    real = [(a, b) for a, b in pairs if _alike(store, store.layers, a, b)]
-    if real:
-        count = len(real) if same.size <= _COMPARED else int(same.size)
-        shown = ", ".join(f"{_named(store, b)} = {_named(store, a)}" for a, b in real[:_FEW])
+    count, pairs = equal_examples(store, hashes)
+    if count:
+        shown = ", ".join(f"{_named(store, b)} = {_named(store, a)}" for b, a in pairs[:_FEW])
         report.add("duplicate-example", store.path, f"{count:,} examples equal another one in every layer: {shown}")
 
 
@@ -171,12 +169,3 @@ def _named(store: Store, example: int) -> int:
     """An example's number in the dataset."""
     chosen = store.contents.chosen
     return example if chosen is None else chosen.at(example)
-
-
-def _alike(store: Store, layers: Sequence[Layer], a: int, b: int) -> bool:
-    try:
-        return all(store.sequence(a, la).tobytes() == store.sequence(b, la).tobytes() for la in layers)
-    except NOT_OF_DATA:
-        raise
-    except ActshardError:
-        return False

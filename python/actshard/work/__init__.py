@@ -27,7 +27,9 @@ from actshard.work.files import (
     sync_tree,
     whole_file,
     write_bytes,
+    write_bytes_at_once,
     write_json,
+    write_json_at_once,
 )
 from actshard.work.finished import (
     count_parts,
@@ -92,5 +94,7 @@ __all__ = [
     "unfinished",
     "whole_file",
     "write_bytes",
+    "write_bytes_at_once",
     "write_json",
+    "write_json_at_once",
 ]

@@ -7,6 +7,7 @@ import errno
 import fnmatch
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from io import BufferedWriter
@@ -20,6 +21,28 @@ from actshard.errors import ActshardError, FileAccessError, boundary, from_os
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file atomically: under a temporary name, then renamed."""
     write_bytes(path, as_json(value, indent))
+
+
+def write_json_at_once(path: Path, value: Any, indent: int | None = 2) -> None:
+    """As :func:`write_json`, for a file that several processes may write at the same time: the temporary name is the call's own."""
+    write_bytes_at_once(path, as_json(value, indent))
+
+
+def write_bytes_at_once(path: Path, data: bytes) -> None:
+    """As :func:`write_bytes`, for a file that several processes may write at the same time."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write_bytes(temporary, data)
+    except ActshardError as error:
+        error.path = path
+        raise
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise from_os(error, path, "write") from error
+    sync_folders([path.parent])
 
 
 def as_json(value: Any, indent: int | None = 2) -> bytes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._columns import numbers
 from actshard.errors import FormatError
 from actshard.formats.target import Block
 from actshard.writing.columns import together
@@ -28,11 +29,11 @@ def table_of(blocks: Sequence[Block]) -> pa.Table:
     for block in blocks:
         same = (block.lengths == block.lengths[:, :1]).all()
         if same:
-            name, column = TOKENS, pa.array(block.lengths[:, 0])
+            name, column = TOKENS, numbers(block.lengths[:, 0])
         else:
-            flat = pa.array(np.ascontiguousarray(block.lengths).reshape(-1))
+            flat = numbers(np.ascontiguousarray(block.lengths).reshape(-1))
             name, column = BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
-        known = pa.table({name: column} | ({} if block.own is None else {OWN: pa.array(block.own)}))
+        known = pa.table({name: column} | ({} if block.own is None else {OWN: numbers(block.own)}))
         if block.columns is not None:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
                 known = known.append_column(field, values)

@@ -38,6 +38,8 @@ COMMIT_BYTES = 1 << 30
 """Approximate bytes between two commits: the most that a crash loses."""
 MEMORY = 192 << 20
 """Maximum bytes of three blocks; if they are larger, two are used."""
+_WRITES = 4 * (4 << 20)
+"""Buffers of the core's concurrent writes, for rows that lie otherwise aligned in memory than in the file (write/pieces.rs)."""
 _PAGE = 4096
 """Alignment of blocks in bytes: direct writes copy other memory first."""
 
@@ -50,6 +52,11 @@ def blocks_of(target: Target) -> int:
 def block_memory(target: Target) -> int:
     """Bytes of the blocks in memory at once, unless single examples are larger than a block."""
     return blocks_of(target) * target.block_bytes
+
+
+def write_memory(size: int) -> int:
+    """Bytes of the core's buffers while it writes a block of this size."""
+    return min(_WRITES, size)
 
 
 class Sink:

@@ -723,6 +723,31 @@ impl Rows {
         detach::guarded(py, || summing::scan_of(py, self, group, (examples, wide), progress))
     }
 
+    /// What `sums` of a range of leaves takes, without reading it: bytes read (None: not known), memory. `total`: rows of all.
+    fn sum_needs<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        tokens: stream::Tokens<'py>,
+        leaves: (u64, u64),
+        wide: bool,
+        total: u64,
+    ) -> PyResult<(Option<u64>, u64)> {
+        detach::guarded(py, || summing::sum_needs_of(py, self, (group, wide), tokens, leaves.0..leaves.1, total))
+    }
+
+    /// What `scan` of a range of examples takes, without reading it: bytes read (None: not known), memory. `total`: bytes of all.
+    fn scan_needs(
+        &self,
+        py: Python<'_>,
+        group: usize,
+        examples: (u64, u64),
+        wide: bool,
+        total: u64,
+    ) -> PyResult<(Option<u64>, u64)> {
+        detach::guarded(py, || summing::scan_needs_of(py, self, (group, wide), examples.0..examples.1, total))
+    }
+
     /// A read-only view of an example's rows, or None if they are not contiguous in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
         detach::guarded(py, || {

@@ -7,6 +7,7 @@ use actshard_core::dtype::DType;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::scan::{self, Oddity, Scan};
 use actshard_core::stream::stats::{self, Stats, SumNode, Sums};
+use actshard_core::stream::summary::{HASHES, LARGEST, LargestColumn, LargestRow, Summary};
 use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind, Result};
 use numpy::{PyArray1, PyReadonlyArray1};
@@ -107,6 +108,34 @@ pub fn sums_of<'py>(
     as_dicts(py, &made)
 }
 
+/// `Rows.sum_needs`: bytes that sums of leaves read (None: not known) and their memory.
+pub fn sum_needs_of<'py>(
+    py: Python<'py>,
+    rows: &Rows,
+    (group, wide): (usize, bool),
+    tokens: Tokens<'py>,
+    leaves: Range<u64>,
+    total: u64,
+) -> PyResult<(Option<u64>, u64)> {
+    let dataset = summed(py, rows, Some(wide))?;
+    let selection = selection(py, dataset.examples(), tokens)?;
+    let made = detach::detached(py, |watch| stats::needs(&dataset, group, (&selection, leaves), total, watch))?;
+    Ok((made.read, made.memory))
+}
+
+/// `Rows.scan_needs`: bytes that a scan of some examples reads (None: not known) and its memory.
+pub fn scan_needs_of(
+    py: Python<'_>,
+    rows: &Rows,
+    (group, wide): (usize, bool),
+    examples: Range<u64>,
+    total: u64,
+) -> PyResult<(Option<u64>, u64)> {
+    let dataset = read_wide(rows.dataset(py)?, Some(wide));
+    let made = detach::detached(py, |watch| scan::needs(&dataset, group, examples, total, watch))?;
+    Ok((made.read, made.memory))
+}
+
 /// Joins sums of consecutive ranges of leaves: the nodes of the whole range.
 #[pyfunction]
 pub fn joined_sums<'py>(py: Python<'py>, nodes: Vec<Bound<'py, PyDict>>) -> PyResult<Vec<Bound<'py, PyDict>>> {
@@ -147,7 +176,46 @@ fn as_dict<'py>(py: Python<'py>, sums: &Stats) -> PyResult<Bound<'py, PyDict>> {
         out.set_item(name, PyArray1::from_vec(py, values.iter().map(|n| *n as i64).collect()))?;
     }
     out.set_item("norms", sums.norms)?;
+    let found = &sums.summary;
+    out.set_item("zeros", PyArray1::from_vec(py, found.zeros.iter().map(|n| *n as i64).collect()))?;
+    out.set_item("norm_bins", found.norms.iter().map(|(bin, n)| (*bin, *n)).collect::<Vec<_>>())?;
+    out.set_item("positions", found.positions.iter().map(|(at, (sum, n))| (*at, *sum, *n)).collect::<Vec<_>>())?;
+    out.set_item("hashes", found.hashes.iter().map(|(hash, n)| (*hash, *n)).collect::<Vec<_>>())?;
+    let rows = found.largest_rows.iter().map(|row| (row.norm, row.place.0, row.place.1));
+    out.set_item("largest_rows", rows.collect::<Vec<_>>())?;
+    let columns = found.largest_columns.iter().map(|each| (each.column, each.magnitude, each.place.0, each.place.1));
+    out.set_item("largest_columns", columns.collect::<Vec<_>>())?;
     Ok(out)
+}
+
+/// The inverse of what [`as_dict`] tells of a summary. Lists may come from a file: those longer than a summary's are refused.
+fn summary_of(py: Python<'_>, node: &Bound<'_, PyDict>, zeros: Vec<u64>) -> PyResult<Summary> {
+    let get = |name: &str| node.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()));
+    let refused = |detail: String| Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
+    let rows: Vec<(f64, u64, u64)> = get("largest_rows")?.extract()?;
+    let columns: Vec<(u64, f64, u64, u64)> = get("largest_columns")?.extract()?;
+    let hashes: Vec<(u64, u64)> = get("hashes")?.extract()?;
+    if rows.len() > LARGEST || columns.len() > LARGEST || hashes.len() > HASHES {
+        let found = [rows.len(), columns.len(), hashes.len()];
+        return refused(format!("sums: expected at most {LARGEST}, {LARGEST} and {HASHES} of each, found {found:?}"));
+    }
+    if columns.iter().any(|(column, ..)| *column >= zeros.len() as u64) {
+        return refused(format!("sums: expected columns below {}", zeros.len()));
+    }
+    let counted = |n: u64| in_range(py, n);
+    let norms: Vec<(u32, u64)> = get("norm_bins")?.extract()?;
+    let positions: Vec<(u32, f64, u64)> = get("positions")?.extract()?;
+    Ok(Summary {
+        zeros,
+        norms: norms.into_iter().map(|(bin, n)| Ok((bin, counted(n)?))).collect::<PyResult<_>>()?,
+        positions: positions.into_iter().map(|(at, sum, n)| Ok((at, (sum, counted(n)?)))).collect::<PyResult<_>>()?,
+        largest_rows: rows.into_iter().map(|(norm, e, t)| LargestRow { norm, place: (e, t) }).collect(),
+        largest_columns: columns
+            .into_iter()
+            .map(|(column, magnitude, e, t)| LargestColumn { column, magnitude, place: (e, t) })
+            .collect(),
+        hashes: hashes.into_iter().map(|(hash, n)| Ok((hash, counted(n)?))).collect::<PyResult<_>>()?,
+    })
 }
 
 /// The inverse of [`as_dicts`], for one node. Numbers may come from a file: counts so large that sums overflow are refused.
@@ -171,10 +239,11 @@ fn node_of(py: Python<'_>, node: &Bound<'_, PyDict>) -> PyResult<SumNode> {
         nan: counts("nan")?,
         infinite: counts("infinite")?,
         norms: (norms.0, in_range(py, norms.1)?),
+        summary: summary_of(py, node, counts("zeros")?)?,
     };
     let width = sums.mean.len();
-    let lengths =
-        [sums.finite.len(), sums.squares.len(), sums.min.len(), sums.max.len(), sums.nan.len(), sums.infinite.len()];
+    let counted = [&sums.finite, &sums.nan, &sums.infinite, &sums.summary.zeros].map(|each| each.len());
+    let lengths = [&counted[..], &[sums.squares.len(), sums.min.len(), sums.max.len()]].concat();
     if lengths.iter().any(|length| *length != width) {
         let detail = format!("sums: expected {width} values each, found {lengths:?}");
         return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));

@@ -14,6 +14,7 @@ class AngelSlimFormat(Format):
     name: ClassVar[str] = "angelslim"
     description: ClassVar[str] = "AngelSlim hidden states"
     names_layers: ClassVar[bool] = True
+    records_summed: ClassVar[tuple[str, ...]] = ("",)
     order: ClassVar[int] = 74
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

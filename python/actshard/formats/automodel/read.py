@@ -115,7 +115,11 @@ class StackedCache:
         """Reads columns of all examples; ``target_probs`` is not one of the table's, because of its size."""
         table = self.columns.columns([name for name in wanted if name != PROBS or self.said.kind != "eagle3"])
         if PROBS in wanted and self.said.kind == "eagle3":
-            table = table.append_column(PROBS, self._probs())
+            import pyarrow as pa
+
+            # A table without columns has no rows either, so that no column can be appended to it.
+            probs = self._probs()
+            table = table.append_column(PROBS, probs) if table.num_columns else pa.table({PROBS: probs})
         return table.select(list(wanted))
 
     def _probs(self) -> pa.Array:

@@ -14,6 +14,7 @@ class EagleFormat(Format):
     name: ClassVar[str] = "eagle"
     description: ClassVar[str] = "EAGLE hidden states"
     names_layers: ClassVar[bool] = True
+    records_summed: ClassVar[tuple[str, ...]] = ("",)
     order: ClassVar[int] = 76
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

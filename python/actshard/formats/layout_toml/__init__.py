@@ -15,6 +15,7 @@ class LayoutFormat(Format):
     description: ClassVar[str] = "folders of .pt, .npy, .npz, .safetensors or raw files with a layout.toml"
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     takes_layout: ClassVar[bool] = True
+    records_summed: ClassVar[tuple[str, ...]] = (".pt", ".pth", ".ckpt", ".npz")
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".detect:detect",
         "open": ".read:open",

@@ -25,6 +25,8 @@ from actshard.formats.tables import table_of
 from actshard.location import Location
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pyarrow as pa
 
 TOKENS = "token_ids"
@@ -62,6 +64,12 @@ class FolderColumns:
         stop = n if first is None else min(first, n)
         columns = {name: self._read[name]()[:stop] for name in wanted}
         return table_of(list(wanted), [(columns, stop)])
+
+    def folders(self) -> list[Path]:
+        """Folders of the columns' files, whose names the description has: those of activations may be others."""
+        parts = [part for part in (self.description.tokens, *self.description.columns) if part is not None]
+        named = [part.files.text.split("/")[:-1] for part in parts if part.files is not None]
+        return [self.root.joinpath(*folder).place for folder in named if folder and "{" not in "".join(folder)]
 
     # -- what there is ---------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         columns=columns.table,
         head_columns=columns.table,
         files=lambda: [at.place for at in index.paths],
+        columns_in=columns.folders,
         provenance=provenance,
         tokens_each=same,
         layout=options.layout,

@@ -172,9 +172,11 @@ class ChunkFolder:
                 if name not in (*self.per_token, *self.meta):
                     raise NotStoredError(f"has no column {name!r}", path=self.path.place)
             stop = min(most, n)
-            listed = columns.head([name for name in wanted if name in self.per_token], stop)
             values = self.objects([name for name in wanted if name in self.meta], stop)
             described = table_of(list(values), [(values, stop)])
+            if len(values) == len(wanted):  # a table without columns has no rows to which columns can be appended
+                return described.select(list(wanted))
+            listed = columns.head([name for name in wanted if name in self.per_token], stop)
             for name in described.column_names:
                 listed = listed.append_column(name, described[name])
             return listed.select(list(wanted))

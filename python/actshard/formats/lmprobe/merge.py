@@ -212,7 +212,6 @@ class LmprobeMerger(Merger):
     """Merges extractions: moves the parts' tensor files and writes a new index."""
 
     makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
-    reads_arrow: ClassVar[bool] = True
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         r"\w+_(shard)?\d{3,}\.safetensors|[\w-]+-\d{5}-of-\d{5}\.parquet"
     )

@@ -136,6 +136,7 @@ class Extraction(Index):
             head_columns=self.head,
             column_batches=self.column_batches,
             files=lambda: [file.place for file in self.files()],
+            columns_in=lambda: [part.place for part in self.parts],
             model=model if isinstance(model, str) else None,
             provenance=provenance,
             extras=self._extras(),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import name_of
+from actshard._columns import numbers
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
 from actshard.formats.lmprobe.beside import is_router, write_beside
 from actshard.formats.lmprobe.index import TOKEN_LISTS
@@ -68,6 +69,7 @@ _INDEX = "index/train-00000-of-00001.parquet"
 class LmprobeTarget(Target):
     """Writes ``tensors/*.safetensors`` by layer and shard, then a parquet index."""
 
+    writes_parquet = True
     format: ClassVar[str] = "lmprobe"
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
@@ -452,13 +454,13 @@ class LmprobeTarget(Target):
         made: dict[str, Any] = {
             "label": _label(given.pop("label", None), n),
             "num_tokens": self._num_tokens(given.pop("num_tokens", None), tokens),
-            "shard_index": pa.array(last.astype(np.int32)),
-            "row_offset": pa.array(row.astype(np.int32)),
+            "shard_index": numbers(last.astype(np.int32)),
+            "row_offset": numbers(row.astype(np.int32)),
         }
         if text is not None:
             made["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
         if self.full:
-            made["token_offset"] = pa.array(row)
+            made["token_offset"] = numbers(row)
         for name in sorted(OWN_COLUMNS & given.keys()):  # accepted by an older release, which checked names only here
             given[f"given_{name}"] = given.pop(name)
             self._tell(
@@ -477,7 +479,7 @@ class LmprobeTarget(Target):
         if self.full:
             if column is not None:
                 self._tell("column-left-out", "column 'num_tokens' is left out: it is computed for full sequences")
-            return pa.array(tokens.astype(np.int32))
+            return numbers(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())
         try:
@@ -563,13 +565,13 @@ class LmprobeTarget(Target):
         shards, firsts = self._assign(tokens)
         ends = np.cumsum(tokens)
         total = int(ends[-1]) if len(ends) else 0
-        offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        offsets = numbers(np.concatenate([[0], ends]).astype(np.int32))
         ids = np.repeat(shards + lasts, tokens)
         rows = np.arange(total) - np.repeat(ends - tokens, tokens) + np.repeat(firsts, tokens)
         some = tokens > 0
         last, row = np.divmod(np.arange(first, first + len(tokens)), self.rows_per_shard)
         ids[ends[some] - 1], rows[ends[some] - 1] = last[some], row[some]
-        return pa.ListArray.from_arrays(offsets, pa.array(ids)), pa.ListArray.from_arrays(offsets, pa.array(rows))
+        return pa.ListArray.from_arrays(offsets, numbers(ids)), pa.ListArray.from_arrays(offsets, numbers(rows))
 
 
 def _slices(tokens: NDArray[np.int64], full: bool) -> list[tuple[int, int]]:

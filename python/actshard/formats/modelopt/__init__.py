@@ -14,6 +14,7 @@ class ModeloptFormat(Format):
     name: ClassVar[str] = "modelopt"
     description: ClassVar[str] = "Model-Optimizer hidden states"
     names_layers: ClassVar[bool] = True
+    records_summed: ClassVar[tuple[str, ...]] = ("",)
     order: ClassVar[int] = 72
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -204,6 +204,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     return Contents(
         format="pickle",
         path=path.place,
+        folders=tuple(m.place for m in machines) if len(machines) > 1 else (),
         metadata=first
         if len(machines) == 1
         else {"machines": {m.name: f.value for m, f in zip(machines, metadata, strict=True)}},

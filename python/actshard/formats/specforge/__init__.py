@@ -14,6 +14,7 @@ class SpecForgeFormat(Format):
     name: ClassVar[str] = "specforge"
     description: ClassVar[str] = "SpecForge hidden states"
     names_layers: ClassVar[bool] = True
+    records_summed: ClassVar[tuple[str, ...]] = ("",)
     order: ClassVar[int] = 70
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -260,6 +260,18 @@ class Member:
                 found = dict.fromkeys(first[1], path) | found
         return {utf8(name): path for name, path in found.items() if name != "i"}
 
+    def columns_in(self) -> list[Location]:
+        """Folders of metadata, lengths, labels and texts, and metadata of the activations, beside whose chunks they lie."""
+        own = {array.folder for array in self.arrays}
+        groups = [self.path, self.path / "arrays", self.path / "text", self.path / "meta"]
+        small = [self.path / "arrays" / name for name in self.store.names("arrays")]
+        chunks = [place for folder in small if folder not in own for place in (folder, folder / "c")]
+        return [
+            *groups,
+            *chunks,
+            *(file for array in self.arrays for file in (array.metadata, array.folder / ".zattrs")),
+        ]
+
     def columns(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
         """Columns by name, each a pyarrow array or a list of ``n`` values."""
         made: dict[str, Any] = {}

@@ -190,6 +190,7 @@ def open(path: Location, options: Options) -> Contents:
         column_names=_LaterNames(members) if path.is_remote else _column_names(members),
         columns=lambda names: _columns(path, members, names),
         files=lambda: [a.path_of(at).place for a in arrays for at in a.chunk_files()],
+        columns_in=lambda: [each.place for member in members for each in member.columns_in()],
         model=None if model is None else utf8(model),
         provenance=_provenance(metadata, members, manifest),
         extras=tuple(texts),

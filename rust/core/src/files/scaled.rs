@@ -303,6 +303,10 @@ impl Source for ScaledSource {
         self.array.elements() * self.array.to.size() as u64
     }
 
+    fn stored(&self, at: u64, len: u64) -> u64 {
+        self.elements(at, len).map_or(len, |elements| self.ranges(&elements).iter().map(|range| range.len).sum())
+    }
+
     fn version(&self) -> Option<Version> {
         None
     }

@@ -19,12 +19,33 @@ const BLOCK: usize = 1 << 20;
 /// Reads up to this size use small pages: the 16 readers of a window read units of 64 KiB, and huge pages would make 32 MiB of
 /// that resident.
 const SHORT: usize = 256 << 10;
+/// A huge page.
+const HUGE: usize = 2 << 20;
 /// Ranges at most this far apart are read together: a further read of a local disk costs about as much.
 const GAP: u64 = 32 << 10;
 
 /// Threads that read blocks at the same time. They wait for the disk most of the time: enough for the full rate of one with
 /// random reads of 64 KiB.
 pub const READERS: usize = 16;
+
+/// What reads in blocks take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockReads {
+    /// Bytes of files, with the gaps that are read along.
+    pub bytes: u64,
+    /// Bytes of the longest read.
+    pub longest: u64,
+}
+
+impl BlockReads {
+    /// Memory for blocks of a thread with such reads.
+    pub fn memory(self) -> u64 {
+        let short = self.longest.min(SHORT as u64);
+        // Huge pages, if the system gives any.
+        let long = if self.longest > SHORT as u64 { (BLOCK + 2 * DIRECT as usize).next_multiple_of(HUGE) } else { 0 };
+        short + long as u64
+    }
+}
 
 /// A thread's memory for blocks.
 #[derive(Debug)]
@@ -33,12 +54,29 @@ pub struct BlockReader {
     /// Made with the first longer read.
     long: Option<Output>,
     past_cache: bool,
+    /// What was not read but counted.
+    counted: Option<BlockReads>,
 }
 
 impl BlockReader {
     /// Memory for one block. With `past_cache`, blocks are read past the page cache if the source can.
     pub fn new(past_cache: bool) -> Result<BlockReader> {
-        Ok(BlockReader { short: Output::sparse(SHORT).map_err(no_block)?, long: None, past_cache })
+        Ok(BlockReader { short: Output::sparse(SHORT).map_err(no_block)?, long: None, past_cache, counted: None })
+    }
+
+    /// A reader that reads nothing: it counts what one would read.
+    pub fn counting(past_cache: bool) -> Result<BlockReader> {
+        Ok(BlockReader { counted: Some(BlockReads::default()), ..BlockReader::new(past_cache)? })
+    }
+
+    /// What a counting reader has counted.
+    pub fn counted(&self) -> BlockReads {
+        self.counted.unwrap_or_default()
+    }
+
+    /// Whether bytes are counted and not read.
+    pub fn counts(&self) -> bool {
+        self.counted.is_some()
     }
 
     fn memory(&mut self, len: usize) -> Result<&mut Output> {
@@ -52,21 +90,27 @@ impl BlockReader {
         Ok(self.long.insert(long))
     }
 
-    /// The bytes from `at` to `end`.
-    fn read(&mut self, source: &dyn Source, at: u64, end: u64) -> Result<&[u8]> {
+    /// The bytes from `at` to `end`; `None` if they are counted only.
+    fn read(&mut self, source: &dyn Source, at: u64, end: u64) -> Result<Option<&[u8]>> {
         // Direct reads begin and end at multiples of DIRECT.
         let from = if self.past_cache { at / DIRECT * DIRECT } else { at };
         let skipped = (at - from) as usize;
         let used = skipped..skipped + (end - at) as usize;
         let whole = used.end.next_multiple_of(DIRECT as usize);
         let past_cache = self.past_cache;
+        if let Some(counted) = &mut self.counted {
+            let len = if past_cache { (whole as u64).min(source.size().saturating_sub(from)) } else { end - at };
+            counted.bytes += source.stored(from, len);
+            counted.longest = counted.longest.max(whole as u64);
+            return Ok(None);
+        }
         let memory = self.memory(whole)?;
         if past_cache {
             source.read_past_cache(RangeRead { at: from, into: &mut memory.as_mut()[..whole] })?;
         } else {
             source.read(at, &mut memory.as_mut()[used.clone()])?;
         }
-        Ok(&memory.bytes()[used])
+        Ok(Some(&memory.bytes()[used]))
     }
 }
 
@@ -113,7 +157,10 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 let open = &files[first.file as usize];
                 let end = block.iter().map(|e| e.src + u64::from(e.len)).max().unwrap_or(first.src);
                 let bytes = match (open.source(), open.bytes()) {
-                    (Some(source), _) => reader.read(source, first.src, end)?,
+                    (Some(source), _) => match reader.read(source, first.src, end)? {
+                        Some(bytes) => bytes,
+                        None => continue,
+                    },
                     (None, Some(bytes)) => &bytes[first.src as usize..end as usize],
                     (None, None) => return Err(Error::new(Kind::Internal, "a file without bytes").at(open.location())),
                 };

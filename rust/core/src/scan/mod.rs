@@ -54,6 +54,55 @@ pub fn scan(
     Ok(all)
 }
 
+/// What a scan of a range of examples takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScanNeeds {
+    /// Bytes read from files; `None` if rows must be decoded, or come from far.
+    pub read: Option<u64>,
+    /// Bytes of memory, without decoded files that are kept.
+    pub memory: u64,
+}
+
+/// What [`scan`] takes. Plans the same reads, and reads no rows. `total` are bytes of rows of the whole scan, of which this range
+/// may be a sample: they decide about the page cache and the number of threads that read.
+pub fn needs(rows: &Rows, group: usize, examples: Range<u64>, total: u64, watch: Watch<'_>) -> Result<ScanNeeds> {
+    let row = rows.row();
+    let cast = Cast::between(row.dtype, row.dtype)?;
+    let group = Group { rows, row, number: group, examples, cast, staged: rows.decodes() };
+    // A look's columns are of the element's type, a result's of 64 bits.
+    let columns = (row.bytes * 3 + row.width * 16) as u64;
+    let parts = total.div_ceil(PART);
+    if !rows.reads_blocks() {
+        let wave = group.wave(group.examples.start, &mut *watch)?;
+        let held = if group.staged {
+            wave.bytes
+        } else {
+            let longest = wave.counts.iter().max().copied().unwrap_or(0) as u64 * row.bytes as u64;
+            longest * threads::num_threads() as u64
+        };
+        return Ok(ScanNeeds { read: None, memory: held + wave.bytes.div_ceil(PART) * columns });
+    }
+    let mut mine = ScanningThread::new(row, false)?;
+    mine.reader = BlockReader::counting(total > memory_limit() / 2)?;
+    let (turns, stop) = (Turns::new(1), Stop::default());
+    for part in group.parts() {
+        let (wave, part) = part?;
+        group.scan_part(
+            &wave,
+            part,
+            &mut Look::new(row.dtype, row.width, &vec![0; row.bytes])?,
+            (&mut mine, &turns, &stop),
+        )?;
+        if watch() {
+            return Err(threads::interrupted());
+        }
+    }
+    let counted = mine.reader.counted();
+    let readers = parts.min(READERS as u64);
+    let memory = readers * (mine.rows.len() as u64 + counted.memory()) + parts.min(2 * READERS as u64) * columns;
+    Ok(ScanNeeds { read: Some(counted.bytes), memory })
+}
+
 /// The rows of a group, and the way to read them.
 struct Group<'a> {
     rows: &'a Rows,
@@ -205,6 +254,7 @@ impl Group<'_> {
                     if stop.is_set() {
                         return Ok(());
                     }
+                    let Some(bytes) = bytes else { continue };
                     turns.take(|| wide(|| look.rows(wave.ids[e] as u64, from as u64, bytes, &mut hash)));
                 }
                 look.found.hashes.push(hash.done());
@@ -223,15 +273,16 @@ impl Group<'_> {
             if stop.is_set() {
                 return Ok(());
             }
+            let first = std::mem::replace(&mut e, end);
+            let Some(bytes) = bytes else { continue };
             turns.take(|| {
                 let mut rest = bytes;
-                for i in e..end {
+                for i in first..end {
                     let (example, others) = rest.split_at(wave.counts[i] as usize * self.row.bytes);
                     wide(|| look.example(wave.ids[i] as u64, example));
                     rest = others;
                 }
             });
-            e = end;
         }
         Ok(())
     }
@@ -315,8 +366,15 @@ impl ScanningThread {
         })
     }
 
-    /// Reads `items` examples or rows, `rows` rows in total.
-    fn read(&mut self, group: &Group<'_>, pick: Pick<'_>, items: usize, rows: usize, stop: &Stop) -> Result<&[u8]> {
+    /// Reads `items` examples or rows, `rows` rows in total; `None` if the reader only counts.
+    fn read(
+        &mut self,
+        group: &Group<'_>,
+        pick: Pick<'_>,
+        items: usize,
+        rows: usize,
+        stop: &Stop,
+    ) -> Result<Option<&[u8]>> {
         let out = &mut self.rows[..rows * group.row.bytes];
         group.rows.gather_in_blocks(
             group.groups(),
@@ -326,7 +384,7 @@ impl ScanningThread {
             Out::Dense(out),
             (&mut self.reader, stop),
         )?;
-        Ok(&self.rows[..rows * group.row.bytes])
+        Ok(Some(&self.rows[..rows * group.row.bytes]).filter(|_| !self.reader.counts()))
     }
 }
 

@@ -121,6 +121,11 @@ pub trait Source: Debug + Send + Sync {
     /// Its size in bytes when it was opened.
     fn size(&self) -> u64;
 
+    /// Bytes of files that a read of `len` bytes at `at` takes; other than `len` for a source that computes its bytes.
+    fn stored(&self, _at: u64, len: u64) -> u64 {
+        len
+    }
+
     /// Its version now; `None` if there is none, and then nothing of it may be cached.
     fn version(&self) -> Option<Version>;
 

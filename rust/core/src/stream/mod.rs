@@ -22,5 +22,6 @@ pub mod rescale;
 pub mod select;
 pub mod sequences;
 pub mod stats;
+pub mod summary;
 
 pub use plan::items_in;

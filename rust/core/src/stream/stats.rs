@@ -20,6 +20,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::rescale::norm_of;
 use super::select::Selection;
+use super::summary::{Seen, Summary};
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::gather::blocks::{BlockReader, READERS};
@@ -32,7 +33,7 @@ use crate::rows::Rows;
 use crate::threads::{self, Stop, Turns, Watch, make_ahead};
 
 /// Rows per block: a block is summed twice while it is in the cache.
-const BLOCK: usize = 256;
+const BLOCK: usize = 128;
 /// Most rows per leaf; a leaf is also the amount between two calls of the watch and of `progress`.
 const LEAF: u64 = 1 << 16;
 /// Most bytes per leaf, unless one block is larger.
@@ -59,6 +60,8 @@ pub struct Stats {
     pub infinite: Vec<u64>,
     /// The sum of the L2 norms of rows with finite norms, and the number of those rows.
     pub norms: (f64, u64),
+    /// Zeros, norms, positions, and the largest.
+    pub summary: Summary,
 }
 
 impl Stats {
@@ -79,53 +82,72 @@ impl Stats {
             nan: zeroed(width)?,
             infinite: zeroed(width)?,
             norms: (0.0, 0),
+            summary: Summary::new(width)?,
         })
     }
 
-    /// Statistics of these rows.
-    fn of(rows: &[f64], width: usize) -> Result<Stats> {
+    /// Statistics of these rows; `ids` are the example and the token of each.
+    fn of(rows: &[f64], width: usize, ids: (&[i64], &[i64])) -> Result<Stats> {
         let mut made = Stats::new(width)?;
         made.rows = (rows.len() / width) as u64;
-        wide(|| made.sum(rows, width));
+        let mut seen = Seen::new(width, rows.len() / width)?;
+        wide(|| made.sum(rows, width, &mut seen));
+        let largest: Vec<f64> =
+            made.min.iter().zip(&made.max).map(|(a, b)| if a > b { 0.0 } else { b.max(-a) }).collect();
+        made.summary = Summary::of(rows, &largest, ids, seen);
         Ok(made)
     }
 
-    /// Branch-free so that it vectorises.
+    /// Loops over columns are branch-free so that they vectorise. Most rows are finite, and need no look at each value.
     #[inline(always)]
-    fn sum(&mut self, rows: &[f64], width: usize) {
+    fn sum(&mut self, rows: &[f64], width: usize, seen: &mut Seen) {
+        let mut finite_rows = 0;
         for row in rows.chunks_exact(width) {
             let norm = norm_of(row);
+            let sums = self.mean.iter_mut().zip(&mut self.min).zip(&mut self.max);
+            let mut zero = false;
             if norm.is_finite() {
                 self.norms = (self.norms.0 + norm, self.norms.1 + 1);
+                finite_rows += 1;
+                for (x, ((mean, min), max)) in row.iter().zip(sums) {
+                    *mean += x;
+                    *min = if x < min { *x } else { *min };
+                    *max = if x > max { *x } else { *max };
+                    zero |= *x == 0.0;
+                }
+                seen.add(row, norm, zero);
+                continue;
             }
-            let sums = self.mean.iter_mut().zip(&mut self.min).zip(&mut self.max);
-            let counts = self.finite.iter_mut().zip(&mut self.nan).zip(&mut self.infinite);
-            let mut odd = false;
             for (x, ((mean, min), max)) in row.iter().zip(sums) {
                 let finite = x.is_finite();
-                odd |= !finite;
                 *mean += if finite { *x } else { 0.0 };
                 let (low, high) = if finite { (*x, *x) } else { (*min, *max) };
                 *min = if low < *min { low } else { *min };
                 *max = if high > *max { high } else { *max };
             }
-            if odd {
-                for (x, ((finite, nan), infinite)) in row.iter().zip(counts) {
-                    *finite += u64::from(x.is_finite());
-                    *nan += u64::from(x.is_nan());
-                    *infinite += u64::from(x.is_infinite());
-                }
-            } else {
-                self.finite.iter_mut().for_each(|n| *n += 1);
+            let counts = self.finite.iter_mut().zip(&mut self.nan).zip(&mut self.infinite);
+            for (x, ((finite, nan), infinite)) in row.iter().zip(counts) {
+                *finite += u64::from(x.is_finite());
+                *nan += u64::from(x.is_nan());
+                *infinite += u64::from(x.is_infinite());
+                zero |= *x == 0.0;
             }
+            seen.add(row, norm, zero);
         }
+        self.finite.iter_mut().for_each(|n| *n += finite_rows);
         for (mean, n) in self.mean.iter_mut().zip(&self.finite) {
             *mean /= (*n).max(1) as f64;
         }
+        let all_finite = finite_rows == self.rows;
         for row in rows.chunks_exact(width) {
-            for ((squares, mean), x) in self.squares.iter_mut().zip(&self.mean).zip(row) {
-                let away = x - mean;
-                *squares += if x.is_finite() { away * away } else { 0.0 };
+            let values = self.squares.iter_mut().zip(&self.mean).zip(row);
+            if all_finite {
+                values.for_each(|((squares, mean), x)| *squares += (x - mean) * (x - mean));
+            } else {
+                for ((squares, mean), x) in values {
+                    let away = x - mean;
+                    *squares += if x.is_finite() { away * away } else { 0.0 };
+                }
             }
         }
     }
@@ -133,6 +155,7 @@ impl Stats {
     /// Adds the statistics of the rows that follow.
     pub fn join(&mut self, next: &Stats) {
         self.rows += next.rows;
+        self.summary.join(&next.summary);
         self.norms = (self.norms.0 + next.norms.0, self.norms.1 + next.norms.1);
         for k in 0..self.mean.len() {
             let (a, b) = (self.finite[k] as f64, next.finite[k] as f64);
@@ -259,6 +282,62 @@ pub fn sums(
     if rows.reads_blocks() { source.in_blocks(progress, watch) } else { source.in_waves(progress, watch) }
 }
 
+/// What sums of a range of leaves take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SumNeeds {
+    /// Bytes read from files; `None` if rows must be decoded, or come from far.
+    pub read: Option<u64>,
+    /// Bytes of memory, without decoded files that are kept.
+    pub memory: u64,
+}
+
+/// What [`sums`] takes. Plans the same reads, and reads no rows. `total` are rows of all leaves that are summed together, of which
+/// these may be a sample: they decide about the page cache and the number of threads that read.
+pub fn needs(
+    rows: &Rows,
+    group: usize,
+    (selection, leaves): (&Selection, Range<u64>),
+    total: u64,
+    watch: Watch<'_>,
+) -> Result<SumNeeds> {
+    let row = rows.row();
+    let cast = Cast::between(row.dtype, row.dtype)?;
+    let source = Picked { rows, group, selection, cast, leaves };
+    let (threads, block) = (threads::num_threads() as u64, (BLOCK * row.width * 8) as u64);
+    // Eight arrays and a list while they are summed; and hashes of a block.
+    let sums = ((10 * row.width + 4 * BLOCK) * 8) as u64;
+    if !rows.reads_blocks() {
+        let held = leaf_rows(row).min(total);
+        let floats = if rows.decodes() { held * row.width as u64 * 8 } else { threads * block };
+        return Ok(SumNeeds { read: None, memory: floats + held * 16 + held.div_ceil(BLOCK as u64) * sums });
+    }
+    let (at_once, readers) = reading(row);
+    let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
+    let (mut reader, mut raw, stop) =
+        (BlockReader::counting(past_cache)?, zeroed(at_once * row.bytes)?, Stop::default());
+    for picks in source.parts(at_once) {
+        source.read(picks, &mut raw, &mut reader, &stop)?;
+        if watch() {
+            return Err(threads::interrupted());
+        }
+    }
+    let (parts, counted) = (total.div_ceil(at_once as u64), reader.counted());
+    let made = at_once.div_ceil(BLOCK) as u64 * sums;
+    let memory = parts.min(readers as u64) * (raw.len() as u64 + counted.memory())
+        + parts.min(2 * readers as u64) * made
+        + parts.min(threads) * block;
+    Ok(SumNeeds { read: Some(counted.bytes), memory })
+}
+
+/// Rows that a thread reads at once: whole blocks of about 2 MiB; and the number of threads, fewer if a block is larger.
+fn reading(row: Row) -> (usize, usize) {
+    let at_once = ((2 << 20) / (row.bytes * BLOCK).max(1)).max(1) * BLOCK;
+    (at_once, ((64 << 20) / (row.bytes * at_once).max(1)).clamp(2, READERS))
+}
+
+/// Example and token of each row.
+type Ids = (Vec<i64>, Vec<i64>);
+
 /// The rows to sum.
 struct Picked<'a> {
     rows: &'a Rows,
@@ -277,7 +356,7 @@ impl Picked<'_> {
         self.leaves.clone().map(move |leaf| (leaf, leaf * n..total.min((leaf + 1) * n)))
     }
 
-    fn ids(&self, picks: Range<u64>) -> (Vec<i64>, Vec<i64>) {
+    fn ids(&self, picks: Range<u64>) -> Ids {
         let of = |pick| {
             let (example, token) = self.selection.get(pick);
             (example as i64, token as i64)
@@ -285,47 +364,53 @@ impl Picked<'_> {
         picks.map(of).unzip()
     }
 
+    /// Picks that a thread reads at once.
+    fn parts(&self, at_once: usize) -> impl Iterator<Item = Range<u64>> + Clone + use<> {
+        self.waves().flat_map(move |(_, picks)| {
+            (picks.start..picks.end).step_by(at_once).map(move |from| from..picks.end.min(from + at_once as u64))
+        })
+    }
+
+    /// Reads picks as stored to the beginning of `raw`; returns their examples and tokens.
+    fn read(&self, picks: Range<u64>, raw: &mut [u8], reader: &mut BlockReader, stop: &Stop) -> Result<Ids> {
+        let row = self.rows.row();
+        let (examples, tokens) = self.ids(picks);
+        let n = examples.len();
+        let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
+        let as_is = Cast::between(row.dtype, row.dtype)?;
+        let out = Out::Dense(&mut raw[..n * row.bytes]);
+        self.rows.gather_in_blocks(Ints::One(self.group as i64), pick, n, as_is, out, (reader, stop))?;
+        Ok((examples, tokens))
+    }
+
     /// Rows that are read in blocks: each reading thread sums what it reads.
     fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Sums> {
         let row = self.rows.row();
-        // Whole blocks of about 2 MiB; fewer threads if a block is larger.
-        let at_once = ((2 << 20) / (row.bytes * BLOCK)).max(1) * BLOCK;
-        let readers = ((64 << 20) / (row.bytes * at_once)).clamp(2, READERS);
-        let parts = self.waves().flat_map(|(_, picks)| {
-            (picks.start..picks.end).step_by(at_once).map(move |from| from..picks.end.min(from + at_once as u64))
-        });
+        let (at_once, readers) = reading(row);
+        let parts = self.parts(at_once);
         let total = self.waves().map(|(_, picks)| picks.end - picks.start).sum::<u64>();
         let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
         let (turns, spare, values) = (Turns::new(threads::num_threads()), Mutex::new(vec![]), Mutex::new(vec![]));
         let sum = |picks: Range<u64>, stop: &Stop| -> Result<Vec<Stats>> {
             let taken = spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let mut mine: SummingThread = taken.map_or_else(|| SummingThread::new(past_cache, row, at_once), Ok)?;
-            let (examples, tokens) = self.ids(picks);
-            let n = examples.len();
-            let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
             let SummingThread { reader, raw } = &mut mine;
-            let raw = &mut raw[..n * row.bytes];
-            let as_is = Cast::between(row.dtype, row.dtype)?;
-            self.rows.gather_in_blocks(
-                Ints::One(self.group as i64),
-                pick,
-                n,
-                as_is,
-                Out::Dense(raw),
-                (reader, stop),
-            )?;
+            let (examples, tokens) = self.read(picks, raw, reader, stop)?;
+            let n = examples.len();
+            let raw = &raw[..n * row.bytes];
             let blocks = turns.take(|| {
                 // As many blocks of float64 as threads with a turn.
                 let taken = values.lock().unwrap_or_else(PoisonError::into_inner).pop();
                 let mut floats: Vec<f64> = taken.map_or_else(|| zeroed(BLOCK * row.width), Ok)?;
                 let mut blocks = vec![];
-                for block in raw.chunks(BLOCK * row.bytes) {
+                for (k, block) in raw.chunks(BLOCK * row.bytes).enumerate() {
                     if stop.is_set() {
                         return Err(threads::interrupted());
                     }
                     let floats = &mut floats[..block.len() / row.bytes * row.width];
                     self.cast.apply(block, bytemuck::cast_slice_mut(floats));
-                    blocks.push(Stats::of(floats, row.width)?);
+                    let span = k * BLOCK..n.min((k + 1) * BLOCK);
+                    blocks.push(Stats::of(floats, row.width, (&examples[span.clone()], &tokens[span]))?);
                 }
                 values.lock().unwrap_or_else(PoisonError::into_inner).push(floats);
                 Ok(blocks)
@@ -377,12 +462,13 @@ impl Picked<'_> {
             }
             let work = |b: usize, stop: &Stop| -> Result<Stats> {
                 let (from, to) = (b * BLOCK, ((b + 1) * BLOCK).min(n));
+                let ids = (&examples[from..to], &tokens[from..to]);
                 if staged {
-                    Stats::of(&stage[from * width..to * width], width)
+                    Stats::of(&stage[from * width..to * width], width, ids)
                 } else {
                     let mut values = zeroed::<f64>((to - from) * width)?;
                     read(from, to, &mut values, &mut || stop.is_set())?;
-                    Stats::of(&values, width)
+                    Stats::of(&values, width, ids)
                 }
             };
             let mut sums = Stats::new(width)?;
@@ -427,7 +513,8 @@ mod tests {
             values[1] = f64::NEG_INFINITY;
             let mut all = Stats::new(width).unwrap();
             for block in values.chunks(cut * width) {
-                all.join(&Stats::of(block, width).unwrap());
+                let ids: Vec<i64> = (0..block.len() / width).map(|k| k as i64).collect();
+                all.join(&Stats::of(block, width, (&ids, &ids)).unwrap());
             }
             let n = values.len() / width;
             prop_assert_eq!(all.rows, n as u64);
@@ -463,7 +550,7 @@ mod tests {
             values in prop::collection::vec(prop::collection::vec(any::<f32>(), 2), 1..70),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..6),
         ) {
-            let leaf = |k: usize| Stats::of(&values[k].iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2).unwrap();
+            let leaf = |k: usize| Stats::of(&values[k].iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 2, (&[k as i64], &[k as i64])).unwrap();
             fn node(leaf: &dyn Fn(usize) -> Stats, first: usize, level: u32) -> Stats {
                 if level == 0 {
                     return leaf(first);
@@ -498,7 +585,9 @@ mod tests {
                 }
             }
             prop_assert_eq!(all.nodes().len(), n.count_ones() as usize);
-            prop_assert_eq!(bits(&all.total().unwrap()), bits(&expected.unwrap()));
+            let (all, expected) = (all.total().unwrap(), expected.unwrap());
+            prop_assert_eq!(bits(&all), bits(&expected));
+            prop_assert_eq!(all.summary, expected.summary);
         }
 
         /// Numbers of nodes come from files.

@@ -1,0 +1,87 @@
+"""The group of all commands: their order and panels in ``actshard --help``, their examples, and exit statuses."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import typer
+import typer.core
+
+from actshard.errors import ActshardError
+
+FINE, WARNINGS, ERRORS, COULD_NOT_RUN = 0, 1, 2, 3
+"""Exit statuses of all commands."""
+
+PANELS: dict[str, tuple[str, ...]] = {
+    "Look": ("info", "head", "top", "stats", "report", "plot", "verify"),
+    "Stream": ("bench-stream",),
+    "Convert and merge": ("convert", "merge"),
+    "Token caches": ("tokenize",),
+    "Plans: work in tasks, on several machines": ("plan", "run", "status", "commit"),
+    "Remote data": ("stage", "push", "cache"),
+    "Setup": ("demo", "completion"),
+}
+"""Commands by panel, in the order of ``actshard --help``."""
+
+
+def _examples() -> dict[str, tuple[str, ...]]:
+    text = (pkgutil.get_data("actshard.cli", "examples.txt") or b"").decode("utf-8")
+    parts = [part.split("\n") for part in text.strip().split("\n\n")]
+    return {name.strip("[]"): tuple(lines) for name, *lines in parts}
+
+
+EXAMPLES = _examples()
+"""Examples in the help of each command, from ``examples.txt``. A test parses all of them and runs those that only read."""
+
+
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's UsageError: typer exports only its subclass."""
+
+
+class TruncatedData(Exception):  # noqa: N818 -- carries an error through click
+    """An ActshardError that is an EOFError: click takes those for the end of its input, and would print "Aborted." alone."""
+
+    def __init__(self, error: ActshardError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Commands(typer.core.TyperGroup):
+    """A group of commands whose usage errors exit with ``COULD_NOT_RUN``."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of the commands, in the order of their panels."""
+        order = [name for names in PANELS.values() for name in names]
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else 0)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses the words up to a subcommand's name."""
+        return _usage(lambda: super(Commands, self).make_context(*args, **kwargs))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parses the words of a subcommand and runs it."""
+        try:
+            return _usage(lambda: super(Commands, self).invoke(ctx))
+        except EOFError as error:
+            if isinstance(error, ActshardError):
+                raise TruncatedData(error) from error
+            raise
+
+
+def _usage(step: Callable[[], Any]) -> Any:
+    """Runs ``step``. A usage error of click would exit with 2, which means errors found in a dataset."""
+    try:
+        return step()
+    except _USAGE_ERROR as error:
+        error.__dict__["exit_code"] = COULD_NOT_RUN
+        raise
+
+
+def about(name: str) -> dict[str, Any]:
+    """Returns the panel and the examples of a command, as arguments of typer."""
+    panel = next((panel for panel, names in PANELS.items() if name in names), None)
+    examples = EXAMPLES[name]
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    return {"rich_help_panel": panel, "epilog": "\n\n".join([title, *examples])}

@@ -1,0 +1,92 @@
+"""The commands ``actshard report`` and ``actshard plot``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from actshard.cli._options import (
+    PLOTS,
+    PLOTS_OF_CACHES,
+    CacheOption,
+    FormatOption,
+    JsonOption,
+    LayoutOption,
+    LongStorageOption,
+    PathArgument,
+    QuietOption,
+    StatsLayers,
+    StatsTokens,
+)
+from actshard.cli._output import output
+
+_OF_TOKENS = f"; of token caches {', '.join(PLOTS_OF_CACHES)}"
+TokenizerFolder = Annotated[str, typer.Option(help="A folder with tokenizer.json: shows the text of tokens.")]
+
+
+def report_command(
+    path: PathArgument,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write.")] = "report.html",
+    layer: StatsLayers = "",
+    tokens: StatsTokens = "content",
+    examples: Annotated[int, typer.Option(min=0, max=20, help="Examples to show token by token.")] = 6,
+    tokenizer: TokenizerFolder = "",
+    deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
+    format: FormatOption = None,
+    storage_option: LongStorageOption = None,
+    cache: CacheOption = "",
+    layout: LayoutOption = None,
+    quiet: QuietOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Write one HTML file about a dataset or token cache: findings with advice, plots, layers, texts coloured by norm."""
+    from actshard.cli import report as verb
+
+    file = verb.run(
+        path,
+        out,
+        layer,
+        quiet=quiet or json,
+        storage_option=storage_option,
+        tokens=tokens,
+        examples=examples,
+        tokenizer=tokenizer or None,
+        deep=deep,
+        format=format,
+        cache=cache or None,
+        layout=layout,
+    )
+    output(json, lambda: {"path": str(file)}, lambda: typer.echo(str(file)))
+
+
+def plot_command(
+    path: PathArgument,
+    what: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(x for x in PLOTS if x not in PLOTS_OF_CACHES)}{_OF_TOKENS}.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="The file to write: .svg or .png.", show_default=False)
+    ],
+    layer: StatsLayers = "",
+    tokens: StatsTokens = "content",
+    label: Annotated[
+        str,
+        typer.Option(help="The column whose classes separability is about. Default: label, labels, class or target."),
+    ] = "",
+    format: FormatOption = None,
+    storage_option: LongStorageOption = None,
+    cache: CacheOption = "",
+    layout: LayoutOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Draw one plot of a dataset or token cache to an SVG or PNG file."""
+    from actshard.cli import plot as verb
+    from actshard.cli._places import place
+
+    at = place(path, storage_option, cache)
+    options = {"tokens": tokens, "format": format, "layout": layout, "of": label or None}
+    typer.echo(str(verb.run(at, what, out, layer, quiet=quiet, **options)))

@@ -1,0 +1,87 @@
+"""``actshard plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actshard import _arguments, plot
+from actshard.cli._layers import of_store
+from actshard.cli._options import PLOTS, PLOTS_OF_CACHES
+from actshard.cli._progress import progress
+from actshard.errors import ArgumentError
+from actshard.location import Location
+from actshard.opening import open_quietly, token_cache_at
+from actshard.plot.activations import measured
+from actshard.plot.norms import spread
+from actshard.plot.sampled import named_label
+from actshard.plot.style import FORMATS, library
+from actshard.store import Store
+from actshard.tokens.looking import look
+
+_ONE_LAYER = ("dimensions", "shuffle")
+_FEW_LAYERS = ("histogram", "positions", "spectrum")
+
+
+def run(
+    at: Location,
+    what: str,
+    out: str,
+    layer: str,
+    *,
+    quiet: bool,
+    tokens: Any,
+    format: Any,
+    layout: Any,
+    of: str | None = None,
+) -> Path:
+    """Draws a plot and shows progress."""
+    library()
+    file = _arguments.local_path(out, "--out")
+    if what not in PLOTS:
+        raise ArgumentError(f"expected a plot, one of {', '.join(PLOTS)}, found {what!r:.80}")
+    if file.suffix.lower() not in FORMATS:
+        raise ArgumentError(f"--out: expected a name that ends with .svg or .png, found {file.name!r:.80}")
+    if of is not None and what != "separability":
+        raise ArgumentError(f"--label: is for separability, found {what}")
+    if what == "separability" and tokens != "content":
+        raise ArgumentError(f"--tokens: separability is about each example's last content token, found {tokens!r:.80}")
+    cache = None if layout is not None else token_cache_at(at, format)
+    if (cache is not None) != (what in PLOTS_OF_CACHES):
+        others = [x for x in PLOTS if (x in PLOTS_OF_CACHES) == (cache is not None)]
+        held = "a token cache" if cache is not None else "a dataset of activations"
+        raise ArgumentError(f"{what}: is not a plot of {held}; these are {', '.join(others)}", path=at)
+    draw = getattr(plot, what)
+    with plot.style(), progress(what, quiet=quiet, unit="tokens") as watch:
+        if cache is not None:
+            ax = draw(look(cache, progress=watch.counts))
+        else:
+            store = open_quietly(at, format, "auto", layout=layout)
+            names = of_store(layer, store.layers, "--layer") if layer else None
+            if what in _ONE_LAYER:
+                if names is not None and len(names) != 1:
+                    raise ArgumentError(f"--layer: expected one layer, found {layer!r:.200}")
+                ax = draw(store, names[0] if names else None, tokens=tokens)
+            else:
+                if what in _FEW_LAYERS and names is None:
+                    names = spread(store.layers)
+                ax = _drawn(store, what, names, of, tokens, watch.stage)
+        plot.save(ax, file)
+    return file
+
+
+def _drawn(store: Store, what: str, names: Any, of: str | None, tokens: Any, tell: Any) -> Any:
+    """A plot of several layers, of all rows or of a sample of them."""
+
+    def rows(done: int, total: int) -> None:
+        tell("rows", done, total)
+
+    if what == "spectrum":
+        spectra = {name: store.spectrum(name, tokens=tokens, progress=rows) for name in names}
+        return plot.spectrum(store, spectra=spectra)
+    if what == "similarity":
+        return plot.similarity(store, found=store.similarity(names, tokens=tokens, progress=rows))
+    if what == "separability":
+        label = named_label(store) if of is None else of
+        return plot.separability(store, found=store.separability(label, names, progress=rows))
+    return getattr(plot, what)(store, stats=measured(store, names, tokens=tokens, progress=tell))

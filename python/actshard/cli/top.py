@@ -1,0 +1,138 @@
+"""``actshard top``: one example, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from actshard.cli._format import console, one_line
+from actshard.cli._layers import of_store
+from actshard.cli.caches import tokenizer_of
+from actshard.errors import ArgumentError
+from actshard.examining import Examined, examine
+from actshard.layers import listing, plain
+from actshard.store import Store
+from actshard.tokens.cache import TokenCache
+from actshard.tokens.tokenizer import load_tokenizer
+
+_BAR = 24
+"""Characters of a bar; it ends at this number of medians:"""
+_MEDIANS = 4
+_MASSIVE = 100
+"""A token with a norm above this number of medians is massive (arXiv 2402.17762)."""
+
+
+def look(store: Store, example: int, layer: str, tokenizer: str, largest: int) -> Examined:
+    """Reads one example."""
+    names = of_store(layer, store.layers, "--layer") if layer else [None]
+    if len(names) != 1:
+        raise ArgumentError(f"--layer: expected one layer, found {layer!r:.200}")
+    return examine(
+        store, example, names[0], tokenizer=load_tokenizer(tokenizer) if tokenizer else None, largest=largest
+    )
+
+
+def show(store: Store, found: Examined, count: int) -> None:
+    """Prints a line per token."""
+    out = console()
+    out.print(f"example {found.example} of {store.num_examples:,}, layer {escape(plain(found.layer))}", soft_wrap=True)
+    if found.text is not None:
+        out.print(escape(one_line(found.text, 400)), soft_wrap=True)
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("token", justify="right")
+    if found.ids is not None:
+        grid.add_column("id", justify="right")
+    if found.pieces is not None:
+        grid.add_column("text", overflow="fold")
+    grid.add_column("norm", justify="right")
+    grid.add_column(f"0 to {_MEDIANS} medians", no_wrap=True)
+    grid.add_column("largest dimensions", overflow="fold")
+    for i in range(min(len(found), count)):
+        norm, (bar, colour) = float(found.norms[i]), _bar(float(found.norms[i]), found.median)
+        mark = "" if found.special <= i < found.content else "[dim]"
+        cells = [f"{mark}{i}"]
+        if found.ids is not None:
+            cells.append(f"{found.ids[i]}")
+        if found.pieces is not None:
+            cells.append(escape(visible(found.pieces[i])))
+        largest = zip(found.dimensions[i].tolist(), found.values[i].tolist(), strict=True)
+        shown = "  ".join(f"[dim]{d}[/] {v:+.3g}" for d, v in largest)
+        grid.add_row(*cells, f"{norm:.4g}", f"[{colour}]{bar}[/]", shown)
+    out.print(grid)
+    for line in _notes(store, found, count):
+        out.print(f"[dim]{line}[/]", soft_wrap=True)
+
+
+def _bar(norm: float, median: float) -> tuple[str, str]:
+    """A bar and its colour."""
+    if not math.isfinite(norm):
+        return "not finite", "red"
+    if not median > 0:
+        return "", "dim"
+    ratio = norm / median
+    colour = "red" if ratio > _MASSIVE else "yellow" if ratio > _MEDIANS else "cyan"
+    if ratio > _MEDIANS:
+        return "█" * (_BAR - 1) + f"▶ {ratio:,.0f}x", colour
+    eighths = round(ratio / _MEDIANS * _BAR * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), colour
+
+
+def visible(piece: str) -> str:
+    """A token's text in one line: spaces at its ends and line breaks are drawn."""
+    shown = piece.replace("\n", "⏎").replace("\r", "⏎").replace("\t", "⇥")
+    bare = shown.strip(" ")
+    if len(bare) == len(shown):
+        return one_line(shown, 40)
+    first = len(shown) - len(shown.lstrip(" "))
+    return one_line("·" * first + bare + "·" * (len(shown) - len(bare) - first), 40)
+
+
+def _notes(store: Store, found: Examined, count: int) -> list[str]:
+    made = [f"median norm {found.median:.4g}; layers: {escape(listing(store.layers))}"]
+    if len(found) > count:
+        made.append(f"{count:,} of {len(found):,} tokens; --tokens prints more")
+    if found.special:
+        made.append(
+            "the first token is special" if found.special == 1 else f"the first {found.special} tokens are special"
+        )
+    if found.content < len(found):
+        made.append(f"tokens from {found.content} on are padding")
+    if found.pieces is None and (found.ids is not None or found.text is not None):
+        made.append("--tokenizer DIR prints the text of each token, if it gives one for each row")
+    return made
+
+
+def row(cache: TokenCache, example: int, tokenizer: str, count: int) -> dict[str, Any]:
+    """A row of a token cache: ids, texts if there is a tokenizer, and the other fields that have a value per token."""
+    found, decode = cache[example], tokenizer_of(cache, tokenizer)
+    ids = found[cache.token_field].reshape(-1)
+    made: dict[str, Any] = {"row": example, "tokens": len(ids), "ids": ids[:count].tolist()}
+    if decode is not None:
+        made["text"] = [decode.decode([i]) for i in made["ids"]]
+    for name, values in found.items():
+        if name != cache.token_field and np.size(values) == len(ids):
+            made[name] = values.reshape(-1)[:count].tolist()
+    return made
+
+
+def show_row(cache: TokenCache, found: dict[str, Any]) -> None:
+    """Prints a line per token."""
+    out = console()
+    out.print(f"row {found['row']} of {len(cache):,}, {found['tokens']:,} tokens")
+    per_token = [name for name, values in found.items() if isinstance(values, list)]
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("token", justify="right")
+    for name in per_token:
+        grid.add_column(escape(name), justify="left" if name == "text" else "right", overflow="fold")
+    for i in range(len(found["ids"])):
+        cells = [visible(found[name][i]) if name == "text" else f"{found[name][i]:g}" for name in per_token]
+        grid.add_row(str(i), *map(escape, cells))
+    out.print(grid)
+    if len(found["ids"]) < found["tokens"]:
+        out.print(f"[dim]{len(found['ids']):,} of {found['tokens']:,} tokens; --tokens prints more[/]")
+    if "text" not in per_token:
+        out.print("[dim]--tokenizer DIR prints the text of each token[/]")

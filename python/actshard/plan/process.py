@@ -1,0 +1,139 @@
+"""Memory of a task's process before its first row: the interpreter, imported modules, libraries, and the opened dataset.
+
+Measured in a process of its own, which imports what such a task imports, opens the dataset, or writes a small one, and tells its
+peak (``VmHWM`` of Linux, which counts the pages of libraries that it has mapped). Nothing that the planning process did before
+counts. What opening takes depends on the dataset's size by the tables that the core keeps, which are counted apart
+(``Rows.table_bytes``), and by its metadata: datasets with the same kinds of files and little metadata are measured once. Systems
+that do not tell get :data:`UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard import formats
+from actshard.inputs import Input
+from actshard.location import Location
+from actshard.opening import open_quietly
+from actshard.store import Store
+from actshard.verifying import of_path
+from actshard.writing import create
+
+UNKNOWN = 140 << 20
+"""Bytes, where a process cannot be measured: with pyarrow 78 MiB of its own, and 40 to 70 MiB of libraries (CPython 3.11)."""
+_PATIENCE = 120
+"""Seconds."""
+_LITTLE = 4 << 20
+"""Bytes of files besides those of rows. A dataset with more is measured itself: opening it may take memory for them."""
+
+_known: dict[tuple[str, ...], int] = {}
+
+
+def peak() -> int | None:
+    """Peak memory of this process in bytes; None if the system does not tell."""
+    try:  # ru_maxrss begins with that of the process that started this one
+        with Path("/proc/self/status").open(encoding="ascii") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), None)
+    except OSError:
+        return None
+
+
+@functools.cache
+def importing(*modules: str) -> int:
+    """Bytes of memory of a process that imported these modules."""
+    return _measured({"modules": modules}) or UNKNOWN
+
+
+@functools.cache
+def writing(format: str, *modules: str) -> int:
+    """Bytes of memory of a process that imported modules and wrote a dataset of one example, with a text."""
+    return _measured({"modules": modules, "write": format}) or UNKNOWN
+
+
+def opening(store: Store, place: Sequence[Any], inputs: Sequence[Input], *modules: str, check: bool = False) -> int:
+    """Bytes of memory of a process that imported modules and opened a dataset.
+
+    Args:
+        store: the dataset.
+        place: path, format and layout, as for :func:`actshard.open`.
+        inputs: the dataset's files.
+        modules: what a task imports.
+        check: whether it also checks the files, without their values.
+    """
+    kinds = {kind for each in inputs if any(map(str.isalpha, kind := Path(each.path).suffix))}
+    room = f"actshard.formats.{store.format}.read"
+    known = [*modules, room] if find_spec(f"actshard.formats.{store.format}") and find_spec(room) else [*modules]
+    tables = store.rows.table_bytes() if store.layers else 0
+    if store.contents.units is not None or not isinstance(place[0], str) or "://" in place[0]:
+        # Opening decodes a unit, which is counted apart; or asks a server, which is not done twice.
+        return importing(*known, *readers(inputs)) + tables
+    rows = {str(Location.at(file)) for file in store.contents.files()}
+    besides = sum(each.size or 0 for each in inputs if each.path not in rows)
+    itself = [] if besides <= _LITTLE else [place[0]]
+    ways = [*(["decodes"] if store.layers and store.rows.decodes else []), *(["check"] if check else [])]
+    key = (store.format, *sorted(kinds), *known, *ways, *itself)
+    if key not in _known:
+        found = _measured({"modules": known, "open": list(place), "check": check})
+        _known[key] = UNKNOWN if found is None else max(found - tables, 0)
+    return _known[key] + tables
+
+
+def readers(inputs: Iterable[Input]) -> list[str]:
+    """Modules that read a dataset's columns, by the names of its files."""
+    return ["pyarrow.parquet"] if any(each.path.endswith(".parquet") for each in inputs) else []
+
+
+def _measured(asked: dict[str, Any]) -> int | None:
+    """What a process of its own tells; None if it cannot."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "actshard.plan.process"],
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            check=False,
+            timeout=_PATIENCE,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+        found = json.loads(done.stdout.rpartition(b"\n")[2])
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return found if type(found) is int else None
+
+
+def main() -> None:
+    """Does what stdin tells, and writes this process's peak as the last line of stdout."""
+    asked = json.load(sys.stdin)
+    for name in asked["modules"]:
+        __import__(name)
+    if "write" in asked:
+        _write(asked["write"])
+    if "open" in asked:
+        path, format, layout = asked["open"]
+        if asked["check"]:
+            of_path(path, format, deep=False, layout=layout)
+        store = open_quietly(path, format, "pread", cache=False, layout=layout)
+        if store.layers:
+            store.tokens_in(store.layers[0])
+    sys.stdout.write(f"\n{json.dumps(peak())}")
+
+
+def _write(format: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        columns = {"text": ["one"]} if formats.get(format).target().holds_columns else None
+        with create(Path(folder) / "d", format, layers=[0], d_model=8, dtype="float32") as writer:
+            writer.append(np.ones((1, 1, 2, 8), np.float32), columns=columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Plots of datasets and token caches: each function returns matplotlib axes, or with ``table=True`` the data as an Arrow table.
+
+>>> ax = actshard.plot.norms(store)
+>>> ax.figure.savefig("norms.png")
+>>> actshard.plot.norms(store, table=True)
+
+``ax=`` draws into axes of yours. Needs ``pip install 'actshard[report]'``, except for tables.
+"""
+
+from __future__ import annotations
+
+from actshard.plot.activations import dimensions, gamma, ranges, shuffle
+from actshard.plot.caches import frequency, lengths, packing
+from actshard.plot.norms import histogram, norms, positions
+from actshard.plot.sampled import separability, similarity, spectrum
+from actshard.plot.style import save, style
+
+__all__ = [
+    "dimensions",
+    "frequency",
+    "gamma",
+    "histogram",
+    "lengths",
+    "norms",
+    "packing",
+    "positions",
+    "ranges",
+    "save",
+    "separability",
+    "shuffle",
+    "similarity",
+    "spectrum",
+    "style",
+]

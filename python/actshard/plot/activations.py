@@ -1,0 +1,354 @@
+"""Plots of activation datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import saved
+from actshard.layers import Layer, several
+from actshard.plot.style import axes, below, label, labels, log, style
+from actshard.quality import distances
+from actshard.stats import Stats
+from actshard.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Measured = Mapping[Layer, Stats]
+_TICKS = 24
+"""Most layers that are named on an axis."""
+_LINEAR = 30
+"""Values that differ by a larger factor have a logarithmic axis."""
+_MARKS = 4
+"""Most powers of ten that are marked above 0, and below."""
+_POINTS = 1500
+"""Most points of a line: of more dimensions the extremes of neighbours are drawn."""
+_DECADES = 1e6
+"""Smaller values than the largest divided by this are below the plot."""
+_OUTLIERS = 3
+"""Dimensions that are named in a plot."""
+_APART = 0.06
+"""Part of the axis between two of them, of which the larger one is named."""
+
+
+def measured(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    tokens: Any = "content",
+    kept: Measured | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> dict[Layer, Stats]:
+    """The statistics of layers: those that ``store.stats(save=True)`` kept, if they are still true; otherwise they are computed.
+
+    Args:
+        store: a store.
+        layers: names; None: all.
+        tokens: as for :meth:`actshard.Store.stats`.
+        kept: the kept statistics, if they were read before.
+        progress: called with ("rows", rows done, total rows) of all layers that are read.
+    """
+    names = [store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers))]
+    made: dict[Layer, Stats] = {}
+    found = kept_of(store, names, tokens) if kept is None else kept
+    left = [name for name in names if name not in found]
+    for number, name in enumerate(left):
+
+        def tell(done: int, total: int, before: int = number) -> None:
+            if progress is not None:
+                progress("rows", before * total + done, len(left) * total)
+
+        made[name] = store.stats(name, tokens=tokens, progress=tell)
+    return {name: found[name] if name in found else made[name] for name in names}
+
+
+def kept_of(store: Store, names: Sequence[Layer], tokens: Any) -> dict[Layer, Stats]:
+    """The statistics of layers that ``store.stats(save=True)`` kept and that are still true."""
+    if not isinstance(tokens, str):
+        return {}
+    found = {name: saved.kept(store, name, tokens) for name in names}
+    return {name: stats for name, stats in found.items() if stats is not None}
+
+
+def known(store: Store, layers: Any, stats: Measured | None, tokens: Any) -> Measured:
+    """The given statistics, or if there are none those of some layers."""
+    return measured(store, layers, tokens=tokens) if stats is None else stats
+
+
+def table_of(**columns: Any) -> pa.Table:
+    """An Arrow table; layers are texts if some are."""
+    import pyarrow as pa
+
+    if "layer" in columns and len({type(x) for x in columns["layer"]}) > 1:
+        columns["layer"] = [str(x) for x in columns["layer"]]
+    return pa.table(columns)
+
+
+def name_layers(ax: Any, names: Sequence[Layer], *, horizontal: bool = True) -> None:
+    """Names the layers at positions 0, 1, ... of an axis, some of them if they are many."""
+    step = -(-len(names) // _TICKS)
+    ticks = list(range(0, len(names), step))
+    texts, what = labels(names)
+    texts = [texts[i] for i in ticks]
+    turned = any(len(text) > 4 for text in texts) and len(texts) > 3
+    if horizontal:
+        ax.set_xticks(ticks, texts, rotation=40 if turned else 0, ha="right" if turned else "center")
+        margin = 0.04 * len(names) + 0.1
+        ax.set_xlim(-margin, len(names) - 1 + margin)  # all layers, whether or not they have values
+        ax.set_xlabel(what)
+    else:
+        ax.set_yticks(ticks, texts)
+        ax.set_ylabel(what)
+
+
+def scaled(ax: Any, values: NDArray[np.float64]) -> None:
+    """Gives the y axis a logarithmic scale if the values differ by a large factor; otherwise it begins at 0."""
+    finite = values[np.isfinite(values)]
+    finite = finite[finite > 0]
+    if finite.size and finite.max() / finite.min() > _LINEAR:
+        log(ax, "y")
+    else:
+        ax.set_ylim(bottom=0)
+
+
+def gamma(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    stats: Measured | None = None,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Gamma of each layer: ``|mean| / |std|``. Above 1 the mean row is longer than the spread of rows around it.
+
+    Args:
+        store: a store.
+        layers: names; None: all.
+        stats: statistics of the layers, if they are known: they are not computed again.
+        tokens: as for :meth:`actshard.Store.stats`.
+        ax: axes to draw into.
+        table: return a table with columns ``layer`` and ``gamma``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    made = known(store, layers, stats, tokens)
+    values = np.array([x.gamma for x in made.values()])
+    if table:
+        return table_of(layer=list(made), gamma=values)
+    with style_unless(ax):
+        ax = axes(ax)
+        ax.plot(np.arange(len(values)), values, marker="o", markersize=3.5, color="C0")
+        ax.axhline(1, color="C1", linewidth=1, linestyle="--")
+        name_layers(ax, list(made))
+        ax.set_ylabel("gamma = |mean| / |std|")
+        ax.set_title("Gamma by layer")
+        ax.set_ylim(bottom=0)
+        if np.nanmax(values, initial=0) > _LINEAR:
+            log(ax, "y", "symlog", linthresh=1)
+        return ax
+
+
+def ranges(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    stats: Measured | None = None,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Smallest, largest and typical values of each layer: the extremes of all columns, and the mean deviation of a column.
+
+    Args:
+        store: a store.
+        layers: as for :func:`gamma`.
+        stats: as for :func:`gamma`.
+        tokens: as for :func:`gamma`.
+        ax: axes to draw into.
+        table: return a table with columns ``layer``, ``min``, ``max`` and ``std``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    made = known(store, layers, stats, tokens)
+    with np.errstate(all="ignore"):
+        low = np.array([x.min.min(initial=np.inf) for x in made.values()])
+        high = np.array([x.max.max(initial=-np.inf) for x in made.values()])
+        std = np.array([_root_mean(x.variance) for x in made.values()])
+    if table:
+        return table_of(layer=list(made), min=low, max=high, std=std)
+    with style_unless(ax):
+        ax = axes(ax)
+        at = np.arange(len(made))
+        fine = np.isfinite(low) & np.isfinite(high)
+        ax.vlines(at[fine], low[fine], high[fine], color="C0", linewidth=2, label="smallest to largest value")
+        ax.vlines(at[fine], -std[fine], std[fine], color="C1", linewidth=5, label="± std of a column")
+        name_layers(ax, list(made))
+        ax.set_ylabel("value")
+        _decades(ax, float(np.nanmax(std, initial=0)), float(np.abs([low[fine], high[fine]]).max(initial=0)))
+        ax.set_title("Range of values by layer")
+        below(ax, ncols=2)
+        return ax
+
+
+def _decades(ax: Any, linear: float, most: float) -> None:
+    """Gives the y axis a scale that is linear up to a size and logarithmic from there, with marks at powers of ten."""
+    low = np.floor(np.log10(max(linear, 1e-12)))
+    log(ax, "y", "symlog", linthresh=10**low)
+    high = max(np.floor(np.log10(max(most, 1e-12))), low)
+    step = -(-(high - low + 1) // _MARKS)
+    marks = 10 ** np.arange(low, high + 1, step)
+    ax.set_yticks([*-marks[::-1], 0, *marks])
+
+
+def _root_mean(variance: NDArray[np.float64]) -> float:
+    finite = variance[np.isfinite(variance)]
+    return float(np.sqrt(finite.mean())) if finite.size else float("nan")
+
+
+def dimensions(
+    store: Store,
+    layer: Layer | None = None,
+    *,
+    stats: Stats | None = None,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Mean, deviation and largest absolute value of each dimension of a layer; the largest dimensions are named.
+
+    Args:
+        store: a store.
+        layer: a name; None: the last.
+        stats: the layer's statistics, if they are known.
+        tokens: as for :meth:`actshard.Store.stats`.
+        ax: axes to draw into.
+        table: return a table with columns ``dimension``, ``mean``, ``std``, ``min``, ``max``, ``nan`` and ``infinite``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    name = store.layers[-1] if layer is None else store.layers[store.group_of(layer)]
+    found = measured(store, name, tokens=tokens)[name] if stats is None else stats
+    if table:
+        return table_of(
+            dimension=np.arange(len(found.mean)),
+            mean=found.mean,
+            std=np.sqrt(found.variance),
+            min=found.min,
+            max=found.max,
+            nan=found.nan,
+            infinite=found.inf,
+        )
+    with style_unless(ax):
+        ax = axes(ax)
+        with np.errstate(all="ignore"):
+            largest = np.maximum(np.abs(found.min), np.abs(found.max))
+            lines = {"largest |value|": largest, "std": np.sqrt(found.variance), "|mean|": np.abs(found.mean)}
+        for i, (what, values) in enumerate(lines.items()):
+            at, shown = thinned(np.where(np.isfinite(values) & (values > 0), values, np.nan))
+            ax.plot(at, shown, color=f"C{i}", linewidth=0.8, label=what)
+        finite = np.where(np.isfinite(largest), largest, -1)
+        named: list[int] = []
+        for d in np.argsort(-finite, kind="stable")[:_OUTLIERS]:
+            if finite[d] > 0 and all(abs(d - other) > _APART * len(finite) for other in named):
+                named.append(int(d))
+                ax.annotate(str(d), (d, finite[d]), xytext=(2, 2), textcoords="offset points", fontsize=7)
+        log(ax, "y")
+        top = float(finite.max(initial=0))
+        if top > 0:
+            least = min(float(x[x > 0].min(initial=top)) for x in lines.values())
+            ax.set_ylim(max(top / _DECADES, least / 2), top * 2)
+        ax.set_xlabel("dimension")
+        ax.set_ylabel("absolute value")
+        ax.set_title(f"Dimensions of layer {label(name)}")
+        below(ax, ncols=3)
+        return ax
+
+
+def thinned(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Positions and values of a line: of many points the largest of each group of neighbours."""
+    step = -(-len(values) // _POINTS)
+    if step <= 1:
+        return np.arange(len(values)), values
+    padded = np.append(values, np.full(-len(values) % step, np.nan)).reshape(-1, step)
+    place = np.argmax(np.where(np.isnan(padded), -np.inf, padded), axis=1)
+    at = place + step * np.arange(len(padded))
+    return at, padded[np.arange(len(padded)), place]
+
+
+def shuffle(
+    store: Store,
+    layer: Layer | None = None,
+    *,
+    batch_size: int = 16_384,
+    batches: int = 32,
+    order: Any = "window",
+    memory: int | str = "1GiB",
+    seed: int = 0,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """How far apart a stream puts rows that are adjacent in storage, beside a uniformly random order of the same rows.
+
+    Reads the batches.
+
+    Args:
+        store: a store.
+        layer: a name; None: the first.
+        batch_size: rows per batch.
+        batches: most batches to read.
+        order: ``shuffle`` of :meth:`actshard.Store.stream`.
+        memory: as for :meth:`actshard.Store.stream`.
+        seed: as for :meth:`actshard.Store.stream`.
+        tokens: as for :meth:`actshard.Store.stream`.
+        ax: axes to draw into.
+        table: return a table with columns ``distance`` and ``random``: distances in rows, in storage order, in the stream and in a
+            uniformly random order.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    name = store.layers[0] if layer is None else layer
+    stream = store.stream(name, batch_size, shuffle=order, memory=memory, seed=seed, tokens=tokens)
+    read: list[tuple[Any, Any]] = []
+    for batch in stream:
+        read.append((batch.examples, batch.tokens))
+        if len(read) >= batches:
+            break
+    stream.close()
+    found = distances(read)
+    n = sum(len(examples) for examples, _ in read)
+    rng = np.random.default_rng(seed)
+    random = np.abs(rng.integers(0, max(n, 1), len(found)) - rng.integers(0, max(n, 1), len(found)))
+    if table:
+        return table_of(distance=found, random=random)
+    with style_unless(ax):
+        ax = axes(ax)
+        edges = np.geomspace(1, max(n, 2), 41)
+        ax.hist(np.maximum(found, 1), edges, color="C0", alpha=0.85, label=f"stream, shuffle={order!r}")
+        ax.hist(np.maximum(random, 1), edges, color="C1", histtype="step", label="uniformly random order")
+        log(ax, "x")
+        ax.set_xlabel("distance in the stream, in rows")
+        ax.set_ylabel("pairs of stored neighbours")
+        ax.set_title("Distance of rows adjacent in storage")
+        ax.legend(loc="upper left")
+        return ax
+
+
+def style_unless(ax: Any) -> Any:
+    """Our style for a figure of our own, if no style of ours is active; the caller's for theirs."""
+    import contextlib
+
+    from actshard.plot.style import library
+
+    if ax is not None or library().rcParams["svg.hashsalt"] == "actshard":
+        return contextlib.nullcontext()
+    return style()

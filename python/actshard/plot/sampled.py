@@ -1,0 +1,234 @@
+"""Plots of what a sample of rows tells: spectra, similarity of layers, and separability of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actshard.errors import NotStoredError
+from actshard.layers import Layer, several
+from actshard.plot.activations import name_layers, style_unless, table_of
+from actshard.plot.norms import spread
+from actshard.plot.style import axes, below, label, labels, library, log
+from actshard.sampled.separability import Separability
+from actshard.sampled.similarity import Similarity
+from actshard.sampled.spectrum import Spectrum
+from actshard.store import Store
+
+_LINES = 6
+"""Most layers in a plot with a line for each: as many as there are colours."""
+_WRITTEN = 12
+"""Most layers for which a heat map has numbers."""
+_COLOURS = 40
+"""Colours of a heat map."""
+_DARK = 0.55
+"""Below this, numbers of a heat map are white."""
+_LABELS = ("label", "labels", "class", "target")
+"""Names of columns that are taken for a label, if none is named."""
+
+
+def spectrum(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    spectra: Mapping[Layer, Spectrum] | None = None,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Variance that the first principal directions explain together, with the effective rank of each layer.
+
+    Args:
+        store: a store.
+        layers: names; None: the first, the middle and the last. At most 6 are drawn.
+        spectra: spectra of the layers, if they are known: they are not computed again.
+        tokens: as for :meth:`actshard.Store.spectrum`.
+        ax: axes to draw into.
+        table: return a table with columns ``layer``, ``direction`` (from 1), ``eigenvalue``, ``explained`` and ``cumulative``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    if spectra is None:
+        names = spread(store.layers) if layers is None else several(layers)
+        spectra = {store.layers[store.group_of(name)]: store.spectrum(name, tokens=tokens) for name in names}
+    if table:
+        each = list(spectra.values())
+        empty = [np.zeros(0)]
+        return table_of(
+            layer=[name for name, x in spectra.items() for _ in x.eigenvalues],
+            direction=np.concatenate([np.arange(1, len(x.eigenvalues) + 1) for x in each] + [np.zeros(0, np.int64)]),
+            eigenvalue=np.concatenate([x.eigenvalues for x in each] + empty),
+            explained=np.concatenate([x.explained for x in each] + empty),
+            cumulative=np.concatenate([np.cumsum(x.explained) for x in each] + empty),
+        )
+    with style_unless(ax):
+        ax = axes(ax)
+        most = 2
+        shown, _ = labels(list(spectra), 16)
+        for i, x in enumerate(list(spectra.values())[:_LINES]):
+            reached = np.cumsum(x.explained) * 100
+            rank = f"effective rank {x.effective_rank:.3g}" if np.isfinite(x.effective_rank) else "no variance"
+            ax.plot(np.arange(1, len(reached) + 1), reached, color=f"C{i}", label=f"layer {shown[i]}: {rank}")
+            most = max(most, len(reached))
+        log(ax, "x")
+        ax.set_xlim(1, most)
+        ax.set_ylim(0, 102)
+        ax.set_xlabel("principal directions")
+        ax.set_ylabel("variance explained (%)")
+        ax.set_title("Spectrum")
+        if spectra:
+            below(ax, ncols=1)
+        return ax
+
+
+def similarity(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    found: Similarity | None = None,
+    tokens: Any = "content",
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Debiased linear CKA between layers, as a heat map. Layers without variance are blank.
+
+    Args:
+        store: a store.
+        layers: names; None: all.
+        found: the similarity, if it is known, also of the layers of two stores: it is not computed again.
+        tokens: as for :meth:`actshard.Store.similarity`.
+        ax: axes to draw into.
+        table: return a table with columns ``layer``, ``other_layer``, ``cka``, and ``cosine`` and ``mean_cosine`` unless the layers
+            have different ``d_model``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+    """
+    seen = store.similarity(layers, tokens=tokens) if found is None else found
+    if table:
+        return _similar(seen)
+    with style_unless(ax):
+        ax = axes(ax)
+        values = seen.cka
+        finite = values[np.isfinite(values)]
+        # Cells of few colours and not an image, so that a page needs none: matplotlib makes images of longer colour bars.
+        image = ax.pcolormesh(
+            np.arange(values.shape[1] + 1) - 0.5,
+            np.arange(values.shape[0] + 1) - 0.5,
+            np.ma.masked_invalid(values),
+            vmin=min(0.0, float(finite.min(initial=0))),
+            vmax=1,
+            cmap=library().colormaps["viridis"].resampled(_COLOURS),
+            edgecolors="face",
+            linewidth=0.4,  # without edges, lines of the background are seen between cells
+        )
+        name_layers(ax, list(seen.other_layers))
+        name_layers(ax, list(seen.layers), horizontal=False)
+        # Whole cells at the edges.
+        ax.set_xlim(-0.5, len(seen.other_layers) - 0.5)
+        ax.set_ylim(len(seen.layers) - 0.5, -0.5)
+        ax.grid(visible=False)
+        if max(values.shape, default=0) <= _WRITTEN:
+            for i, j in np.argwhere(np.isfinite(values)).tolist():
+                colour = "#ffffff" if values[i, j] < _DARK else "#000000"
+                ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=6, color=colour)
+        ax.figure.colorbar(image, ax=ax, label="CKA")
+        ax.set_title("Similarity of layers: debiased linear CKA")
+        return ax
+
+
+def _similar(seen: Similarity) -> Any:
+    n, m = seen.cka.shape
+    names = [(one, other) for one in seen.layers for other in seen.other_layers]
+    mixed = len({type(x) for pair in names for x in pair}) > 1
+    columns: dict[str, Any] = {
+        "layer": [str(one) if mixed else one for one, _ in names],
+        "other_layer": [str(other) if mixed else other for _, other in names],
+        "cka": seen.cka.reshape(n * m),
+    }
+    said = seen.as_dict()
+    for name in ("cosine", "mean_cosine"):
+        if said[name] is not None:
+            columns[name] = getattr(seen, name).reshape(n * m)
+    return table_of(**columns)
+
+
+def separability(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None = None,
+    *,
+    of: Any = None,
+    found: Separability | None = None,
+    ax: Any = None,
+    table: bool = False,
+) -> Any:
+    """Balanced accuracy of a linear probe on held-out examples, by layer, with its standard error and the accuracy of chance.
+
+    Args:
+        store: a store.
+        layers: names; None: all.
+        of: the label, as for :meth:`actshard.Store.separability`; None: the column ``label``, ``labels``, ``class`` or ``target``.
+        found: the separability, if it is known: it is not computed again.
+        ax: axes to draw into.
+        table: return a table with columns ``layer``, ``accuracy``, ``error``, ``chance`` and ``not_finite``.
+
+    Returns:
+        Matplotlib axes, or a ``pyarrow.Table``.
+
+    Raises:
+        NotStoredError: no label is named, and the dataset has no such column.
+    """
+    if found is None:
+        found = store.separability(named_label(store) if of is None else of, layers)
+    if table:
+        return table_of(
+            layer=list(found.layers),
+            accuracy=found.accuracy,
+            error=found.error,
+            chance=np.full(len(found.layers), found.chance),
+            not_finite=found.not_finite,
+        )
+    with style_unless(ax):
+        ax = axes(ax)
+        at = np.arange(len(found.layers))
+        ax.errorbar(
+            at, found.accuracy, found.error, marker="o", markersize=3.5, capsize=2, color="C0", label="held out"
+        )
+        ax.axhline(found.chance, color="C1", linewidth=1, linestyle="--", label=f"chance, {len(found.classes)} classes")
+        name_layers(ax, list(found.layers))
+        ax.set_ylim(0, 1.05)
+        ax.set_ylabel("balanced accuracy")
+        ax.set_title(f"Linear probe of {label(found.label, 24)}" if found.label else "Linear probe")
+        below(ax, ncols=2)
+        return ax
+
+
+def compared(names: Sequence[Layer], most: int = 32) -> list[Layer]:
+    """All layers, or of more than ``most`` evenly spaced ones."""
+    n = min(len(names), most)
+    return [names[i * (len(names) - 1) // max(n - 1, 1)] for i in range(n)]
+
+
+def label_of(store: Store) -> str | None:
+    """The column that is taken for a label; None if the dataset has none of the usual names."""
+    names = store.contents.column_names
+    return next((name for name in _LABELS if name in names), None)
+
+
+def named_label(store: Store) -> str:
+    """:func:`label_of`.
+
+    Raises:
+        NotStoredError: the dataset has none.
+    """
+    found = label_of(store)
+    if found is None:
+        listed = ", ".join(map(repr, store.contents.column_names)) or "none"
+        raise NotStoredError(
+            f"label: expected one of the columns {', '.join(_LABELS)}, or the name of another; found {listed:.300}",
+            path=store.path,
+        )
+    return found

@@ -1,0 +1,193 @@
+"""Colours, axes and files of plots.
+
+Plots in a page have its colours, light or dark: they are drawn with placeholder colours, which :func:`inline` replaces by
+variables of the page. Files have a white background. The same data give the same bytes: ids are salted, and no date is written.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ESCAPES, ArgumentError, MissingExtraError
+from actshard.layers import Layer, plain
+from actshard.work.files import write_bytes
+
+SERIES = ("#0b5fa5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490")
+"""Blue, orange, green, purple, brown, cyan: distinct for the colour-blind in this order."""
+_MARKS = ("#0a0a01", "#0a0a02", "#0a0a03", "#0a0a04", "#0a0a05", "#0a0a06")
+_TEXT, _LINE = "#0a0a11", "#0a0a12"
+_PAGE = {_TEXT: "var(--text)", _LINE: "var(--line)"} | {mark: f"var(--c{i})" for i, mark in enumerate(_MARKS, 1)}
+"""Placeholders and what replaces them."""
+_SEPARATORS = re.compile(r"([./_:-])")
+"""What separates the parts of a layer's name."""
+_WIDTH = 64
+"""Characters in a line of a legend, with 5 for each line's mark."""
+FORMATS = (".svg", ".png")
+
+
+def library() -> Any:
+    """Matplotlib.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError.of("a plot", "report") from error
+    return matplotlib
+
+
+@contextmanager
+def style(*, page: bool = False) -> Iterator[None]:
+    """The settings of matplotlib under which plots are made and written. ``page``: for :func:`inline`."""
+    matplotlib = library()
+    text, line = (_TEXT, _LINE) if page else ("#1f2328", "#d0d7de")
+    with matplotlib.rc_context(
+        {
+            "axes.prop_cycle": matplotlib.cycler(color=list(_MARKS if page else SERIES)),
+            "axes.edgecolor": line,
+            "axes.labelcolor": text,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.titlesize": 9,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.unicode_minus": True,
+            "figure.dpi": 160,
+            "figure.facecolor": "none" if page else "white",
+            "axes.facecolor": "none",
+            "font.family": ["DejaVu Sans"],
+            "font.size": 8,
+            "grid.color": line,
+            "grid.linewidth": 0.5,
+            "legend.frameon": False,
+            "legend.fontsize": 7.5,
+            "lines.linewidth": 1.4,
+            "path.simplify": True,
+            "savefig.facecolor": "none" if page else "white",
+            "svg.fonttype": "none",
+            "svg.hashsalt": "actshard",
+            "text.color": text,
+            "text.parse_math": False,  # names of layers may have dollar signs
+            "text.usetex": False,
+            "xtick.color": text,
+            "ytick.color": text,
+        }
+    ):
+        yield
+
+
+def axes(ax: Any) -> Any:
+    """The given axes, or new ones, on a figure of their own."""
+    if ax is not None:
+        return ax
+    library()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(4.2, 2.6), layout="constrained").subplots()
+
+
+def label(layer: Layer, most: int = 28) -> str:
+    """A layer's name on an axis: control characters are escaped, and long names cut at their beginning, which is often the same."""
+    text = plain(layer).translate(ESCAPES)
+    return text if len(text) <= most else "…" + text[1 - most :]
+
+
+def labels(names: Sequence[Layer], most: int = 28) -> tuple[list[str], str]:
+    """Names of layers for an axis or a legend without the parts that all share, and "layer" with these parts."""
+    if len(names) < 2 or not all(isinstance(name, str) for name in names):
+        return [label(name, most) for name in names], "layer"
+    parts = [_SEPARATORS.split(plain(name)) for name in names]  # parts and separators in turn
+    least = min(map(len, parts))
+    begin = _shared(parts, least - 1)
+    end = _shared([x[::-1] for x in parts], least - 1 - begin)
+    what = "".join([*parts[0][:begin], "*", *parts[0][len(parts[0]) - end :]])
+    shown = [label("".join(x[begin : len(x) - end]), most) for x in parts]
+    return shown, f"layer {label(what, 60)}" if begin or end else "layer"
+
+
+def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
+    """How many parts with their separators all begin with; at most ``most``."""
+    n = 0
+    while n + 2 <= most and len({tuple(x[n : n + 2]) for x in parts}) == 1:
+        n += 2
+    return n
+
+
+def below(ax: Any, ncols: int) -> None:
+    """Puts the legend below the axes, in few columns if its texts are long; into the axes if names below them are turned."""
+    if any(text.get_rotation() for text in ax.get_xticklabels()):
+        ax.legend(loc="best")
+        return
+    shown = [len(text) for text in ax.get_legend_handles_labels()[1]]
+    while ncols > 1 and any(sum(shown[i : i + ncols]) + 5 * ncols > _WIDTH for i in range(0, len(shown), ncols)):
+        ncols -= 1
+    ax.legend(ncols=ncols, loc="upper center", bbox_to_anchor=(0.5, -0.24), borderaxespad=0, columnspacing=1)
+
+
+def number(value: float, _: object = None) -> str:
+    """A number on an axis: 0.01, 300, 20k, 5M, 1e-12."""
+    size = abs(value)
+    for unit, text in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if unit <= size < 1e12:
+            return f"{value / (1e3 if text == 'k' else unit):g}{text}"
+    return f"{value:g}"
+
+
+def log(ax: Any, which: str, scale: str = "log", **options: Any) -> None:
+    """Gives the x or y axis a logarithmic scale with plain numbers: matplotlib writes formulas, which are switched off."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    (ax.set_xscale if which == "x" else ax.set_yscale)(scale, **options)
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_formatter(FuncFormatter(number))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def save(ax: Any, file: Path) -> None:
+    """Writes the figure of axes as SVG or PNG. The same figure gives the same bytes with the same matplotlib.
+
+    Raises:
+        ArgumentError: the file's name ends with neither ``.svg`` nor ``.png``.
+    """
+    kind = file.suffix.lower()
+    if kind not in FORMATS:
+        raise ArgumentError(f"out: expected a name that ends with .svg or .png, found {file.name!r:.80}")
+    made = io.BytesIO()
+    # Without the version and the date.
+    none = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
+    ax.figure.savefig(made, format=kind[1:], metadata=none)
+    write_bytes(file, made.getvalue())
+
+
+_IDS = re.compile(r'\b(id="|href="#|url\(#)')
+
+
+def inline(ax: Any, name: str, title: str) -> str:
+    """The figure of axes as an ``<svg>`` element of a page, made under ``style(page=True)``.
+
+    Args:
+        ax: the axes.
+        name: a prefix of ids; each figure of a page has its own.
+        title: what screen readers say, as escaped HTML.
+    """
+    made = io.StringIO()
+    ax.figure.savefig(made, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = made.getvalue()
+    text = text[text.index("<svg") :]  # after the XML declaration and the document type, which names a URL
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head, rest = text.split(">", 1)
+    box = re.search(r'viewBox="([\d. ]+)"', head)
+    assert box is not None, head
+    rest = _IDS.sub(lambda found: f"{found[1]}{name}-", rest.replace("xlink:href=", "href="))
+    for mark, colour in _PAGE.items():
+        rest = rest.replace(mark, colour)
+    return f'<svg viewBox="{box[1]}" role="img" aria-label="{title}">{rest.strip()}'

@@ -1,0 +1,153 @@
+"""``actshard.report``: one HTML file about a dataset or token cache, for people.
+
+The file needs no network and no script. All text of datasets is escaped: by Jinja in the page, by matplotlib in plots. Lists
+and texts are cut, so that a page stays below 1.5 MB whatever the dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from actshard import _arguments
+from actshard._native import build_info
+from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError, UnknownFormatError
+from actshard.finding import existing_anywhere
+from actshard.formats.format import Tell
+from actshard.formats.target import environment_time
+from actshard.layers import Layer
+from actshard.opening import open_quietly, token_cache_at
+from actshard.plot.style import library
+from actshard.reporting import activations, caches
+from actshard.reporting.page import OF_DATA, Page, steps
+from actshard.stats.advice import cut
+from actshard.store import Store
+from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.verifying import verify
+from actshard.work.files import write_bytes
+
+
+def report(
+    path: str | os.PathLike[str] | Store,
+    out: str | os.PathLike[str] = "report.html",
+    *,
+    layers: Layer | Sequence[Layer] | None = None,
+    tokens: Any = "content",
+    examples: int = 6,
+    tokenizer: Any = None,
+    deep: bool = False,
+    format: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    progress: Tell | None = None,
+) -> Path:
+    """Writes a report: what the dataset is, findings with advice, plots, layers, texts coloured by norm, verify's findings.
+
+    One HTML file below 1.5 MB that needs no network. Reads all rows of the layers once, or the statistics that
+    ``store.stats(save=True)`` kept, if they are still true. The same dataset gives the same file
+    but for the time that it took; with the environment variable ``SOURCE_DATE_EPOCH`` that is left out. A damaged dataset has a
+    report of what can be read, and of the damage.
+
+    Args:
+        path: path or URL of a dataset or token cache, as for :func:`actshard.open`; or a store.
+        out: the file to write; an existing one is replaced.
+        layers: names of the layers to report on; None: all.
+        tokens: as for :meth:`actshard.Store.stats`.
+        examples: number of examples whose tokens are shown, evenly spaced.
+        tokenizer: decodes tokens, as for :func:`actshard.tokens.load_tokenizer`; None: a token cache's own, if it is here.
+        deep: let verify read all values, too.
+        format: as for :func:`actshard.open`.
+        storage_options: as for :func:`actshard.open`.
+        cache: as for :func:`actshard.open`.
+        layout: as for :func:`actshard.open`.
+        progress: called with (what, done, total) from time to time.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        MissingExtraError: ``pip install 'actshard[report]'``.
+        Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
+    """
+    library()
+    render = _template()
+    file = _arguments.local_path(out, "out")
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
+    count = _arguments.whole(examples, "examples", 0, 20)
+    tell = progress or (lambda what, done, total: None)
+    decode = load_tokenizer(tokenizer) if tokenizer is not None else None
+    began = time.monotonic()
+    given = {"format": format, "deep": deep, "layout": layout, "storage_options": storage_options, "cache": cache}
+    if isinstance(path, Store):
+        if any(x is not None for x in (format, storage_options, cache, layout)):
+            raise ArgumentError("format, storage_options, cache, layout: expected none of them with an open store")
+        page = _of_store(path, layers, tokens, count, decode, tell)
+        given = {"deep": deep}
+    else:
+        page = _of_path(path, given, layers, tokens, count, decode, tell)
+    checking = time.monotonic()
+    checked = verify(path, progress=tell, **given)  # type: ignore[arg-type]  # the options of verify, by name
+    page.verified(checked)
+    page.took.append(("check of the files", time.monotonic() - checking))
+    seconds = time.monotonic() - began
+    write_bytes(Path(file), render(page=page, steps=steps(), **_made_at(seconds)).encode("utf-8", "replace"))
+    return Path(file)
+
+
+def _of_path(
+    path: Any, given: Mapping[str, Any], layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Tell
+) -> Page:
+    at = existing_anywhere(path, given["storage_options"], given["cache"])
+    try:
+        held = None if given["layout"] is not None else token_cache_at(at, given["format"])
+        store = open_quietly(at, given["format"], "auto", layout=given["layout"]) if held is None else None
+    except UnknownFormatError:
+        raise
+    except OF_DATA as error:
+        page = Page(cut(at.place.name or at.place, 80), "damaged dataset", [("path", cut(at.place, 200))])
+        page.damaged("cannot be opened", error)
+        return page
+    if store is not None:
+        return _of_store(store, layers, tokens, count, decode, tell)
+    assert held is not None
+    if layers is not None:
+        raise ArgumentError("layers: a token cache has none", path=held.path)
+    try:
+        return caches.page_of(held, count, decode, tell)
+    except OF_DATA as error:
+        page = Page(cut(held.path.name or held.path, 80), "token cache", [("path", cut(held.path, 200))])
+        page.damaged("cannot be read", error)
+        return page
+
+
+def _of_store(store: Store, layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Tell) -> Page:
+    return activations.page_of(store, layers, tokens, count, decode, tell)
+
+
+def _template() -> Callable[..., str]:
+    """Renders the page."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtraError.of("a report", "report") from error
+    loader = jinja2.PackageLoader("actshard.reporting")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made: Callable[..., str] = environment.get_template("page.html").render
+    return made
+
+
+def _made_at(seconds: float) -> dict[str, Any]:
+    """The version, and how long it took, or the date that SOURCE_DATE_EPOCH gives."""
+    version = build_info()["version"]
+    fixed = environment_time()
+    if fixed is not None:
+        return {"version": version, "seconds": None, "date": datetime.fromtimestamp(fixed, UTC).strftime("%Y-%m-%d")}
+    return {"version": version, "seconds": seconds, "date": None}

@@ -1,0 +1,270 @@
+"""The report of an activation dataset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from actshard import plot
+from actshard._arguments import shown_bytes
+from actshard.errors import DtypeError, NotStoredError
+from actshard.examining import Examined, examine, massive_rows, text_of
+from actshard.layers import listing, plain, several
+from actshard.plot.activations import Measured, kept_of, measured
+from actshard.plot.norms import spread
+from actshard.repeating import Repeated, repeated_examples
+from actshard.reporting import sampled
+from actshard.reporting.page import (
+    MOST_MASSIVE,
+    MOST_ROWS,
+    MOST_TOKENS,
+    OF_DATA,
+    Grid,
+    Page,
+    ShownExample,
+    Word,
+    colour_of,
+    figure,
+    share,
+)
+from actshard.stats import MASSIVE, OUTLIER
+from actshard.stats.across import advice_of
+from actshard.stats.advice import Advice, cut, many
+from actshard.store import Store
+from actshard.tokens.tokenizer import Tokenizer
+
+
+def page_of(store: Store, layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Any) -> Page:
+    """The parts of a report that come from the store."""
+    page = Page(cut(store.path.name or store.path, 80), "activation dataset", list(_facts(store)))
+    if not store.layers:
+        page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
+        return page
+    names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
+    began = time.monotonic()
+    kept = kept_of(store, names, tokens)
+    try:
+        found = measured(store, names, tokens=tokens, kept=kept, progress=tell)
+    except DtypeError as error:  # such as float8 without scales
+        page.advice.append(Advice("note", "dataset", f"has no statistics: {cut(error.detail)}."))
+        return page
+    except OF_DATA as error:
+        page.damaged("cannot be read", error)
+        return page
+    page.took.append(("statistics", time.monotonic() - began))
+    page.advice += advice_of(found)
+    page.advice += [Advice("warning", "dataset", cut(text)) for text in store.warnings]
+    began = time.monotonic()
+    _draw(page, store, found)
+    page.took.append(("plots", time.monotonic() - began))
+    began = time.monotonic()
+    sampled.add(page, store, found, tokens, tell)
+    page.took.append(("samples", time.monotonic() - began))
+    page.grids.append(("Layers", _LAYERS, _table(found)))
+    page.grids += _massive(store, found, decode)
+    repeated = _repeated(page, store, found, tell)
+    page.samples, page.samples_of = _samples(store, found, count, decode, tell)
+    rows = sum(stats.rows for stats in found.values())
+    page.how = [
+        (
+            "statistics",
+            f"all {rows:,} rows of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
+        ),
+        ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518)"),
+        ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
+        ("massive dimensions", f"largest magnitude above {MASSIVE} times the median dimension's root mean square"),
+        ("outlier dimensions", f"root mean square above {OUTLIER} times the median dimension's"),
+        ("massive tokens", f"norm above {MASSIVE} times the layer's median norm"),
+        (
+            "repeated rows",
+            "equal bit by bit: exact up to 1,023 different rows, above that estimated from a hashed sample of 1,024",
+        ),
+    ]
+    page.how += page.how_sampled
+    if repeated is not None:
+        page.how.append(("repeated examples", repeated.how))
+    return page
+
+
+def _kept(kept: Measured, found: Measured) -> str:
+    if not kept:
+        return ""
+    which = "all" if len(kept) == len(found) else f"{len(kept):,} layers"
+    return f"; {which} read from files that actshard stats --save kept, and the dataset's files are unchanged since"
+
+
+def _facts(store: Store) -> Iterator[tuple[str, str]]:
+    about = store.info()
+    yield "format", about["format"]
+    if about["model"]:
+        yield "model", cut(about["model"], 80)
+    yield "examples", f"{about['examples']:,}"
+    if about["tokens"] is not None:
+        low, high = about["tokens_per_example"]
+        yield (
+            "tokens",
+            f"{about['tokens']:,} ({low:,} each)" if low == high else f"{about['tokens']:,} ({low:,} to {high:,} each)",
+        )
+    yield "layers", cut(f"{len(store.layers)}: {listing(store.layers)}", 80)
+    yield "d_model", f"{store.d_model:,}"
+    yield "dtype", about["dtype"]
+    if about["bytes"] is not None:
+        yield "size", shown_bytes(about["bytes"])
+    yield "path", cut(about["path"], 200)
+
+
+def _draw(page: Page, store: Store, found: Measured) -> None:
+    chosen = {layer: found[layer] for layer in spread(list(found))}
+    if len(found) > 1:
+        page.plot("norms", "Norms by layer", lambda: plot.norms(store, stats=found))
+    page.plot("histogram", "Histogram of norms", lambda: plot.histogram(store, stats=chosen))
+    if any(len(stats.norms_by_position.first) > 1 for stats in chosen.values()):
+        page.plot("positions", "Norm by position", lambda: plot.positions(store, stats=chosen))
+    if len(found) > 1:
+        page.plot("gamma", "Gamma by layer", lambda: plot.gamma(store, stats=found))
+    page.plot("ranges", "Range of values by layer", lambda: plot.ranges(store, stats=found))
+    for layer, stats in chosen.items():
+        page.plot(
+            "dimensions",
+            f"Dimensions of layer {cut(plain(layer), 60)}",
+            lambda layer=layer, stats=stats: plot.dimensions(store, layer, stats=stats),  # type: ignore[misc]  # mypy infers no lambda whose defaults keep the loop's values
+        )
+
+
+_LAYERS = (
+    "Norms are L2 norms of rows. Over all dimensions: std is the root of the mean variance, min and max the extremes, zeros the "
+    "share of values equal to 0; repeated is the share of rows that equal an earlier one."
+)
+
+
+def _table(found: Measured) -> Grid:
+    columns = ["layer", "rows", "mean norm", "median", "99.9 %", "gamma", "std", "min", "max", "zeros"]
+    columns += ["repeated", "massive", "constant", "NaN", "infinite"]
+    rows = []
+    for layer, stats in list(found.items())[:MOST_ROWS]:
+        variance = stats.variance[np.isfinite(stats.variance)]
+        values = max(stats.rows * len(stats.zeros), 1)
+        rows.append(
+            [
+                cut(plain(layer), 60),
+                f"{stats.rows:,}",
+                figure(stats.mean_norm),
+                figure(stats.norms.median),
+                figure(float(stats.norms.quantile(0.999))),
+                figure(stats.gamma),
+                figure(float(np.sqrt(variance.mean())) if variance.size else float("nan")),
+                figure(float(stats.min.min(initial=np.inf))),
+                figure(float(stats.max.max(initial=-np.inf))),
+                share(int(stats.zeros.sum()) / values),
+                share(stats.repeats.fraction),
+                f"{len(stats.massive_columns):,}",
+                f"{int(np.count_nonzero(stats.min == stats.max)):,}",
+                f"{int(stats.nan.sum()):,}",
+                f"{int(stats.inf.sum()):,}",
+            ]
+        )
+    return Grid(columns, rows, max(len(found) - MOST_ROWS, 0))
+
+
+def _massive(store: Store, found: Measured, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:
+    """Tables of massive dimensions and tokens."""
+    cells = [
+        [
+            cut(plain(layer), 60),
+            str(each.column),
+            figure(each.magnitude),
+            f"{each.magnitude / median:,.0f}",
+            f"{each.example:,}",
+            f"{each.token:,}",
+        ]
+        for layer, stats in found.items()
+        for median in [float(np.median(stats.rms)) if stats.rows else 0.0]
+        for each in stats.massive_columns
+    ]
+    if cells:
+        columns = ["layer", "dimension", "largest magnitude", "times the median", "example", "token"]
+        text = "Dimensions whose largest magnitude is over 100 times the median dimension's root mean square, and where it is."
+        yield "Massive dimensions", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0))
+    some = dict([(layer, stats) for layer, stats in found.items() if stats.massive_rows][:MOST_MASSIVE])
+    try:
+        rows = massive_rows(store, some, tokenizer=decode)
+    except OF_DATA:  # columns of texts; verify names the damage
+        return
+    if rows:
+        columns = ["layer", "example", "token", "norm", "times the median", "text of the token", "example begins"]
+        cells = [
+            [
+                cut(plain(x.layer), 60),
+                f"{x.example:,}",
+                f"{x.token:,}",
+                figure(x.norm),
+                f"{x.times:,.0f}",
+                cut(repr(x.text), 40) if x.text is not None else f"id {x.id}" if x.id is not None else "-",
+                cut(x.context, 40) if x.context is not None else "-",
+            ]
+            for x in rows
+        ]
+        text = (
+            "Rows whose norm is over 100 times the layer's median norm, such as attention sinks: up to 5 of each layer."
+        )
+        yield "Massive tokens", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0), (0, 5, 6))
+
+
+def _repeated(page: Page, store: Store, found: Measured, tell: Any) -> Repeated | None:
+    """Adds repeated examples."""
+    try:
+        repeated = repeated_examples(store, found, progress=lambda done, total: tell("repeated examples", done, total))
+        texts = [text_of(store, earlier) for _, earlier in repeated.pairs] if repeated is not None else []
+    except OF_DATA:  # verify names the damage
+        return None
+    if repeated is not None and repeated.repeated:
+        page.advice += repeated.advice()
+        rows = [
+            [f"{later:,}", f"{earlier:,}", "-" if text is None else cut(text, 40)]
+            for (later, earlier), text in zip(repeated.pairs, texts, strict=True)
+        ]
+        columns = ["example", "equals example", "text begins"]
+        page.grids.append(("Repeated examples", "", Grid(columns, rows, repeated.repeated - len(rows), (2,))))
+    return repeated
+
+
+def _samples(
+    store: Store, found: Measured, count: int, decode: Tokenizer | None, tell: Any
+) -> tuple[list[ShownExample], str]:
+    """Examples, evenly spaced, in the last of the layers, and what their norms are divided by."""
+    n = min(count, store.num_examples)
+    layer, stats = list(found.items())[-1]
+    seen: list[Examined] = []
+    for i in range(n):
+        tell("texts", i, n)
+        try:
+            seen.append(examine(store, i * store.num_examples // n, layer, tokenizer=decode, largest=1))
+        except (NotStoredError, *OF_DATA):  # examples may lack a layer; verify names the damage
+            continue
+    pooled = all(len(one) <= 1 for one in seen)
+    divisor = "the layer's mean norm" if pooled else "the example's median"
+    made = [_sample(one, stats.mean_norm if pooled else one.median) for one in seen]
+    return made, f"layer {cut(plain(layer), 60)}; norm of a token divided by {divisor}"
+
+
+def _sample(found: Examined, divisor: float) -> ShownExample:
+    words = []
+    for i in range(min(len(found), MOST_TOKENS)):
+        if found.pieces is not None:
+            text = cut(found.pieces[i], 40)
+        elif len(found) == 1 and found.text is not None:
+            text = cut(found.text)
+        else:
+            text = str(i if found.ids is None else found.ids[i])
+        norm = float(found.norms[i])
+        largest = f", dimension {found.dimensions[i, 0]}: {found.values[i, 0]:.3g}" if found.values.shape[1] else ""
+        title = f"token {i}: norm {norm:.4g}{largest}"
+        words.append(Word(text, colour_of(norm, divisor), title))
+    shown = cut(found.text or "") if found.pieces is None and len(found) != 1 else ""
+    what = "norm" if len(found) == 1 else "median norm"
+    median = f", {what} {found.median:.4g}" if np.isfinite(found.median) else ""
+    tokens = many(len(found), "token")
+    return ShownExample(f"example {found.example:,}: {tokens}{median}", shown, words, len(found) - len(words))

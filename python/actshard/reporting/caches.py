@@ -1,0 +1,220 @@
+"""The report of a token cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from actshard import plot
+from actshard.errors import ActshardError, MissingExtraError
+from actshard.location import Location
+from actshard.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word
+from actshard.stats.advice import Advice, cut, many
+from actshard.tokens.cache import TokenCache
+from actshard.tokens.looking import CacheLook, look
+from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+
+_COMMON = 20
+"""Commonest tokens in the table."""
+_SPECIAL = 50
+"""Most special tokens in the table."""
+_REPEATED = 0.01
+"""Share of repeated documents from which on they are a finding."""
+_FILL = 0.9
+_ENDS = 0.5
+"""Share of documents that end with one token, from which on the others are a finding."""
+
+
+def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -> Page:
+    """The parts of a report that come from the cache."""
+    decode = given or _own(cache)
+    found = look(cache, progress=lambda done, total: tell("tokens", done, total))
+    page = Page(cut(cache.path.name or cache.path, 80), "token cache", list(_facts(cache, found)))
+    page.advice = [*_advice(found, decode), *(Advice("warning", "cache", cut(text)) for text in cache.warnings)]
+    if found.tokens:
+        page.plot("lengths", "Lengths of documents", lambda: plot.lengths(found))
+        page.plot("frequency", "Token frequency", lambda: plot.frequency(found))
+        page.plot("packing", "Packing of whole documents", lambda: plot.packing(found))
+    page.grids = [(heading, text, grid.full()) for heading, text, grid in _grids(found, decode)]
+    page.samples, page.samples_of = _samples(cache, found, count, decode), "colours tell tokens apart"
+    some = (
+        f"{found.read_documents:,} of {found.documents:,} documents, in evenly spaced runs"
+        if found.is_sample
+        else "all documents"
+    )
+    page.how = [
+        ("lengths, packing", "all documents"),
+        ("token counts, repeated documents", f"{some}; {found.read_tokens:,} tokens"),
+        ("packing", "whole documents in order, at most 64 per example, as actshard.tokens.PackedTokenDataset does"),
+    ]
+    return page
+
+
+def _own(cache: TokenCache) -> Tokenizer | None:
+    """The tokenizer that the ledger names, if it is on this machine."""
+    told = cache.ledger.preprocessor.get("tokenizer")
+    if not isinstance(told, str):
+        return None
+    try:
+        return load_tokenizer(told) if Location.at(told).exists() else None
+    except (ActshardError, MissingExtraError):
+        return None
+
+
+def _facts(cache: TokenCache, found: CacheLook) -> Iterator[tuple[str, str]]:
+    yield "layout", cache.ledger.layout
+    yield "documents", f"{found.documents:,}"
+    yield "tokens", f"{found.tokens:,}"
+    if found.documents:
+        low, middle, high = int(found.lengths.min()), float(np.median(found.lengths)), int(found.lengths.max())
+        yield "tokens per document", f"{low:,} to {high:,}, median {middle:,.0f}"
+    yield "distinct ids", f"{found.distinct:,}"
+    yield "fields", cut(", ".join(f"{name} {cache.dtype(name)}" for name in cache.fields), 120)
+    told = cache.ledger.preprocessor.get("tokenizer")
+    if told is not None:
+        yield "tokenizer", cut(told, 120)
+    yield "path", cut(cache.path, 200)
+
+
+def _advice(found: CacheLook, decode: Tokenizer | None) -> Iterator[Advice]:
+    if not found.tokens:
+        yield Advice("warning", "cache", "contains no tokens.")
+        return
+    empty = int(np.count_nonzero(found.lengths == 0))
+    if empty:
+        yield Advice("note", "documents", f"{many(empty, 'empty document')}.")
+    share = found.repeated / max(found.read_documents, 1)
+    if share >= _REPEATED:
+        yield Advice(
+            "warning",
+            "documents",
+            f"{share:.1%} of the documents repeat an earlier one ({found.repeated:,}). A model memorizes repeated texts.",
+            "Remove duplicates from the sources.",
+        )
+    if found.outside:
+        yield Advice(
+            "error", "tokens", f"{many(found.outside, 'token id')} below 0 or from 2^24 on.", "Build the cache again."
+        )
+    if decode is not None and len(found.counts) > decode.vocab_size:
+        beyond = int(found.counts[decode.vocab_size :].sum())
+        yield Advice(
+            "error",
+            "tokens",
+            f"{many(beyond, 'token id')} from {decode.vocab_size:,} on, the size of the tokenizer's vocabulary.",
+            "Use the tokenizer that the cache was built with.",
+        )
+    yield from _packing(found)
+    full = found.read_documents - (empty if not found.is_sample else 0)
+    if found.last and _ENDS <= found.last[0][1] / max(full, 1) < 1:
+        token, times = found.last[0]
+        yield Advice(
+            "note",
+            "documents",
+            f"{full - times:,} of {full:,} documents do not end with {_name(token, decode)}, the commonest last token.",
+            "Documents without an end token run into the next one.",
+        )
+
+
+def _packing(found: CacheLook) -> Iterator[Advice]:
+    """The length with the best packing, if a common one is bad."""
+    known = [fill for fill in found.fills if fill.examples]
+    if not known:
+        return
+    worst, best = min(known, key=lambda x: x.fill), max(known, key=lambda x: x.fill)
+    if worst.fill < _FILL:
+        yield Advice(
+            "note",
+            "packing",
+            f"with {worst.length:,} tokens per example, {1 - worst.fill:.0%} of positions are padding; with {best.length:,}, "
+            f"{1 - best.fill:.0%}.",
+            "Windows of fixed length have no padding, but cut documents.",
+            f"TokenSeqDataset(cache, {worst.length})",
+        )
+
+
+def _name(token: int, decode: Tokenizer | None) -> str:
+    """A token id with its text."""
+    if decode is None or not 0 <= token < decode.vocab_size:
+        return f"id {token:,}"
+    return f"{cut(repr(decode.decode([token])), 40)} (id {token:,})"
+
+
+def _text(token: int, decode: Tokenizer | None) -> str:
+    return "" if decode is None or not 0 <= token < decode.vocab_size else cut(repr(decode.decode([token])), 40)
+
+
+def _grids(found: CacheLook, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:
+    total = max(found.read_tokens, 1)
+    rows = [
+        [str(rank), f"{token:,}", _text(token, decode), f"{times:,}", f"{times / total:.2%}"]
+        for rank, (token, times) in enumerate(found.commonest(_COMMON), 1)
+    ]
+    yield "Commonest tokens", "", Grid(["rank", "id", "token", "occurrences", "share"], rows, texts=(2,))
+    special = _special(decode)
+    if special:
+        rows = [
+            [
+                cut(name, 60),
+                f"{token:,}",
+                f"{_times(found, token):,}",
+                *(f"{dict(x).get(token, 0):,}" for x in (found.first, found.last)),
+            ]
+            for token, name in special[:_SPECIAL]
+        ]
+        columns = ["token", "id", "occurrences", "documents begin with it", "documents end with it"]
+        yield "Special tokens", "", Grid(columns, rows, max(len(special) - _SPECIAL, 0))
+    both = [("first", found.first), ("last", found.last)]
+    rows = [[where, f"{token:,}", _text(token, decode), f"{n:,}"] for where, some in both for token, n in some[:5]]
+    yield "First and last tokens of documents", "", Grid(["place", "id", "token", "documents"], rows, texts=(0, 2))
+    if found.repeats:
+        rows = [[f"{row:,}", f"{times:,}", f"{int(found.lengths[row]):,}"] for row, times in found.repeats]
+        yield "Repeated documents", "", Grid(["first document", "occurrences", "tokens"], rows, texts=())
+    if found.tokens:
+        rows = [
+            [
+                f"{x.length:,}",
+                f"{x.examples:,}",
+                f"{x.fill:.1%}" if x.examples else "-",
+                f"{x.cut:,}",
+                f"{x.cut / found.tokens:.1%}",
+            ]
+            for x in found.fills
+        ]
+        yield "Packing", "", Grid(["tokens per example", "examples", "fill", "tokens cut off", "share"], rows, texts=())
+
+
+def _times(found: CacheLook, token: int) -> int:
+    return int(found.counts[token]) if 0 <= token < len(found.counts) else 0
+
+
+def _special(decode: Tokenizer | None) -> list[tuple[int, str]]:
+    """Ids and texts of special tokens."""
+    if decode is None or decode.backend is None:
+        return []
+    added = decode.backend.get_added_tokens_decoder()
+    return sorted((int(i), str(token.content)) for i, token in added.items() if token.special)
+
+
+def _samples(cache: TokenCache, found: CacheLook, count: int, decode: Tokenizer | None) -> list[ShownExample]:
+    """Documents, evenly spaced, that are not empty."""
+    full = np.flatnonzero(found.lengths)
+    n = min(count, len(full))
+    made = []
+    for i in range(n):
+        row = int(full[i * len(full) // n])
+        ids = np.asarray(cache.view(cache.token_field)[row]).reshape(-1)[:MOST_TOKENS].tolist()
+        words = [
+            Word(_shown(token, decode), 3 if place % 2 else 5, f"token {place}: id {token}")
+            for place, token in enumerate(ids)
+        ]
+        length = int(found.lengths[row])
+        made.append(ShownExample(f"document {row:,}: {length:,} tokens", "", words, length - len(words)))
+    return made
+
+
+def _shown(token: int, decode: Tokenizer | None) -> str:
+    if decode is None or not 0 <= token < decode.vocab_size:
+        return str(token)
+    return cut(decode.decode([token]), 40)

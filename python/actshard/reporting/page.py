@@ -1,0 +1,162 @@
+"""The parts of a report, as the template prints them. All texts are plain; the template escapes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
+from actshard.formats.report import Finding, Report
+from actshard.plot.style import inline, style
+from actshard.stats.advice import Advice, cut, many
+
+MOST_FINDINGS = 40
+MOST_ROWS = 150
+MOST_MASSIVE = 40
+MOST_TOKENS = 160
+"""Tokens that are shown of an example."""
+_SEVERITIES = ("error", "warning", "note")
+_STEPS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 100.0)
+"""Norms divided by the median at which the colour of a token changes."""
+
+
+OF_DATA = (FormatError, MissingFileError, NotAFileError, UnsupportedError)
+"""Errors of damaged datasets, which have a report nevertheless. ``UnknownFormatError`` is none: there is nothing to report on."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A token of a text: what is printed, the number of its colour, and its title."""
+
+    text: str
+    colour: int
+    title: str
+
+
+@dataclass(frozen=True)
+class ShownExample:
+    """An example, token by token."""
+
+    name: str
+    text: str
+    words: list[Word]
+    more: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: names of columns, rows of cells, rows left out, and the columns that are texts."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    more: int = 0
+    texts: tuple[int, ...] = (0,)
+
+    def full(self) -> Grid:
+        """The table without columns whose cells are all empty."""
+        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        texts = tuple(new for new, i in enumerate(kept) if i in self.texts)
+        return Grid([self.columns[i] for i in kept], rows, self.more, texts)
+
+
+@dataclass
+class Page:
+    """A report."""
+
+    title: str
+    kind: str
+    facts: list[tuple[str, str]]
+    advice: list[Advice] = field(default_factory=list)
+    plots: list[str] = field(default_factory=list)
+    grids: list[tuple[str, str, Grid]] = field(default_factory=list)
+    """Headings, explanations and tables."""
+    samples: list[ShownExample] = field(default_factory=list)
+    samples_of: str = ""
+    how: list[tuple[str, str]] = field(default_factory=list)
+    how_sampled: list[tuple[str, str]] = field(default_factory=list)
+    took: list[tuple[str, float]] = field(default_factory=list)
+    """Parts of the work, and the seconds that they took."""
+    checks: Grid | None = None
+    checked: str = ""
+
+    def plot(self, name: str, title: str, draw: Callable[[], Any]) -> None:
+        """Adds a plot."""
+        with style(page=True):
+            self.plots.append(inline(draw(), f"p{len(self.plots)}", escape(title)))
+
+    def damaged(self, what: str, error: ActshardError) -> None:
+        """Adds an error of the dataset, and that the report has no more than verify's findings."""
+        self.advice.append(
+            Advice(
+                "error",
+                "dataset",
+                f"{what}: {cut(error).removesuffix('.')}.",
+                "Mend what the check of the files names, below.",
+            )
+        )
+
+    def sorted_advice(self) -> list[Advice]:
+        """The advice, worst first, in the order in which it was found."""
+        return sorted(self.advice, key=lambda found: _SEVERITIES.index(found.severity))[:MOST_FINDINGS]
+
+    def verified(self, report: Report) -> None:
+        """Adds verify's findings."""
+        found = sorted(report.findings, key=lambda one: _SEVERITIES.index(one.severity))
+        rows = [[x.severity, x.code, _where(x, report), cut(_said(x)), cut(x.remedy)] for x in found[:MOST_ROWS]]
+        if rows:
+            more = max(len(found) - MOST_ROWS, 0)
+            self.checks = Grid(["severity", "code", "where", "found", "what to do"], rows, more, (0, 1, 2, 3, 4)).full()
+        counts = {what: sum(x.severity == what for x in found) for what in _SEVERITIES}
+        counted = ", ".join(f"{n:,} {what}" for what, n in report.checked.items())
+        depth = "every value" if report.deep else "files and metadata"
+        verdict = ", ".join(many(n, what) for what, n in counts.items() if n) or "No problems"
+        self.checked = f"{verdict}. Checked {depth}" + (f": {counted}." if counted else ".")
+        if report.errors:
+            self.advice.append(
+                Advice(
+                    "error",
+                    "files",
+                    f"verify found {many(len(report.errors), 'error')}, listed below. Reads may fail or return other data.",
+                    "See the remedy of each.",
+                    "actshard verify --deep",
+                )
+            )
+
+
+def _where(found: Finding, report: Report) -> str:
+    """A finding's file, below the dataset's path, and the place in it."""
+    file = str(found.path).removeprefix(str(report.path)).lstrip("/")
+    return cut(", ".join(x for x in (file, found.place) if x), 120)
+
+
+def _said(found: Finding) -> str:
+    return f"expected {found.expected}, found {found.found}" if found.expected else found.found
+
+
+def colour_of(norm: float, median: float) -> int:
+    """The number of a norm's colour, 0 (small) to 9 (more than 100 medians); 10 for a norm that is not finite."""
+    if not math.isfinite(norm):
+        return 10
+    if not median > 0:
+        return 3
+    return sum(norm / median >= step for step in _STEPS)
+
+
+def steps() -> Sequence[tuple[int, str]]:
+    """Colours and their meaning, for the legend."""
+    low = [f"< {_STEPS[0]:g}", *(f"{a:g}" for a in _STEPS)]
+    return [*enumerate(low), (10, "not finite")]
+
+
+def figure(value: float) -> str:
+    """A number in a table."""
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+def share(part: float) -> str:
+    """A part of the whole in a table."""
+    return f"{part:.2%}" if part >= 0.0001 else "0" if part <= 0 else "< 0.01%"

@@ -1,0 +1,87 @@
+"""The parts of a report that come from samples of rows: spectrum, similarity of layers, separability of a label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from actshard import plot
+from actshard.errors import ArgumentError, DtypeError, MissingFileError, NotStoredError
+from actshard.location import Location
+from actshard.plot.activations import Measured
+from actshard.plot.norms import spread
+from actshard.plot.sampled import compared, label_of
+from actshard.reporting.page import OF_DATA, Page
+from actshard.store import Store
+
+ROWS = 2_048
+"""Rows of the sample of a spectrum, and of similarities: seconds for the widest models."""
+EXAMPLES = 1_024
+_NOT = (ArgumentError, DtypeError, NotStoredError, MissingFileError, *OF_DATA)
+"""Errors of datasets of which there is no such sample: verify names damage."""
+
+
+def add(page: Page, store: Store, found: Measured, tokens: Any, tell: Any) -> None:
+    """Adds the plots, where single rows can be read without much else."""
+    names = [layer for layer, stats in found.items() if stats.rows > 1]
+    if not names:
+        return
+    if store.contents.units is not None or not Location.at(store.path).is_local:
+        why = "not computed: single rows of this dataset are slow to read; see store.spectrum and store.similarity"
+        page.how_sampled.append(("spectrum, similarity", why))
+        return
+    _spectra(page, store, names, tokens, tell)
+    if len(names) > 1:
+        _similarity(page, store, names, tokens, tell)
+    label = label_of(store)
+    if label is not None:
+        _separability(page, store, label, names, tell)
+
+
+def _spectra(page: Page, store: Store, names: list[Any], tokens: Any, tell: Any) -> None:
+    made = {}
+    for layer in spread(names):
+        try:
+            made[layer] = store.spectrum(
+                layer, rows=ROWS, tokens=tokens, progress=lambda done, total: tell("spectrum", done, total)
+            )
+        except _NOT:
+            continue
+    some = {layer: x for layer, x in made.items() if x.rows > 1 and np.nansum(x.explained) > 0}
+    if some:
+        one = next(iter(some.values()))
+        page.plot("spectrum", "Spectrum", lambda: plot.spectrum(store, spectra=some))
+        text = (
+            f"{one.rows:,} of {one.total:,} rows; effective rank is exp of the entropy of the shares, at most the rows"
+        )
+        page.how_sampled.append(("spectrum", text))
+
+
+def _similarity(page: Page, store: Store, names: list[Any], tokens: Any, tell: Any) -> None:
+    try:
+        found = store.similarity(
+            compared(names), rows=ROWS, tokens=tokens, progress=lambda done, total: tell("similarity", done, total)
+        )
+    except _NOT:  # such as layers with other tokens
+        return
+    if np.isfinite(found.cka).any():
+        page.plot("similarity", "Similarity of layers", lambda: plot.similarity(store, found=found))
+        text = f"debiased linear CKA of {found.rows:,} of {found.total:,} rows: 1 for layers equal up to rotation and scale"
+        page.how_sampled.append(("similarity", text))
+
+
+def _separability(page: Page, store: Store, label: str, names: list[Any], tell: Any) -> None:
+    try:
+        found = store.separability(
+            label, names, examples=EXAMPLES, progress=lambda done, total: tell("separability", done, total)
+        )
+    except _NOT:  # values that are no classes
+        return
+    if np.isfinite(found.accuracy).any():
+        page.plot("separability", "Linear separability of the label", lambda: plot.separability(store, found=found))
+        text = (
+            f"ridge classifier on the last tokens of {int(found.train.sum()):,} examples, balanced accuracy on "
+            f"{int(found.test.sum()):,} others, {len(found.classes)} classes; bars are standard errors"
+        )
+        page.how_sampled.append(("separability", text))

@@ -1,0 +1,310 @@
+"""How well labels can be told apart linearly in each layer, on held-out examples.
+
+The probe is a ridge classifier: regression of -1 and +1 for each class, on columns standardized by the training examples. Training
+examples of each class have the same total weight. The penalty is the one of nine whose generalized cross-validation error on the
+training examples is least (Golub, Heath and Wahba, 1979); one decomposition of the products of rows serves all nine. So there is
+nothing to set and nothing random but the split, which a seed fixes.
+
+Balanced accuracy is the mean over classes of the share of their held-out examples that are named right: chance is 1 / classes,
+whatever the sizes of the classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.choosing import scrambled
+from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.layers import Layer, plain, several
+from actshard.sampled.rows import RowsRead, blocks, count_of, exact, exponent, numbers, places, spread
+from actshard.stream.readable import Readable
+from actshard.stream.selection import select
+
+CLASSES = 100
+"""Most classes of a label."""
+_PENALTIES = 10.0 ** np.arange(-4, 5)
+"""Relative to the mean eigenvalue."""
+_STEP = 1 << 16
+"""Rows of whole examples that are listed at a time."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Separability:
+    """Balanced accuracy of a linear probe for each layer, on held-out examples. Arrays are ``(len(layers),)``.
+
+    Attributes:
+        layers: names of the layers.
+        label: the name of the column; empty if values were given.
+        classes: the values of the label, in the order of their texts.
+        train, test: ``(classes,)`` int64: examples of each class that the probe is fitted to, and that it is measured on.
+        accuracy: float64: balanced accuracy, 0 to 1. NaN if NaN and infinite values leave a class without examples.
+        error: float64: the standard error of the accuracy from the number of held-out examples, with one right and one wrong
+            example added to each class: so it is not 0 where all are right.
+        not_finite: int64: examples left out because their row has a NaN or infinite value in this layer.
+        unlabelled: examples of the sample that were left out: their label is null or NaN, or its class has one example only, or
+            they have no tokens.
+        examples: examples that were used: those in ``train`` and ``test``.
+        total: examples in the dataset.
+        pool: ``"last"`` or ``"mean"``.
+        seed: the seed of the sample and of the split.
+    """
+
+    layers: tuple[Layer, ...]
+    label: str
+    classes: tuple[Any, ...]
+    train: NDArray[np.int64]
+    test: NDArray[np.int64]
+    accuracy: NDArray[np.float64]
+    error: NDArray[np.float64]
+    not_finite: NDArray[np.int64]
+    unlabelled: int
+    examples: int
+    total: int
+    pool: str
+    seed: int
+
+    @property
+    def chance(self) -> float:
+        """The balanced accuracy of guessing: 1 / classes."""
+        return 1 / len(self.classes)
+
+    @property
+    def best(self) -> Layer | None:
+        """The layer of the highest accuracy, the first of equal ones; None if no layer has one."""
+        if not np.isfinite(self.accuracy).any():
+            return None
+        return self.layers[int(np.nanargmax(self.accuracy))]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values: numbers, and lists for arrays. NaN is None. Classes that JSON does not have are texts."""
+        plain_classes = [x if isinstance(x, str | int | float | bool) else str(x) for x in self.classes]
+        return {
+            "layers": list(self.layers),
+            "label": self.label,
+            "classes": plain_classes,
+            "train": self.train.tolist(),
+            "test": self.test.tolist(),
+            "accuracy": numbers(self.accuracy),
+            "error": numbers(self.error),
+            "chance": self.chance,
+            "not_finite": self.not_finite.tolist(),
+            "unlabelled": self.unlabelled,
+            "examples": self.examples,
+            "total": self.total,
+            "pool": self.pool,
+            "seed": self.seed,
+        }
+
+    def __repr__(self) -> str:
+        what = f"{self.label:.40}, " if self.label else ""
+        best = "no layer has an accuracy"
+        if self.best is not None:
+            i = int(np.nanargmax(self.accuracy))
+            best = f"best in layer {plain(self.best):.80}: {self.accuracy[i]:.3f} ± {self.error[i]:.3f}"
+        return (
+            f"<actshard.Separability of {what}{len(self.classes)} classes, {self.examples:,} of {self.total:,} examples, "
+            f"{len(self.layers)} layers: {best} (balanced accuracy, chance {self.chance:.3f})>"
+        )
+
+
+def separability_of(
+    store: Readable,
+    label: Any,
+    layers: Any,
+    pool: Any,
+    examples: int,
+    test: float,
+    seed: int,
+    progress: RowsRead | None,
+) -> Separability:
+    """See :meth:`~actshard.sampled.verbs.SampledVerbs.separability`."""
+    count, seed = count_of(examples, "examples", 4), _arguments.whole(seed, "seed")
+    if not _arguments.is_one_of(pool, ("last", "mean")):
+        raise ArgumentError(f'pool: expected "last" or "mean", found {pool!r:.80}')
+    if isinstance(test, bool) or not isinstance(test, int | float | np.number) or not 0 < test < 1:
+        raise ArgumentError(f"test: expected a share between 0 and 1, found {test!r:.80}")
+    names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
+    store.check_open()
+    last = select(store, names, "last") if names else (0, 0)
+    every = places(last, store.num_examples, store.num_examples, seed)
+    at = every[spread(len(every), count, seed)]
+    what = label if isinstance(label, str) else ""
+    classes, codes = _classes(store, label, at.examples)
+    split = _split(codes, float(test), seed)
+    used = np.flatnonzero(split >= 0)
+    at, codes, held_out = at[used], codes[used], split[used] == 1
+    scores = np.full((2, len(names)), np.nan)
+    bad = np.zeros(len(names), np.int64)
+    for i, name in enumerate(names):
+        rows = _features(store, name, at, pool)
+        fine = np.isfinite(rows).all(axis=1)
+        bad[i] = len(fine) - np.count_nonzero(fine)
+        scores[:, i] = _score(rows[fine], codes[fine], held_out[fine], len(classes))
+        if progress is not None:
+            progress((i + 1) * len(at), len(at) * len(names))
+    return Separability(
+        layers=names,
+        label=what,
+        classes=classes,
+        train=np.bincount(codes[~held_out], minlength=len(classes)),
+        test=np.bincount(codes[held_out], minlength=len(classes)),
+        accuracy=scores[0],
+        error=scores[1],
+        not_finite=bad,
+        unlabelled=min(count, store.num_examples) - len(at),
+        examples=len(at),
+        total=store.num_examples,
+        pool=pool,
+        seed=seed,
+    )
+
+
+def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[Any]:
+    """The values of a label for some examples, as Python values; null and NaN are None."""
+    if isinstance(label, str):
+        column = store.read_columns([label], examples).column(0).to_pylist()
+    else:
+        if not hasattr(label, "__len__"):
+            raise ArgumentTypeError(f"label: expected a column's name or one value per example, found {label!r:.80}")
+        if len(label) != store.num_examples:
+            raise ArgumentError(f"label: expected {store.num_examples} values, one per example, found {len(label)}")
+        listed = label.to_pylist() if hasattr(label, "to_pylist") else list(label)
+        column = [listed[i] for i in examples.tolist()]
+    # numpy's scalars become Python's.
+    column = [x.item() if isinstance(x, np.generic) else x for x in column]
+    return [None if isinstance(x, float) and math.isnan(x) else x for x in column]
+
+
+def _classes(store: Readable, label: Any, examples: NDArray[np.int64]) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+    """The classes with two examples or more, and each example's class; -1 without."""
+    values, name = values_of(store, label, examples), f" {label!r:.60}" if isinstance(label, str) else ""
+    sizes: dict[Any, int] = {}
+    for value in values:
+        if isinstance(value, list | dict | np.ndarray):
+            raise ArgumentTypeError(f"label{name}: expected one value per example, found a {type(value).__name__}")
+        if value is not None:
+            sizes[value] = sizes.get(value, 0) + 1
+    classes = sorted((value for value, n in sizes.items() if n >= 2), key=lambda x: (str(type(x)), x))
+    if len(classes) < 2:
+        raise ArgumentError(
+            f"label{name}: expected at least two classes of two examples, found {len(classes)} such classes among "
+            f"{len(sizes)} different values in {len(values)} examples",
+            path=store.path,
+        )
+    if len(classes) > CLASSES:
+        raise ArgumentError(
+            f"label{name}: expected at most {CLASSES} classes, found {len(sizes)} different values in {len(values)} examples",
+            path=store.path,
+        )
+    number = {value: i for i, value in enumerate(classes)}
+    return tuple(classes), np.array([-1 if x is None else number.get(x, -1) for x in values], np.int64)
+
+
+def _split(codes: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]:
+    """1 for held-out examples, 0 for those to fit, -1 for those without class: the share of each class, at least one of each."""
+    made = np.full(len(codes), -1, np.int8)
+    order = np.argsort(scrambled(len(codes), f"separability:{seed}"), kind="stable")
+    for code in range(int(codes.max(initial=-1)) + 1):
+        members = order[codes[order] == code]
+        n = min(max(round(test * len(members)), 1), len(members) - 1)
+        made[members[:n]] = 1
+        made[members[n:]] = 0
+    return made
+
+
+def _features(store: Readable, layer: Layer, at: Any, pool: str) -> NDArray[Any]:
+    """A row per example, ``(n, d_model)``: the last token's, or the mean of its content tokens'."""
+    made = np.empty((len(at), store.d_model), exact(store) if pool == "last" else np.float64)
+    if pool == "last":
+        for start, block in blocks(store, layer, at):
+            made[start : start + len(block)] = block
+        return made
+    starts, ends = np.minimum(store.special_tokens, at.tokens), at.tokens + 1
+    for part in _whole_examples(ends - starts):
+        counts = (ends - starts)[part]
+        offsets = np.cumsum(counts) - counts
+        tokens = np.arange(int(counts.sum())) - np.repeat(offsets - starts[part], counts)
+        sums = np.zeros((len(counts), store.d_model))
+        owner = np.repeat(np.arange(len(counts)), counts)
+        every = type(at)(np.repeat(at.examples[part], counts), tokens, 0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start, block in blocks(store, layer, every):
+                theirs = owner[start : start + len(block)]
+                cuts = np.flatnonzero(np.diff(theirs, prepend=-1))
+                sums[theirs[cuts]] += np.add.reduceat(block, cuts, axis=0, dtype=np.float64)
+            made[part] = sums / counts[:, None]
+    return made
+
+
+def _whole_examples(counts: NDArray[np.int64]) -> Iterator[slice]:
+    """Ranges of examples with about 65,536 tokens or fewer together."""
+    start, ends = 0, np.cumsum(counts)
+    while start < len(counts):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _STEP, side="right")))
+        yield slice(start, stop)
+        start = stop
+
+
+def _score(
+    rows: NDArray[Any], codes: NDArray[np.int64], held_out: NDArray[np.bool_], classes: int
+) -> tuple[float, float]:
+    """Balanced accuracy on the held-out rows, and its standard error."""
+    fitted, tested = np.bincount(codes[~held_out], minlength=classes), np.bincount(codes[held_out], minlength=classes)
+    if not (fitted.all() and tested.all()):
+        return float("nan"), float("nan")
+    wide = np.ldexp(rows.astype(np.float64), -exponent(rows))
+    said = predicted(wide[~held_out], codes[~held_out], wide[held_out], classes)
+    right = np.bincount(codes[held_out][said == codes[held_out]], minlength=classes)
+    share = (right + 1) / (tested + 2)
+    return float((right / tested).mean()), float(np.sqrt((share * (1 - share) / tested).sum()) / classes)
+
+
+def predicted(
+    train: NDArray[np.float64], codes: NDArray[np.int64], test: NDArray[np.float64], classes: int
+) -> NDArray[np.int64]:
+    """The class that the probe names for each row of ``test``; of equal scores the first."""
+    weights = 1 / np.bincount(codes, minlength=classes)[codes] / classes  # their sum is 1
+    mean = weights @ train
+    centred = train - mean
+    deviation = np.sqrt(weights @ centred**2)
+    # A column that is constant up to rounding tells nothing; its deviation would blow rounding up.
+    some = deviation > 1e-12 * (np.abs(mean) + deviation.max(initial=0))
+    if not some.any():
+        return np.zeros(len(test), np.int64)
+    x, z = centred[:, some] / deviation[some], (test[:, some] - mean[some]) / deviation[some]
+    targets = np.where(codes[:, None] == np.arange(classes), 1.0, -1.0)
+    middle = weights @ targets
+    root = np.sqrt(weights)[:, None]
+    x, y = x * root, (targets - middle) * root
+    n, d = x.shape
+    if d <= n:
+        values, v = np.linalg.eigh(x.T @ x)
+        values = np.maximum(values, 0)
+        u_y = v.T @ (x.T @ y)  # sqrt(values) times the targets in the basis of left singular vectors
+
+        def solve(penalty: float) -> NDArray[np.float64]:
+            return np.asarray(v @ (u_y / (values + penalty)[:, None]))
+    else:
+        values, u = np.linalg.eigh(x @ x.T)
+        values = np.maximum(values, 0)
+        turned = u.T @ y
+
+        def solve(penalty: float) -> NDArray[np.float64]:
+            return np.asarray(x.T @ (u @ (turned / (values + penalty)[:, None])))
+
+    size = float(values.sum()) / max(len(values), 1)
+    best, least = _PENALTIES[-1] * size, np.inf
+    for penalty in _PENALTIES * size:
+        left = 1 - (float((values / (values + penalty)).sum()) + 1) / n  # one more for the mean
+        error = float(((y - x @ solve(penalty)) ** 2).sum()) / left**2 if left > 0 else np.inf
+        if error < least:
+            best, least = penalty, error
+    return np.asarray(np.argmax(z @ solve(best) + middle, axis=1))

@@ -1,0 +1,231 @@
+"""Statistics of layers that are kept in files, and read back while the dataset's files are as they were.
+
+Beside a dataset ``/data/run``, or in any other folder:
+
+.. code-block:: text
+
+    /data/run.stats/
+      layer-5-1f0c2a9b.json            rows, mean norm, histogram of norms, positions, largest rows and columns; what they are of
+      layer-5-1f0c2a9b.safetensors     float64 mean, variance, min, max, std, norm_edges; int64 nan, inf, zeros, norm_counts
+
+The second part of a name is a digest of the layer and of the selected rows: tokens, ignored labels, the examples of a filter. The
+JSON has the SHA-256 of the arrays' file, is written last, and both are renamed into place, so that unfinished or mixed files
+are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times.
+
+Where nothing can be written beside the dataset (a URL, a folder of others), the files lie in the user's cache folder:
+``$ACTSHARD_CACHE-stats/``, or ``~/.cache/actshard-stats/``, in a folder named by the SHA-256 of the dataset's place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import local_path
+from actshard._json import read_json
+from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError
+from actshard.inputs import fingerprint
+from actshard.layers import Layer, plain
+from actshard.location import Location, cache_folder
+from actshard.logs import LOG
+from actshard.stats import COUNTS, FLOATS, Stats
+from actshard.stream.readable import Readable
+from actshard.work import make_folder, write_bytes_at_once
+
+VERSION = 1
+_LONGEST = 80
+_HEADER, _COLUMN = 1 << 23, 64
+"""Most bytes of an arrays' file: of its header and the histogram, and of a column."""
+_TYPES = {"F64": "<f8", "I64": "<i8"}
+
+
+class Place:
+    """Where a layer's statistics over some of its rows are kept.
+
+    Attributes:
+        dataset: fingerprint of the dataset's files.
+        names: folders that may have them, the preferred one first.
+    """
+
+    def __init__(
+        self,
+        store: Readable,
+        layer: Layer,
+        tokens: str,
+        ignored: Sequence[int],
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.dataset, self.width, self.layer = fingerprint(store), store.d_model, layer
+        chosen = store.contents.chosen
+        self.of = {
+            "layer": layer,
+            "tokens": tokens,
+            "ignore_labels": sorted(set(ignored)),
+            "examples": None if chosen is None else hashlib.sha256(chosen.digest()).hexdigest(),
+        }
+        key = hashlib.sha256(json.dumps([type(layer).__name__, self.of], sort_keys=True).encode()).hexdigest()
+        self.name = f"layer-{re.sub(r'[^A-Za-z0-9_.-]', '_', plain(layer))[:_LONGEST]}-{key[:8]}"
+        self.folders = tuple(_folders(store)) if folder is None else (local_path(folder, "save"),)
+
+    def read(self) -> Stats | None:
+        """The statistics, if they are still true; None if there are none, or other ones."""
+        for folder in self.folders:
+            try:
+                found = self._read(folder)
+            except MissingFileError:
+                continue
+            except (ActshardError, LookupError, TypeError, ValueError) as error:
+                LOG.info("%s: not used: %r", folder / f"{self.name}.json", error)
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def _read(self, folder: Path) -> Stats | None:
+        file = folder / f"{self.name}.json"
+        said = read_json(file)
+        if said["actshard_stats"] != VERSION or said["of"] != self.of:
+            raise ValueError(f"expected statistics of {self.of}")
+        if said["dataset"] != self.dataset:
+            LOG.info("%s: not used: the dataset's files changed since", file)
+            return None
+        data = Location.at(file.with_suffix(".safetensors")).read(limit=_HEADER + self.width * _COLUMN)
+        if hashlib.sha256(data).hexdigest() != said["sha256"]:
+            raise ValueError("the arrays are not those that the JSON names")
+        stats = Stats.of_plain({**said["stats"], **_arrays(data)})
+        if len(stats.mean) != self.width:
+            raise ValueError(f"expected {self.width} columns, found {len(stats.mean)}")
+        return stats
+
+    def write(self, stats: Stats) -> Path:
+        """Keeps statistics in the first folder that can be written. Returns the JSON file.
+
+        Raises:
+            FileAccessError: no folder can be written.
+        """
+        data = _safetensors(stats, plain(self.layer), self.dataset)
+        about = {
+            "gamma": _number(stats.gamma),
+            "median_norm": _number(stats.norms.median),
+            "findings": stats.findings(),
+        }
+        said = {
+            "actshard_stats": VERSION,
+            "of": self.of,
+            "dataset": self.dataset,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "about": about,
+            "stats": stats.as_scalars(),
+        }
+        for folder in self.folders:
+            try:
+                make_folder(folder)
+                write_bytes_at_once(folder / f"{self.name}.safetensors", data)
+                write_bytes_at_once(folder / f"{self.name}.json", json.dumps(said, allow_nan=False).encode())
+            except FileAccessError as error:
+                LOG.info("statistics are not kept in %s: %s", folder, error.detail)
+                refused = error
+                continue
+            return folder / f"{self.name}.json"
+        raise refused
+
+
+def kept_or_made(
+    store: Readable,
+    layer: Layer,
+    selection: tuple[str, Sequence[int], Any],
+    save: Any,
+    make: Callable[[], Stats],
+) -> Stats:
+    """The kept statistics of a layer if they are still true; otherwise those of ``make``, which are kept then.
+
+    Args:
+        store: the dataset.
+        layer: one of its layers.
+        selection: tokens, ignored labels, and the mask, which must be None.
+        save: True, or a folder.
+        make: computes them.
+
+    Raises:
+        ArgumentError: the rows cannot be named, or there is no place beside the dataset.
+        FileAccessError: the folder cannot be written.
+    """
+    tokens, ignored, keep = selection
+    if not isinstance(save, bool | str | os.PathLike):
+        raise ArgumentError(f"save: expected True or a folder, found {save!r:.80}")
+    if keep is not None:
+        raise ArgumentError("save: not supported with keep=, whose rows have no name; use store.filter()")
+    place = Place(store, layer, tokens, ignored, None if isinstance(save, bool) else save)
+    if not place.folders:
+        raise ArgumentError("save: a joined or paired store has no folder of its own: pass a folder, save=PATH")
+    if (found := place.read()) is not None:
+        return found
+    made = make()
+    if fingerprint(store) == place.dataset:
+        LOG.info("statistics of layer %s kept: %s", plain(layer), place.write(made))
+    else:
+        LOG.warning("%s: statistics are not kept: its files changed while they were read", store.path)
+    return made
+
+
+def kept(store: Readable, layer: Layer, tokens: str = "content", ignored: Sequence[int] = ()) -> Stats | None:
+    """The statistics of a layer that ``store.stats(layer, save=True)`` kept, if they are still true; otherwise None."""
+    return Place(store, layer, tokens, ignored).read() if not _has_parts(store) else None
+
+
+def _has_parts(store: Readable) -> bool:
+    return bool((store.contents.whole or store.contents).parts)
+
+
+def _folders(store: Readable) -> Iterator[Path]:
+    if _has_parts(store):
+        return
+    place = Location.at(store.path)
+    if place.is_local:
+        path = Path(store.path).absolute()
+        if path != path.parent:
+            yield path.with_name(f"{path.name}.stats")
+    key = hashlib.sha256(os.fsencode(str(store.path) if not place.is_local else os.path.realpath(store.path)))
+    own = cache_folder()
+    yield own.with_name(f"{own.name}-stats") / key.hexdigest()
+
+
+def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
+    arrays: dict[str, NDArray[Any]] = {name: getattr(stats, name) for name in (*FLOATS, *COUNTS)}
+    arrays |= {"std": np.sqrt(stats.variance), "norm_edges": stats.norms.edges, "norm_counts": stats.norms.counts}
+    header: dict[str, Any] = {"__metadata__": {"layer": layer, "rows": str(stats.rows), "dataset": dataset}}
+    at = 0
+    for name, array in arrays.items():
+        kind = "F64" if array.dtype == np.float64 else "I64"
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    data = b"".join(array.astype(_TYPES[header[name]["dtype"]]).tobytes() for name, array in arrays.items())
+    return struct.pack("<Q", len(head)) + head + data
+
+
+def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of statistics in a file. Raises LookupError, ValueError or FormatError for anything else."""
+    tensors, _, start = _native.parse_safetensors(data)
+    made = {}
+    for name, kind, shape, first, end in tensors:
+        if name in FLOATS or name in COUNTS:
+            if kind != ("F64" if name in FLOATS else "I64") or len(shape) != 1:
+                raise ValueError(f"{name}: expected one row of 64-bit values, found {kind} {shape}")
+            made[name] = np.frombuffer(data[start + first : start + end], _TYPES[kind])
+    return made
+
+
+def _number(value: float) -> float | None:
+    return value if np.isfinite(value) else None  # JSON has no NaN

@@ -1,0 +1,233 @@
+"""What a layer's rows look like besides their sums: norms, positions, the largest values, repeated rows.
+
+All parts are counts, or lists of a fixed length, in the core's ``stream/summary.rs``, where parts are joined. These classes read
+them; arrays are new at each call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MANTISSA_BITS = 7
+"""Bits of a norm's mantissa in the number of its bin; the core's ``MANTISSA_BITS``."""
+HASHES = 1024
+"""Most hashes of a sample of rows; the core's ``HASHES``."""
+_EXACT, _EIGHTHS = 64, 8
+"""Positions that are counted each, and ranges of a power of two above them; see ``position`` in the core."""
+_MOST_BIN = 0x7FF << MANTISSA_BITS
+_MOST_POSITION = _EXACT + (64 - 6) * _EIGHTHS
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """A histogram of the L2 norms of rows, with bins of less than 1 % of their norm.
+
+    Attributes:
+        edges: float64 ``(bins + 1,)``, ascending; bins without rows between others are included as one wide bin.
+        counts: int64 ``(bins,)``: rows with ``edges[i] <= norm < edges[i + 1]``.
+    """
+
+    edges: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, bins: Sequence[tuple[int, int]]) -> Norms:
+        """The histogram of (bin, rows) pairs of the core, in ascending order."""
+        edges: list[float] = []
+        counts: list[int] = []
+        for number, rows in bins:
+            low, high = _edge(number), _edge(number + 1)
+            if edges and edges[-1] != low:
+                counts.append(0)
+            if not edges or edges[-1] != low:
+                edges.append(low)
+            edges.append(high)
+            counts.append(rows)
+        return cls(np.array(edges or [0.0]), np.array(counts, np.int64))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows with a finite norm."""
+        return int(self.counts.sum())
+
+    def quantile(self, q: ArrayLike) -> NDArray[np.float64]:
+        """Norms at the fractions ``q`` of the rows, in the shape of ``q``; NaN without rows.
+
+        The norm of the row at that rank (``numpy.quantile(..., method="inverted_cdf")``), within 1/256 of it.
+        """
+        wanted = np.asarray(q, np.float64)
+        if not self.rows:
+            return np.full(wanted.shape, np.nan)
+        if not ((wanted >= 0) & (wanted <= 1)).all():
+            raise ValueError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
+        ends = np.cumsum(self.counts)
+        ranks = np.maximum(np.ceil(wanted * self.rows), 1)
+        at = np.searchsorted(ends, ranks, "left")
+        low, high = self.edges[at], self.edges[at + 1]
+        return np.asarray(np.where(low == 0, 0.0, low + (high - low) / 2))
+
+    @property
+    def median(self) -> float:
+        """The norm of the middle row; NaN without rows."""
+        return float(self.quantile(0.5))
+
+
+def _edge(number: int) -> float:
+    """The smallest norm of a bin."""
+    bits = np.array([number << (52 - MANTISSA_BITS)], np.uint64)
+    return float(bits.view(np.float64)[0])
+
+
+@dataclass(frozen=True, eq=False)
+class NormsByPosition:
+    """Mean norm of rows by their token's position in the example. Positions from 64 on are in ranges of an eighth or less.
+
+    Attributes:
+        first, end: int64 ``(ranges,)``: positions ``first`` to ``end - 1``.
+        rows: int64 ``(ranges,)``: rows with a finite norm.
+        mean: float64 ``(ranges,)``: their mean norm.
+    """
+
+    first: NDArray[np.int64]
+    end: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    mean: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, positions: Sequence[tuple[int, float, int]]) -> NormsByPosition:
+        """The norms of (range, sum of norms, rows) of the core."""
+        firsts = [_first_position(number) for number, _, _ in positions]
+        ends = [_first_position(number + 1) for number, _, _ in positions]
+        rows = np.array([n for _, _, n in positions], np.int64)
+        sums = np.array([total for _, total, _ in positions], np.float64)
+        return cls(np.array(firsts, np.int64), np.array(ends, np.int64), rows, sums / np.maximum(rows, 1))
+
+
+def _first_position(number: int) -> int:
+    if number < _EXACT:
+        return number
+    power, eighth = divmod(number - _EXACT, _EIGHTHS)
+    return min((_EIGHTHS + eighth) << (power + 3), (1 << 63) - 1)
+
+
+@dataclass(frozen=True)
+class LargestRow:
+    """A row of a large norm: ``store.sequence(example, layer)[token]``."""
+
+    norm: float
+    example: int
+    token: int
+
+
+@dataclass(frozen=True)
+class LargestColumn:
+    """The largest magnitude of a column, and the first row that has it."""
+
+    column: int
+    magnitude: float
+    example: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How many rows equal another one, bit by bit, from a sample of the different rows by hash.
+
+    Attributes:
+        different: different rows in the sample.
+        repeated: those of them that came more than once.
+        rows: rows equal to one of the sample.
+        exact: whether the sample has all rows; otherwise it has 1,024 different ones, chosen uniformly.
+    """
+
+    different: int
+    repeated: int
+    rows: int
+    exact: bool
+
+    @property
+    def fraction(self) -> float:
+        """The part of the rows that could be left out: they equal an earlier row. An estimate unless :attr:`exact`."""
+        return 1 - self.different / self.rows if self.rows else 0.0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Summary:
+    """The core's summary of rows, as lists; see the classes above for what they mean."""
+
+    norm_bins: tuple[tuple[int, int], ...] = ()
+    positions: tuple[tuple[int, float, int], ...] = ()
+    largest_rows: tuple[tuple[float, int, int], ...] = ()
+    largest_columns: tuple[tuple[int, float, int, int], ...] = ()
+    hashes: tuple[tuple[int, int], ...] = field(default=())
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Any]) -> Summary:
+        """The summary in a dict of the core."""
+        return cls(**{name: tuple(map(tuple, sums[name])) for name in LISTS})
+
+    def as_plain(self) -> dict[str, Any]:
+        """JSON values; floats as hexadecimal text, because JSON's readers round."""
+        return {
+            "norm_bins": [list(each) for each in self.norm_bins],
+            "positions": [[at, total.hex(), n] for at, total, n in self.positions],
+            "largest_rows": [[norm.hex(), e, t] for norm, e, t in self.largest_rows],
+            "largest_columns": [[column, x.hex(), e, t] for column, x, e, t in self.largest_columns],
+            "hashes": [[f"{value:016x}", n] for value, n in self.hashes],
+        }
+
+    @classmethod
+    def of_plain(cls, said: Mapping[str, Any]) -> Summary:
+        """The summary of :meth:`as_plain`.
+
+        Raises:
+            LookupError, TypeError, ValueError: the values are no summary.
+        """
+        bins = [(_whole(b, _MOST_BIN), _whole(n)) for b, n in said["norm_bins"]]
+        positions = [(_whole(at, _MOST_POSITION), _real(x), _whole(n)) for at, x, n in said["positions"]]
+        hashes = [(_whole(int(str(value), 16), 1 << 64), _whole(n)) for value, n in said["hashes"]]
+        for keys in ([b for b, _ in bins], [at for at, _, _ in positions], [value for value, _ in hashes]):
+            if any(a >= b for a, b in itertools.pairwise(keys)):
+                raise ValueError("expected ascending bins, positions and hashes")
+        if len(hashes) > HASHES:
+            raise ValueError(f"expected at most {HASHES} hashes, found {len(hashes):,}")
+        return cls(
+            tuple(bins),
+            tuple(positions),
+            tuple((_real(x), _whole(e), _whole(t)) for x, e, t in said["largest_rows"]),
+            tuple((_whole(c), _real(x), _whole(e), _whole(t)) for c, x, e, t in said["largest_columns"]),
+            tuple(hashes),
+        )
+
+    def as_sums(self) -> dict[str, Any]:
+        """What the core takes."""
+        return {name: list(getattr(self, name)) for name in LISTS}
+
+    @property
+    def repeats(self) -> Repeats:
+        """Rows that equal another one."""
+        counts = [n for _, n in self.hashes]
+        return Repeats(len(counts), sum(n > 1 for n in counts), sum(counts), len(counts) < HASHES)
+
+
+LISTS = ("norm_bins", "positions", "largest_rows", "largest_columns", "hashes")
+"""Names of the lists in the core's sums."""
+
+
+def _whole(value: Any, below: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"expected a count below {below}, found {value!r:.80}")
+    return value
+
+
+def _real(value: Any) -> float:
+    made = float.fromhex(value)
+    if not (np.isfinite(made) and made >= 0):
+        raise ValueError(f"expected a finite norm, found {value!r:.80}")
+    return made

@@ -1,0 +1,231 @@
+"""``look``: lengths, token counts, packing and repeated documents of a token cache.
+
+Documents are read in blocks. Of a cache with more than ``limit`` tokens, runs of whole documents are read; lengths and
+packing are those of all documents. Equal documents are found by a 64-bit sum over mixed pairs of token and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.tokens.cache import TokenCache
+from actshard.tokens.examples import PackedTokenDataset
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Common lengths of training examples."""
+_BLOCK = 1 << 20
+"""Tokens that are read at a time."""
+_RUNS = 64
+"""Runs of documents that are read of a large cache."""
+_IDS = 1 << 24
+"""Ids from here on are counted together; vocabularies are smaller."""
+_FEW = 10
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Documents packed into examples of one length, as :class:`PackedTokenDataset` does by default.
+
+    Attributes:
+        length: tokens per example.
+        examples: number of examples.
+        fill: share of positions that hold tokens and not padding; NaN without examples.
+        cut: tokens of documents longer than an example that are left out.
+    """
+
+    length: int
+    examples: int
+    fill: float
+    cut: int
+
+
+@dataclass(frozen=True, eq=False)
+class CacheLook:
+    """What :func:`look` found.
+
+    Attributes:
+        documents, tokens: their numbers.
+        lengths: ``(documents,)`` int64, tokens of each document.
+        read_documents, read_tokens: how many were read for the attributes below.
+        counts: int64, occurrences of token ids 0 and up.
+        outside: occurrences of negative ids and of those from 2**24 on.
+        first, last: the commonest first and last tokens of documents, as (id, documents), commonest first.
+        repeated: number of non-empty documents that are equal to an earlier one.
+        repeats: the commonest of them: (number of a document, how often it occurs), commonest first.
+        fills: packing, for each length asked for.
+    """
+
+    documents: int
+    tokens: int
+    lengths: NDArray[np.int64]
+    read_documents: int
+    read_tokens: int
+    counts: NDArray[np.int64]
+    outside: int
+    first: tuple[tuple[int, int], ...]
+    last: tuple[tuple[int, int], ...]
+    repeated: int
+    repeats: tuple[tuple[int, int], ...]
+    fills: tuple[Fill, ...]
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether some documents were not read."""
+        return self.read_documents < self.documents
+
+    @property
+    def distinct(self) -> int:
+        """Number of distinct token ids below 2**24."""
+        return int(np.count_nonzero(self.counts))
+
+    def commonest(self, n: int) -> list[tuple[int, int]]:
+        """The n commonest token ids and their counts, commonest first; the smaller id first of equal ones."""
+        order = np.argsort(-self.counts, kind="stable")[:n]
+        return [(int(i), int(self.counts[i])) for i in order if self.counts[i]]
+
+
+def look(
+    cache: TokenCache,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    limit: int = 200_000_000,
+    progress: Callable[[int, int], object] | None = None,
+) -> CacheLook:
+    """Reads a cache's documents and counts their tokens.
+
+    Takes 16 bytes of memory per document.
+
+    Args:
+        cache: an open cache.
+        lengths: lengths of examples for which packing is computed.
+        limit: most tokens to read.
+        progress: called with (tokens done, total tokens) from time to time.
+
+    Raises:
+        FormatError: the cache's files are damaged.
+    """
+    limit = _arguments.whole(limit, "limit", 1)
+    sizes = [_arguments.whole(length, "lengths", 1) for length in lengths]
+    view = cache.view(cache.token_field) if len(cache) and cache.fields else None
+    offsets = np.zeros(1, np.int64) if view is None else view.offsets
+    runs = _runs(offsets, limit)
+    total = sum(int(offsets[end] - offsets[first]) for first, end in runs)
+    seen = _Seen(offsets)
+    for first, end in runs:
+        for start in range(int(offsets[first]), int(offsets[end]), _BLOCK):
+            assert view is not None
+            stop = min(start + _BLOCK, int(offsets[end]))
+            seen.add(view.elements(start, stop).astype(np.int64).reshape(-1), start)
+            if progress is not None:
+                progress(seen.tokens, total)
+    numbers = np.concatenate([np.arange(first, end) for first, end in runs]) if runs else np.zeros(0, np.int64)
+    repeated, repeats = _repeats(seen.sums, offsets, numbers)
+    return CacheLook(
+        documents=len(offsets) - 1,
+        tokens=int(offsets[-1] - offsets[0]),
+        lengths=np.diff(offsets),
+        read_documents=len(numbers),
+        read_tokens=seen.tokens,
+        counts=seen.counts,
+        outside=seen.outside,
+        first=_commonest(seen.first),
+        last=_commonest(seen.last),
+        repeated=repeated,
+        repeats=repeats,
+        fills=tuple(_fill(cache, length, offsets) for length in sizes),
+    )
+
+
+def _runs(offsets: NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
+    """Runs of documents with about ``limit`` tokens together: (first, end)."""
+    documents, total = len(offsets) - 1, int(offsets[-1] - offsets[0])
+    if total <= limit:
+        return [(0, documents)] if documents else []
+    starts = offsets[0] + np.arange(_RUNS) * total // _RUNS
+    first = np.searchsorted(offsets, starts)
+    end = np.maximum(np.searchsorted(offsets, starts + limit // _RUNS, side="right") - 1, first)
+    # At least one document, however long it is; runs do not overlap.
+    end = np.minimum(np.maximum(end, first + 1), np.append(first[1:], documents))
+    return [(int(a), int(b)) for a, b in zip(first, end, strict=True) if a < b]
+
+
+class _Seen:
+    """Counts over the blocks that were read."""
+
+    def __init__(self, offsets: NDArray[np.int64]) -> None:
+        self._offsets = offsets
+        self.tokens = self.outside = 0
+        self.counts = np.zeros(0, np.int64)
+        self.sums = np.zeros(len(offsets) - 1, np.uint64)
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+
+    def add(self, ids: NDArray[np.int64], start: int) -> None:
+        """Counts a block of ids that begins at an offset."""
+        self.tokens += len(ids)
+        inside = ids[(ids >= 0) & (ids < _IDS)]
+        self.outside += len(ids) - len(inside)
+        found = np.bincount(inside, minlength=len(self.counts))
+        found[: len(self.counts)] += self.counts
+        self.counts = found
+        offsets = self._offsets
+        a = int(np.searchsorted(offsets, start, side="right")) - 1
+        b = int(np.searchsorted(offsets, start + len(ids), side="left"))
+        held = np.arange(a, b)[np.diff(offsets[a : b + 1]) > 0]
+        begins, ends = offsets[held], offsets[held + 1]
+        cuts = np.maximum(begins - start, 0)
+        where = np.arange(start, start + len(ids)) - np.repeat(begins, np.diff(np.append(cuts, len(ids))))
+        self.sums[held] += np.add.reduceat(_mixed(ids, where), cuts)
+        _count(self.first, ids[(begins - start)[begins >= start]])
+        _count(self.last, ids[(ends - 1 - start)[ends <= start + len(ids)]])
+
+
+def _mixed(ids: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A 64-bit value for each pair of a token and its position (splitmix64, twice)."""
+    with np.errstate(over="ignore"):
+        made = _splitmix(ids.view(np.uint64) + _splitmix(where.view(np.uint64)))
+    return made
+
+
+def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    made: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return made
+
+
+def _count(counts: dict[int, int], ids: NDArray[np.int64]) -> None:
+    for value, times in zip(*map(np.ndarray.tolist, np.unique(ids, return_counts=True)), strict=True):
+        counts[value] = counts.get(value, 0) + times
+
+
+def _commonest(counts: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_FEW])
+
+
+def _repeats(
+    sums: NDArray[np.uint64], offsets: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """How many documents repeat an earlier one, and the commonest of them."""
+    lengths = np.diff(offsets)[numbers]
+    numbers = numbers[lengths > 0]
+    # The length is part of the key: documents of different lengths are different.
+    with np.errstate(over="ignore"):
+        keys = sums[numbers] ^ _splitmix(np.diff(offsets)[numbers].view(np.uint64))
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    again = np.flatnonzero(counts > 1)
+    order = again[np.lexsort((numbers[first[again]], -counts[again]))][:_FEW]
+    return int((counts - 1).sum()), tuple((int(numbers[first[i]]), int(counts[i])) for i in order)
+
+
+def _fill(cache: TokenCache, length: int, offsets: NDArray[np.int64]) -> Fill:
+    examples = len(PackedTokenDataset(cache, length)) if len(offsets) > 1 else 0
+    lengths = np.diff(offsets)
+    kept = int(np.minimum(lengths, length).sum())
+    return Fill(length, examples, kept / (examples * length) if examples else float("nan"), int(lengths.sum()) - kept)

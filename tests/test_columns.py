@@ -1,0 +1,57 @@
+"""Arrow columns of numpy arrays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import actshard
+from actshard._columns import numbers
+
+IMPORTS = """
+import sys
+sys.modules.pop("pandas", None)
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pandas":
+            print("pandas")
+sys.meta_path.insert(0, Refuses())
+import actshard
+actshard.plan.load(sys.argv[1]).run(0)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i4", "i8", "u2", "u8", "f4", "f8"])
+@pytest.mark.parametrize("shape", ["contiguous", "strided", "empty"])
+def test_numbers_equal_those_of_pyarrow(dtype: str, shape: str) -> None:
+    values = np.arange(40).astype(dtype).reshape(20, 2)[:, 0]
+    values = {"contiguous": values.copy(), "strided": values, "empty": values[:0]}[shape]
+    found = numbers(values)
+    found.validate(full=True)
+    assert found.equals(pa.array(values))
+
+
+def test_a_column_keeps_its_memory() -> None:
+    found = numbers(np.arange(1000))
+    again = [np.full(1000, 7) for _ in range(50)]
+    assert len(again) == 50
+    assert found.to_pylist() == list(range(1000))
+
+
+@pytest.mark.parametrize("format", ["saev", "zarr", "lmprobe", "npy"])
+def test_a_task_of_numbers_imports_no_pandas(format, tmp_path) -> None:
+    """Its import takes longer than most tasks."""
+    with actshard.create(tmp_path / "a", "npy", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((3, 1, 2, 4), np.float32))
+    options = {"saev": {"dtype": "float32"}, "lmprobe": {"pooling": "all"}}
+    plan = actshard.plan.convert(tmp_path / "a", tmp_path / "b", format, tasks=2, **options.get(format, {}))
+    plan.save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, tmp_path / "plan.json"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert plan.status().done == (0,)

@@ -1,0 +1,166 @@
+"""The command line: panels, examples, completion, and exit statuses of every command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import actshard
+from actshard.cli import app
+from actshard.cli._app import EXAMPLES, PANELS
+from conftest import GOLDEN
+
+FINE = GOLDEN / "lmprobe/fullseq_logits_router"
+PLAIN = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def leaves(group: Any = None, before: str = "") -> dict[str, Any]:
+    """All commands that have no subcommands, by their words."""
+    group = group or typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        words = f"{before} {name}".strip()
+        found |= leaves(command, words) if getattr(command, "commands", None) else {words: command}
+    return found
+
+
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+
+
+def test_every_command_has_one_panel_and_examples() -> None:
+    names = [name for panel in PANELS.values() for name in panel]
+    group: Any = typer.main.get_command(app)
+    assert sorted(names) == sorted(group.commands)
+    assert set(leaves()) | {"plan", "cache"} == set(EXAMPLES)
+    shown = CliRunner().invoke(app, ["--help"], env=PLAIN).output
+    places = [shown.index(f" {panel} ") for panel in PANELS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_shows_the_examples(name: str) -> None:
+    done = CliRunner().invoke(app, [*name.split(), "--help"], env=PLAIN)
+    assert done.exit_code == 0
+    for example in EXAMPLES[name]:
+        assert " ".join(example.split()) in " ".join(done.output.split())
+
+
+EACH = [(name, example) for name, examples in EXAMPLES.items() for example in examples]
+
+
+@pytest.mark.parametrize(("name", "example"), EACH, ids=[example for _, example in EACH])
+def test_every_example_parses(name: str, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of each example are accepted by the command's own parser, and reach that command."""
+    words = shlex.split(example, comments=True)
+    for redirect in (">", ">>"):
+        words = words[: words.index(redirect)] if redirect in words else words
+    assert words[0] == "actshard"
+    group: Any = typer.main.get_command(app)
+    reached: list[str] = []
+    for leaf, command in leaves(group).items():
+        monkeypatch.setattr(command, "callback", lambda leaf=leaf, **_: reached.append(leaf))
+    group.main(words[1:], standalone_mode=False)
+    assert len(reached) == 1
+    if name in leaves():
+        assert reached == [name]
+    else:  # the example of a group
+        assert " ".join(words[1:]).startswith(reached[0])
+
+
+READ_ONLY = [
+    example
+    for name in ("info", "head", "top", "stats", "verify", "convert")
+    for example in EXAMPLES[name]
+    if "://" not in example and "--guess" not in example and "TARGET" not in example
+]
+
+
+@pytest.mark.parametrize("example", READ_ONLY)
+def test_examples_that_only_read_run(example: str) -> None:
+    data = actshard.open(FINE)
+    layer = data.layers[-1]
+    words = [str(FINE) if word == "PATH" else word for word in shlex.split(example)[1:]]
+    words = [str(layer) if before == "--layer" else word for before, word in zip(["", *words], words, strict=False)]
+    words = ["0" if before == "--example" else word for before, word in zip(["", *words], words, strict=False)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dataset without findings, one with a warning, one with an error, and a path that does not exist."""
+    root = tmp_path_factory.mktemp("states")
+    for name in ("fine", "warning", "error"):
+        shutil.copytree(FINE, root / name)
+    (root / "warning/tensors/stray.safetensors").write_bytes(b"")
+    for file in (root / "error/tensors").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8])
+    return {name: root / name for name in ("fine", "warning", "error", "missing")}
+
+
+# A command that does not check exits with 0 if it did its work, also on a dataset with a warning.
+STATUSES = {
+    "verify {}": (0, 1, 2, 3),
+    "info {}": (0, 0, 3, 3),
+    "head {}": (0, 0, 3, 3),
+    "top {}": (0, 0, 3, 3),
+    "stats {} -q": (0, 0, 3, 3),
+    "convert {} --dry-run": (0, 0, 3, 3),
+    "stage {} {out} -q": (0, 0, None, 3),
+    "convert {} {out} --to zarr -q": (0, 0, 3, 3),
+    "plan verify {} --tasks 1 -o {out}.json --work {out} --no-measure": (0, 0, 0, 3),
+    "push {} s3://bucket/run -q": (None, None, 3, 3),
+}
+
+
+@pytest.mark.parametrize("line", STATUSES)
+def test_exit_statuses(line: str, states: dict[str, Path], tmp_path: Path) -> None:
+    for (state, path), expected in zip(states.items(), STATUSES[line], strict=True):
+        if expected is None:
+            continue
+        words = [word.format(path, out=tmp_path / state) for word in line.split()]
+        done = run(*words)
+        assert done.returncode == expected, (state, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [*leaves(), "plan", "cache", "none-of-these"])
+def test_usage_errors_exit_with_3(command: str) -> None:
+    done = CliRunner().invoke(app, [*command.split(), "--no-such-option"])
+    assert done.exit_code == 3, done.output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str, tmp_path: Path) -> None:
+    done = run("completion", shell)
+    assert done.returncode == 0
+    assert "_ACTSHARD_COMPLETE" in done.stdout
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(done.stdout)
+        assert subprocess.run([shell, "-n", str(tmp_path / "script")], check=False).returncode == 0
+    assert run("completion", "csh").returncode == 3
+
+
+def test_completion_completes_commands_and_options() -> None:
+    def complete(line: str) -> list[str]:
+        words = line.split(" ")
+        asked = {"_ACTSHARD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+        script = Path(sys.executable).with_name("actshard")
+        found = subprocess.run([script], capture_output=True, text=True, check=True, env={**os.environ, **asked})
+        return found.stdout.split()
+
+    assert complete("actshard sta") == ["stats", "status", "stage"]
+    assert complete("actshard plan st") == ["stats", "stage"]
+    assert "--layer" in complete("actshard stats --la")

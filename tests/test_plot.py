@@ -1,0 +1,250 @@
+"""Plots: axes, tables of the same data, and files that are the same for the same data."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import actshard
+from actshard import plot
+from actshard.cli import app
+from actshard.cli._options import PLOTS, PLOTS_OF_CACHES
+from actshard.plot.activations import thinned
+from actshard.plot.norms import QUANTILES, bars, least_shift
+from actshard.plot.sampled import compared
+from actshard.plot.style import labels, number
+from actshard.stats.summary import Norms
+from actshard.tokens import open_cache
+from actshard.tokens.looking import look
+from conftest import GOLDEN, refuses
+
+pytest.importorskip("matplotlib")
+
+CACHE = GOLDEN / "levanter/text_llama3style_multishard"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> actshard.Store:
+    """30 examples of 5 tokens; names of layers that are formulas for matplotlib."""
+    rng = np.random.default_rng(0)
+    with actshard.create(tmp_path / "run", "zarr", layers=["a$_{", "b$\\frac$"], d_model=16) as writer:
+        writer.append(rng.normal(2, 3, size=(30, 2, 5, 16)).astype(np.float32), columns={"label": [0, 1, 1] * 10})
+    return actshard.open(tmp_path / "run")
+
+
+def drawn(what: str, store: actshard.Store, **options: Any) -> Any:
+    if what in PLOTS_OF_CACHES:
+        cache = open_cache(next(CACHE.rglob("shard_ledger.json")).parent)
+        return getattr(plot, what)(look(cache), **options)
+    return getattr(plot, what)(store, **options)
+
+
+@pytest.mark.parametrize("what", PLOTS)
+def test_every_plot_names_its_axes_and_has_a_table(what: str, store: actshard.Store) -> None:
+    ax = drawn(what, store)
+    assert ax.get_xlabel()
+    assert ax.get_ylabel()
+    assert ax.get_title(loc="left")
+    table = drawn(what, store, table=True)
+    assert table.num_rows > 0
+    assert not {"", None} & set(table.column_names)
+
+
+@pytest.mark.parametrize("what", PLOTS)
+@pytest.mark.parametrize("kind", [".svg", ".png"])
+def test_the_same_data_give_the_same_file(what: str, kind: str, store: actshard.Store, tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        with plot.style():
+            plot.save(drawn(what, store), tmp_path / f"{name}{kind}")
+        files.append((tmp_path / f"{name}{kind}").read_bytes())
+    assert files[0] == files[1]
+    assert files[0].startswith(b"<?xml" if kind == ".svg" else b"\x89PNG")
+    assert b"<dc:date>" not in files[0]
+
+
+def test_tables_have_the_numbers_of_the_statistics(store: actshard.Store) -> None:
+    stats = {layer: store.stats(layer) for layer in store.layers}
+    norms = plot.norms(store, table=True).to_pydict()
+    assert norms["layer"] == list(store.layers)
+    assert norms["mean_norm"] == [x.mean_norm for x in stats.values()]
+    rows = store.layer(store.layers[0]).rows()[:].astype(np.float64)
+    expected = np.linalg.norm(rows.mean(0)) / np.sqrt(rows.var(0).sum())
+    assert plot.gamma(store, store.layers[0], table=True)["gamma"][0].as_py() == pytest.approx(expected, rel=1e-9)
+    sizes = np.linalg.norm(rows, axis=1)
+    for name, q in QUANTILES.items():
+        assert norms[name][0] == pytest.approx(np.quantile(sizes, q, method="inverted_cdf"), rel=1 / 256)
+    bins = plot.histogram(store, store.layers[0], table=True).to_pydict()
+    for low, high, n in zip(bins["low"], bins["high"], bins["rows"], strict=True):
+        assert n == np.count_nonzero((low <= sizes) & (sizes < high))
+    by_position = plot.positions(store, store.layers[0], table=True).to_pydict()
+    assert (by_position["first"], by_position["end"]) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
+    assert by_position["mean_norm"] == pytest.approx(sizes.reshape(30, 5).mean(0).tolist(), rel=1e-12)
+    dimensions = plot.dimensions(store, store.layers[0], table=True)
+    assert dimensions["std"].to_pylist() == pytest.approx(rows.std(0).tolist(), rel=1e-6)
+    ranges = plot.ranges(store, table=True).to_pydict()
+    assert ranges["min"][0] == rows.min()
+    assert ranges["max"][0] == rows.max()
+    distance = plot.shuffle(store, batch_size=10, order=None, table=True)["distance"].to_pylist()
+    assert distance == [1] * (30 * 4)
+
+
+def test_bars_are_whole_bins_and_have_all_rows() -> None:
+    """Also of norms that differ by many powers of ten, without those of norm 0."""
+    rng = np.random.default_rng(0)
+    for sizes in (
+        np.exp(rng.normal(size=500) * 40),
+        rng.normal(50, 0.1, 500),
+        np.array([3.0]),
+        np.array([0.0, 0, 1e-300]),
+    ):
+        numbers, counts = np.unique(sizes.view(np.int64) >> 45, return_counts=True)
+        norms = Norms.of(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        shift = least_shift([norms])
+        edges, rows = bars(norms, shift)
+        assert len(rows) <= 60
+        assert rows.sum() == np.count_nonzero(sizes)
+        expected, _ = np.histogram(sizes[sizes > 0], edges)
+        assert rows.tolist() == expected.tolist()
+    assert bars(Norms.of([]), 0)[1].sum() == 0
+
+
+def test_given_axes_are_drawn_into(store: actshard.Store) -> None:
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    assert plot.norms(store, ax=ax) is ax
+    assert ax.lines
+
+
+def test_lines_keep_their_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[77_777], values[5] = 99, np.nan
+    at, shown = thinned(values)
+    assert len(at) <= 1500
+    assert (shown == values[at])[~np.isnan(shown)].all()
+    assert shown.max() == 99
+
+
+def test_numbers_of_axes_are_short() -> None:
+    assert [number(x) for x in (0, 0.01, 300, 20_000, 5e6, 1e-12, -3e9)] == [
+        "0",
+        "0.01",
+        "300",
+        "20k",
+        "5M",
+        "1e-12",
+        "-3G",
+    ]
+
+
+def test_the_command_writes_files(store: actshard.Store, tmp_path: Path) -> None:
+    for what in ("gamma", "dimensions", "packing"):
+        source = CACHE if what in PLOTS_OF_CACHES else tmp_path / "run"
+        told = CliRunner().invoke(app, ["plot", str(source), what, "-o", str(tmp_path / f"{what}.svg")])
+        assert told.exit_code == 0, told.output
+        assert (tmp_path / f"{what}.svg").read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["norms", "-o", "x.pdf"], "svg or .png"),
+        (["other", "-o", "x.svg"], "one of norms"),
+        (["packing", "-o", "x.svg"], "not a plot of a dataset of activations; these are norms"),
+    ],
+)
+def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: actshard.Store, tmp_path: Path) -> None:
+    words = [str(tmp_path / "x.svg") if word == "x.svg" else word for word in words]
+    told = CliRunner().invoke(app, ["plot", str(tmp_path / "run"), *words])
+    assert isinstance(told.exception, actshard.ArgumentError)
+    assert match in str(told.exception)
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_without_matplotlib_tables_work_and_plots_name_the_extra(
+    store: actshard.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.norms(store, table=True).num_rows == 2
+    with refuses(actshard.MissingExtraError, None, r"pip install 'actshard\[report\]'"):
+        plot.norms(store)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown", "what"),
+    [
+        (["model.layers.0", "model.layers.12"], ["0", "12"], "layer model.layers.*"),
+        (["blocks.0.hook_mlp_out", "blocks.5.hook_mlp_out"], ["0", "5"], "layer blocks.*.hook_mlp_out"),
+        ([3, 10], ["3", "10"], "layer"),
+        (["mlp"], ["mlp"], "layer"),
+        (["attn", "mlp"], ["attn", "mlp"], "layer"),
+        (["a.", "a.b"], ["", "b"], "layer a.*"),
+        (["a.a", "a.a.a"], ["a", "a.a"], "layer a.*"),
+    ],
+)
+def test_parts_that_all_names_share_are_named_once(names: list[Any], shown: list[str], what: str) -> None:
+    assert labels(names) == (shown, what)
+
+
+def test_plots_of_samples_have_the_numbers_of_the_store(store: actshard.Store, tmp_path: Path) -> None:
+    spectrum = plot.spectrum(store, table=True).to_pydict()
+    found = {layer: store.spectrum(layer) for layer in store.layers}
+    assert spectrum["eigenvalue"] == [x for one in found.values() for x in one.eigenvalues.tolist()]
+    assert spectrum["direction"] == [*range(1, 17)] * 2
+    assert spectrum["cumulative"][15] == pytest.approx(1)
+    similar = plot.similarity(store, table=True).to_pydict()
+    assert similar["cka"] == store.similarity().cka.reshape(-1).tolist()
+    assert similar["cosine"] == store.similarity().cosine.reshape(-1).tolist()
+    assert list(zip(similar["layer"], similar["other_layer"], strict=True)) == [
+        (a, b) for a in store.layers for b in store.layers
+    ]
+    probe = plot.separability(store, table=True).to_pydict()
+    assert probe["accuracy"] == store.separability("label").accuracy.tolist()
+    assert probe["chance"] == [0.5, 0.5]
+    with actshard.create(tmp_path / "wide", "zarr", layers=[3, 4], d_model=4) as writer:
+        writer.append(np.zeros((30, 2, 5, 4), np.float32))
+    other = actshard.open(tmp_path / "wide")
+    across = plot.similarity(store, found=store.similarity(other=other), table=True)
+    assert across.column_names == ["layer", "other_layer", "cka"]
+    assert across["other_layer"].to_pylist() == ["3", "4"] * 2
+    for ax in (
+        plot.similarity(other),
+        plot.spectrum(other),
+        plot.similarity(store, found=store.similarity(other=other)),
+    ):
+        assert ax.get_title(loc="left")  # without variance there is nothing to draw, but axes
+    with refuses(
+        actshard.NotStoredError, other.path, "label: expected one of the columns label, labels, class, target"
+    ):
+        plot.separability(other)
+    with refuses(actshard.ArgumentError, store.path, "at least two classes"):
+        plot.separability(store, of=[1] * 30)
+
+
+def test_the_command_draws_separability_of_a_named_column(store: actshard.Store, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    out = str(tmp_path / "x.svg")
+    done = run(app, ["plot", str(store.path), "separability", "-o", out, "--label", "label", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "Linear probe of label" in Path(out).read_text()
+    for options, text in (
+        (["separability", "--label", "none"], "has no column 'none'"),
+        (["norms", "--label", "label"], "--label: is for separability"),
+        (["separability", "--tokens", "all"], "--tokens: separability is about"),
+    ):
+        done = run(app, ["plot", str(store.path), *options, "-o", out])
+        assert done.exit_code
+        assert text in str(done.exception)
+
+
+def test_of_many_layers_evenly_spaced_ones_are_compared() -> None:
+    assert compared(list(range(5))) == [0, 1, 2, 3, 4]
+    assert compared([]) == []
+    some = compared(list(range(200)))
+    assert (len(some), some[0], some[-1], sorted(set(some))) == (32, 0, 199, some)

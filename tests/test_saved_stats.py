@@ -1,0 +1,328 @@
+"""Statistics that are kept beside a dataset, and streams that use them by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import actshard
+from actshard import saved
+from actshard.stats import Stats
+from conftest import GOLDEN
+from served import served
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(7)
+    with actshard.create(tmp_path / "run", "zarr", layers=[3, 5], d_model=6) as writer:
+        for n in (4, 7, 1, 9):
+            writer.append([rng.normal([[[5.0]], [[0.0]]], 2, (2, n, 6)).astype(np.float32)])
+    return tmp_path / "run"
+
+
+def same(a: Stats, b: Stats) -> bool:
+    return a.as_plain() == b.as_plain()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass over rows from now on."""
+
+    def stats(*_: object) -> None:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr(Stats, "of", stats)
+
+
+def test_kept_statistics_are_read_back_with_the_same_bits(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = actshard.open(data)
+    made = {layer: store.stats(layer, save=True) for layer in store.layers}
+    assert all(same(made[layer], store.stats(layer)) for layer in store.layers)
+    assert len(files(data.with_name("run.stats"))) == 4
+    never(monkeypatch)
+    other = actshard.open(data)
+    for layer, stats in made.items():
+        found = other.stats(layer, save=True)
+        assert same(found, stats)
+        assert found.layer == layer
+        assert found.norms.median == stats.norms.median
+        assert found.findings() == stats.findings()
+
+
+def test_the_arrays_are_a_safetensors_file(data: Path) -> None:
+    store = actshard.open(data)
+    stats = store.stats(5, save=True)
+    (file,) = data.with_name("run.stats").glob("*.safetensors")
+    found = load_file(file)
+    for name in ("mean", "variance", "std", "min", "max", "nan", "inf", "zeros"):
+        np.testing.assert_array_equal(found[name], getattr(stats, name))
+    np.testing.assert_array_equal(found["norm_edges"], stats.norms.edges)
+    np.testing.assert_array_equal(found["norm_counts"], stats.norms.counts)
+    said = json.loads(file.with_suffix(".json").read_text())
+    assert said["about"]["findings"] == stats.findings()
+
+
+def test_a_dataset_that_changed_is_read_again(data: Path) -> None:
+    store = actshard.open(data)
+    before = store.stats(3, save=True)
+    shutil.rmtree(data)
+    with actshard.create(data, "zarr", layers=[3, 5], d_model=6) as writer:
+        writer.append([np.ones((2, 4, 6), np.float32)])
+    after = actshard.open(data).stats(3, save=True)
+    assert after.rows == 4
+    assert not same(before, after)
+    assert same(after, actshard.open(data).stats(3, save=True))
+
+
+def test_a_file_of_the_same_size_and_another_time_counts_as_changed(data: Path) -> None:
+    store = actshard.open(data)
+    store.stats(3, save=True)
+    chunk = max((file for file in data.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    assert saved.kept(store, 3) is not None
+    os.utime(chunk, ns=(0, 10**18))
+    assert saved.kept(store, 3) is None
+
+
+def test_statistics_of_files_that_change_meanwhile_are_not_kept(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = actshard.open(data)
+    some = next(file for file in data.rglob("*") if file.is_file())
+
+    def change(*_: object) -> Stats:
+        os.utime(some, ns=(0, 10**18))
+        return store.stats(3)
+
+    with caplog.at_level(logging.WARNING, "actshard"):
+        assert saved.kept_or_made(store, 3, ("content", (), None), True, change).rows == 21
+    assert "changed while they were read" in caplog.text
+    assert not data.with_name("run.stats").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "bits", "json", "shape", "version", "missing", "huge", "other"])
+def test_damaged_files_are_not_used_and_are_replaced(data: Path, damage: str) -> None:
+    store = actshard.open(data)
+    made = store.stats(3, save=True)
+    folder = data.with_name("run.stats")
+    (arrays,), (file,) = folder.glob("*.safetensors"), folder.glob("*.json")
+    said = json.loads(file.read_text())
+    if damage == "cut":
+        arrays.write_bytes(arrays.read_bytes()[:-8])
+    elif damage == "bits":
+        whole = bytearray(arrays.read_bytes())
+        whole[-1] ^= 1
+        arrays.write_bytes(whole)
+    elif damage == "json":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "shape":
+        said["stats"]["norm_bins"] = [[5, -1]]
+    elif damage == "version":
+        said["actshard_stats"] = 99
+    elif damage == "huge":
+        os.truncate(arrays, 1 << 40)
+    elif damage == "missing":
+        arrays.unlink()
+    else:
+        said = ["something else"]
+    if damage in ("shape", "version", "other"):
+        file.write_text(json.dumps(said))
+    assert saved.kept(store, 3) is None
+    assert same(store.stats(3, save=True), made)
+    assert saved.kept(store, 3) is not None
+
+
+def test_rows_that_were_chosen_have_their_own_statistics(data: Path) -> None:
+    store = actshard.open(data)
+    part = store.filter([0, 2])
+    whole, some = store.stats(3, save=True), part.stats(3, save=True)
+    every = store.stats(3, tokens="last", save=True)
+    assert (whole.rows, some.rows, every.rows) == (21, 5, 4)
+    assert len(files(data.with_name("run.stats"))) == 6
+    assert (saved.kept(store, 3).rows, saved.kept(part, 3).rows) == (21, 5)  # type: ignore[union-attr]  # they were kept
+    assert saved.kept(store.filter([1]), 3) is None
+    assert saved.kept(store, 5) is None
+
+
+def test_another_folder_and_joined_stores(data: Path, tmp_path: Path) -> None:
+    store = actshard.open(data)
+    shutil.copytree(data, tmp_path / "more")
+    both = actshard.concat([store, actshard.open(tmp_path / "more")])
+    with pytest.raises(actshard.ArgumentError, match="pass a folder, save=PATH"):
+        both.stats(3, save=True)
+    made = both.stats(3, save=tmp_path / "kept")
+    assert made.rows == 42
+    assert same(both.stats(3, save=tmp_path / "kept"), made)
+    assert saved.kept(both, 3) is None
+    for bad in (1, None, ["x"]):
+        with pytest.raises(actshard.ArgumentError, match="save: expected True or a folder"):
+            store.stats(3, save=bad)  # type: ignore[arg-type]  # a wrong value is the test
+    with pytest.raises(actshard.ArgumentError, match="keep="):
+        store.stats(3, keep=[True] * 4, save=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_of_others_leads_to_the_cache_folder(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data.parent.chmod(0o555)
+    try:
+        in_the_cache(data, monkeypatch)
+    finally:
+        data.parent.chmod(0o755)
+
+
+def in_the_cache(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = data / ".." / "cache"
+    monkeypatch.setenv("ACTSHARD_CACHE", str(own))
+    store = actshard.open(data)
+    made = store.stats(3, save=True)
+    found = saved.kept(actshard.open(data), 3)
+    assert found is not None
+    assert same(found, made)
+
+
+def test_where_the_folder_beside_cannot_be_made_the_cache_folder_is_used(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.with_name("run.stats").write_text("a file of that name")
+    in_the_cache(data, monkeypatch)
+    assert data.with_name("run.stats").read_text() == "a file of that name"
+    assert (data.parent / "cache-stats").is_dir()
+
+
+def test_kept_statistics_are_no_dataset_and_no_part_of_one(data: Path) -> None:
+    store = actshard.open(data)
+    store.stats(3, save=True)
+    assert actshard.verify(data, deep=True).ok
+    with pytest.raises(actshard.UnknownFormatError):
+        actshard.open(data.with_name("run.stats"))
+    assert actshard.open(data.parent).path == store.path, "the only dataset in that folder"
+
+
+def stacked(store: Any, layer: Any, **options: Any) -> Any:
+    return np.concatenate([batch.activations for batch in store.stream(layer, 5, dtype=np.float64, **options)])
+
+
+@pytest.mark.parametrize("layer", [3, [3, 5]])
+@pytest.mark.parametrize("keep", [False, True])
+def test_streams_take_statistics_by_name(data: Path, layer: Any, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = actshard.open(data)
+    each = [store.stats(x, save=keep) for x in np.atleast_1d(layer).tolist()]
+    mean, std = np.stack([s.mean for s in each]), np.stack([s.std for s in each])
+    plain = [
+        stacked(store, layer, center=mean),
+        stacked(store, layer, center=mean, divide=std.copy()),
+        stacked(store, layer, normalize=each),
+    ]
+    if keep:
+        never(monkeypatch)
+    named = [
+        stacked(store, layer, center="mean"),
+        stacked(store, layer, center="mean", divide="std"),
+        stacked(store, layer, normalize="stats"),
+    ]
+    for a, b in zip(plain, named, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for center in (None, "mean"):
+        rows = stacked(store, layer, center=center, scale="mean-sqrt-d")
+        np.testing.assert_allclose((rows**2).sum(-1).mean(0), 6, rtol=1e-12)
+
+
+def test_names_mean_the_rows_that_the_stream_has(data: Path) -> None:
+    store = actshard.open(data)
+    store.stats(3, save=True)
+    for options in ({"tokens": "last"}, {"keep": [True, False, True, True]}):
+        rows = stacked(store, 3, center="mean", **options)
+        np.testing.assert_allclose(rows.mean(0), 0, atol=1e-12)
+    rows = stacked(store.filter([1, 3]), 3, center="mean")
+    np.testing.assert_allclose(rows.mean(0), 0, atol=1e-12)
+
+
+def test_a_named_stream_resumes_and_pickles(data: Path) -> None:
+    store = actshard.open(data)
+    stream = store.stream(3, 4, center="mean", shuffle="exact", seed=1)
+    loop = iter(stream)
+    next(loop)
+    state = stream.state_dict()
+    rest = [batch.activations for batch in loop]
+    again = pickle.loads(pickle.dumps(store.stream(3, 4, center="mean", shuffle="exact", seed=1)))
+    again.load_state_dict(state)
+    for a, b in zip(rest, [batch.activations for batch in again], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_sequences_pairs_and_mixtures_take_names(data: Path, tmp_path: Path) -> None:
+    store = actshard.open(data)
+    batches = list(store.sequences_stream(3, 16, center="mean", dtype=np.float64))
+    assert abs(sum(batch.activations.sum() for batch in batches)) < 1e-9
+    shutil.copytree(data, tmp_path / "more")
+    pair = actshard.pair(store, tmp_path / "more")
+    rows = np.concatenate([b.activations for b in pair.stream(3, 5, center="mean", dtype=np.float64)])
+    np.testing.assert_allclose(rows.mean(0), 0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"center": "median"}, 'center: expected numbers or "mean", found .median.'),
+        ({"divide": "unit-norm"}, 'divide: expected numbers or "std"'),
+        ({"normalize": "mean"}, 'normalize: expected numbers or "stats"'),
+        ({"scale": "std"}, '"mean-sqrt-d", found .std.'),
+        ({"center": "mean", "normalize": "stats"}, "not supported with normalize="),
+        ({"scale": "mean-sqrt-d", "divide": "std"}, "not supported with scale="),
+    ],
+)
+def test_unknown_names_and_combinations_are_refused(data: Path, options: dict[str, str], said: str) -> None:
+    with pytest.raises(actshard.ArgumentError, match=said):
+        actshard.open(data).stream(3, 4, **options)  # type: ignore[arg-type]  # wrong values are the test
+
+
+def test_every_golden_format_keeps_statistics(tmp_path: Path) -> None:
+    for name in ("lmprobe/fullseq_f32", "zarr/single_consolidated/activations.zarr"):
+        target = tmp_path / Path(name).name
+        shutil.copytree(GOLDEN / name, target)
+        store = actshard.open(target)
+        made = store.stats(store.layers[0], save=True)
+        found = saved.kept(actshard.open(target), store.layers[0])
+        assert found is not None
+        assert same(found, made)
+
+
+def test_a_plan_keeps_them_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = actshard.open(data)
+    expected = store.stats(3)
+    for save in (False, True):
+        plan = actshard.plan.stats(data, tasks=2, save=save)
+        for task in range(len(plan)):
+            plan.run(task)
+        plan.commit()
+        found = saved.kept(actshard.open(data), 3)
+        assert (found is not None) == save
+    assert found is not None
+    assert same(found, expected)
+
+
+def test_a_dataset_behind_a_url_has_them_in_the_cache_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTSHARD_CACHE", str(tmp_path / "cache"))
+    with served(data.parent) as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore", actshard.ActshardWarning)  # names cannot be listed
+        url = f"http://127.0.0.1:{server.port}"
+        store = actshard.open(f"{url}/run")
+        made = store.stats(3, save=True)
+        found = saved.kept(actshard.open(f"{url}/run"), 3)
+    assert found is not None
+    assert same(found, made)
+    assert [file.suffix for file in sorted((tmp_path / "cache-stats").rglob("*.*"))] == [".json", ".safetensors"]

@@ -1,0 +1,235 @@
+"""Norms, positions, the largest values and repeated rows of a layer are what numpy finds in all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import actshard
+from actshard.stats import MASSIVE, Stats
+from actshard.stats.summary import HASHES, Norms, NormsByPosition, Summary
+
+N, T, D = 60, 100, 24
+
+
+def made(path: Path, rows: NDArray[np.float32]) -> actshard.Store:
+    with actshard.create(path, "npy", layers=["a"], d_model=rows.shape[-1]) as writer:
+        writer.append(rows[:, None])
+    return actshard.open(path)
+
+
+@pytest.fixture(scope="module")
+def rows() -> NDArray[np.float32]:
+    rng = np.random.default_rng(5)
+    made = rng.standard_normal((N, T, D)).astype(np.float32)
+    made[:, :, 3] = 0
+    made[:, :, 4] = 2.5
+    made[:, 0] *= 500  # a sink
+    made[7, 31, 9] = -90_000
+    made[8:14] = made[2]
+    made[1, 1, 1] = np.nan
+    made[1, 2, 1] = -np.inf
+    return made
+
+
+@pytest.fixture(scope="module")
+def stats(rows: NDArray[np.float32], tmp_path_factory: pytest.TempPathFactory) -> Stats:
+    return made(tmp_path_factory.mktemp("stats") / "store", rows).stats("a")
+
+
+def norms_of(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    return np.asarray(np.sqrt((rows.astype(np.float64) ** 2).sum(-1)))
+
+
+def test_zeros_are_counted(stats: Stats, rows: NDArray[np.float32]) -> None:
+    assert stats.zeros.tolist() == (rows == 0).sum((0, 1)).tolist()
+    assert stats.zeros[3] == N * T
+
+
+def test_quantiles_of_norms_are_within_their_bound(stats: Stats, rows: NDArray[np.float32]) -> None:
+    norms = norms_of(rows)
+    norms = norms[np.isfinite(norms)]
+    assert stats.norms.rows == len(norms) == N * T - 2
+    wanted = np.linspace(0, 1, 101)
+    expected = np.quantile(norms, wanted, method="inverted_cdf")
+    assert (np.abs(stats.norms.quantile(wanted) - expected) <= expected / 256).all()
+    found, _ = np.histogram(norms, stats.norms.edges)
+    assert found.tolist() == stats.norms.counts.tolist()
+    assert isinstance(stats.norms.median, float)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1e300), max_size=60), st.floats(0, 1))
+def test_quantiles_of_any_norms(norms: list[float], q: float) -> None:
+    bins: dict[int, int] = {}
+    for norm in norms:
+        number = int(np.array([norm]).view(np.uint64)[0]) >> 45
+        bins[number] = bins.get(number, 0) + 1
+    found = float(Norms.of(sorted(bins.items())).quantile(q))
+    if not norms:
+        assert np.isnan(found)
+        return
+    expected = float(np.quantile(norms, q, method="inverted_cdf"))
+    assert abs(found - expected) <= max(expected / 256, 1e-300)
+
+
+def test_norms_by_position(stats: Stats, rows: NDArray[np.float32]) -> None:
+    norms = norms_of(rows)
+    found = stats.norms_by_position
+    assert found.first.tolist() == [*range(64), *range(64, T, 8)]
+    assert found.end[:-1].tolist() == found.first[1:].tolist()
+    for first, end, count, mean in zip(found.first, found.end, found.rows, found.mean, strict=True):
+        some = norms[:, first:end]
+        some = some[np.isfinite(some)]
+        assert count == some.size
+        np.testing.assert_allclose(mean, some.mean(), rtol=1e-12)
+
+
+def test_ranges_of_positions_have_no_holes() -> None:
+    found = NormsByPosition.of([(k, 1.0, 1) for k in range(300)])
+    assert found.first.tolist() == [0, *found.end[:-1].tolist()]
+    width = (found.end - found.first)[64:]
+    assert (width * 8 <= found.first[64:]).all()
+
+
+def test_the_largest_rows_and_columns_have_their_places(stats: Stats, rows: NDArray[np.float32]) -> None:
+    norms = norms_of(rows)
+    flat = np.where(np.isfinite(norms), norms, -1).reshape(-1)
+    order = np.argsort(-flat, kind="stable")[:16]
+    assert [(r.example, r.token) for r in stats.largest_rows] == [divmod(int(k), T) for k in order]
+    np.testing.assert_allclose([r.norm for r in stats.largest_rows], flat[order], rtol=1e-12)
+    sizes = np.where(np.isfinite(rows), np.abs(rows), -1).reshape(-1, D)
+    best = np.argsort(-sizes.max(0), kind="stable")[:16]
+    assert [c.column for c in stats.largest_columns] == best.tolist()
+    for each in stats.largest_columns:
+        assert each.magnitude == sizes[:, each.column].max()
+        assert (each.example, each.token) == divmod(int(sizes[:, each.column].argmax()), T)
+
+
+def test_massive_rows_and_columns_are_over_a_hundred_times_the_median(stats: Stats, rows: NDArray[np.float32]) -> None:
+    norms = norms_of(rows)
+    bound = MASSIVE * np.median(norms[np.isfinite(norms)])
+    assert len(stats.massive_rows) == 16  # of more
+    assert all(r.norm > bound for r in stats.massive_rows)
+    assert {(r.example, r.token) for r in stats.massive_rows} >= {(7, 31)}
+    assert stats.massive_columns[0].column == 9
+    bound = MASSIVE * float(np.median(stats.rms))
+    assert [c.column for c in stats.massive_columns] == [c.column for c in stats.largest_columns if c.magnitude > bound]
+
+
+def test_repeated_rows_are_counted_exactly_while_there_are_few(tmp_path: Path, rows: NDArray[np.float32]) -> None:
+    some = made(tmp_path / "few", rows[:14, 3:13]).stats("a").repeats
+    # Examples 8 to 13 equal example 2.
+    assert (some.different, some.repeated, some.rows, some.exact) == (80, 10, 140, True)
+    assert some.fraction == pytest.approx(60 / 140)
+
+
+def test_repeated_rows_of_many_are_estimated(stats: Stats) -> None:
+    found = stats.repeats
+    assert (found.different, found.exact) == (HASHES, False)
+    assert 0.05 < found.fraction < 0.16  # 600 of 6,000
+
+
+def test_gamma_is_the_norm_of_the_mean_relative_to_that_of_the_deviations(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    values = (rng.standard_normal((20, 30, 8)) + 5).astype(np.float32)
+    found = made(tmp_path / "shifted", values).stats("a")
+    flat = values.reshape(-1, 8).astype(np.float64)
+    np.testing.assert_allclose(found.gamma, np.linalg.norm(flat.mean(0)) / np.linalg.norm(flat.std(0)), rtol=1e-12)
+    assert any("gamma is 5" in text and "center=stats.mean" in text for text in found.findings())
+    assert made(tmp_path / "good", values - 5).stats("a").findings() == []
+    assert np.isnan(made(tmp_path / "constant", values * 0).stats("a").gamma)
+
+
+def test_findings_name_what_is_odd_and_where(stats: Stats) -> None:
+    said = "\n".join(stats.findings())
+    for text in (
+        "1 NaN value in 1 of 24 dimensions",
+        "1 infinite value in 1 of 24 dimensions",
+        "1 of 24 dimensions is always 0: 3.",
+        "9 (9e+04 at example 7, token 31)",
+        "massive rows",
+        "of the rows equal an earlier row",
+    ):
+        assert text in said, said
+
+
+def test_an_empty_dataset_has_a_summary(tmp_path: Path) -> None:
+    found = made(tmp_path / "empty", np.zeros((3, 0, D), np.float32)).stats("a")
+    assert (found.rows, found.norms.rows, found.largest_rows, found.repeats.fraction) == (0, 0, (), 0.0)
+    assert found.findings() == ["has no rows."]
+
+
+def test_statistics_come_back_from_json(stats: Stats) -> None:
+    again = Stats.of_plain(stats.as_plain())
+    assert again.as_plain() == stats.as_plain()
+    assert again.findings() == stats.findings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("norm_bins", [[2, 1], [1, 1]]),
+        ("norm_bins", [[1 << 40, 1]]),
+        ("norm_bins", [[True, 1]]),
+        ("positions", [[3, "nan", 1]]),
+        ("positions", [[3, "inf", 1]]),
+        ("largest_rows", [["-0x1p3", 1, 1]]),
+        ("largest_columns", [[0, "0x1p3", -1, 1]]),
+        ("hashes", [["g", 1]]),
+        ("hashes", [[f"{k:x}", 1] for k in range(HASHES + 1)]),
+        ("hashes", None),
+    ],
+)
+def test_a_summary_that_was_changed_is_refused(stats: Stats, name: str, value: object) -> None:
+    with pytest.raises((LookupError, TypeError, ValueError, OverflowError)):
+        Summary.of_plain({**stats.as_plain(), name: value})
+
+
+def test_equal_rows_are_one_finding_and_rows_of_embeddings_a_note(tmp_path: Path) -> None:
+    same = np.ones((20, 3, 8), np.float32)
+    (found,) = (x for x in made(tmp_path / "same", same).stats("a").advice())
+    assert (found.kind, found.severity) == ("equal rows", "warning")
+    assert "all 60 rows are equal" in str(found)
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((10, 8))
+    rows = table[rng.integers(0, 10, (20, 1, 30))].astype(np.float32)
+    with actshard.create(tmp_path / "embedded", "zarr", layers=[0, 1], d_model=8) as writer:
+        writer.append(np.repeat(rows, 2, axis=1))
+    store = actshard.open(tmp_path / "embedded")
+    kinds = [[(x.kind, x.severity) for x in store.stats(layer).advice() if x.kind == "repeats"] for layer in (0, 1)]
+    assert kinds == [[("repeats", "note")], [("repeats", "warning")]]
+
+
+@pytest.mark.parametrize(("times", "kinds"), [(1, []), (30, ["sinks"]), (500, ["massive rows"])])
+def test_first_tokens_of_large_norms_are_sinks(times: int, kinds: list[str], tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((20, 9, 16)).astype(np.float32)
+    rows[:, 0] *= times
+    found = made(tmp_path / "a", rows).stats("a").advice()
+    assert [x.kind for x in found] == kinds
+    assert all(x.code == "min_token=1" for x in found)
+
+
+def test_one_massive_first_token_is_no_sink(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((20, 9, 16)).astype(np.float32)
+    rows[3, 0] *= 1e6
+    (found,) = made(tmp_path / "a", rows).stats("a").advice()
+    assert found.kind == "massive rows"
+    assert str(found).startswith("1 massive row, over 100 times the median norm: example 3 token 0 (norm ")
+    assert str(found).endswith('Leave it out: max_norm="10x median"')
+
+
+def test_dimensions_of_a_large_root_mean_square_are_outliers(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((20, 9, 16)).astype(np.float32) * 0.1
+    rows[:, ::2, 5] += 4
+    rows[:, 1::2, 5] -= 4
+    rows[:, :, 6] *= 300
+    found = {x.kind: str(x) for x in made(tmp_path / "a", rows).stats("a").advice()}
+    assert set(found) == {"massive dimensions", "outlier dimensions"}
+    assert "1 outlier dimension: 5. It has 4" in found["outlier dimensions"]
+    assert found["outlier dimensions"].endswith(": center=stats.mean, scale=stats.inverse_std")
