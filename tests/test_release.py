@@ -1,0 +1,82 @@
+"""Release: workflows run what a developer can run, and the files that name the version agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import actshard
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def steps(workflow: Path) -> list[str]:
+    """The commands of all steps of a workflow."""
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_run_targets_of_the_makefile(workflow: Path) -> None:
+    """Anything else could not be reproduced on a developer's machine; rustup is what a container lacks."""
+    commands = steps(workflow)
+    assert commands
+    for command in commands:
+        words = command.split()
+        if words[0] == "make":
+            assert words[1] in TARGETS, command
+        elif words[0] == ".ci/run":
+            assert (ROOT / ".ci/run").stat().st_mode & 0o111
+        else:
+            assert words[:2] == ["curl", "-sSf"], command
+            assert "rustup.rs" in command
+
+
+def test_every_target_is_phony_and_explained() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
+    assert phony == TARGETS
+    explained = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in TARGETS - {"clean", "help"}:
+        assert re.search(rf"^{target} +\S", explained, re.MULTILINE), target
+
+
+def test_versions_agree() -> None:
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    assert actshard.__version__ == version
+    assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version  # type: ignore[index]
+
+
+def test_metadata_names_no_address_that_may_not_exist() -> None:
+    assert "urls" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for manifest in [ROOT / "Cargo.toml", *ROOT.glob("rust/*/Cargo.toml")]:
+        assert not re.search(r"^(repository|homepage|documentation)\b", manifest.read_text(), re.MULTILINE), manifest
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.name
+)
+def test_forms_ask_for_what_the_command_line_has(form: Path) -> None:
+    """A form that asks for a command's output names a command and options that exist."""
+    held = yaml.safe_load(form.read_text())
+    assert held["name"]
+    assert held["body"]
+    for command in re.findall(r"`actshard ([^`]*)`", form.read_text()):
+        words = command.replace("PATH", "").split()
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "actshard"), words[0], *(["--help"] if words[0][0] != "-" else [])],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for option in words[1:]:
+            assert option in done.stdout, command
