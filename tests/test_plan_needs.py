@@ -262,7 +262,7 @@ def test_memory_does_not_depend_on_what_the_planning_process_did(tmp_path: Path)
     code = """
 import sys, actshard
 if sys.argv[2] == "busy":
-    import pandas, pyarrow.parquet, pyarrow.dataset, unittest.mock
+    import matplotlib.pyplot, pyarrow.parquet, pyarrow.dataset, unittest.mock
     ballast = bytearray(200 << 20)
     actshard.plan.stats(sys.argv[1] + "/s", tasks=1, work=sys.argv[1] + "/w")
 where = sys.argv[1] + "/d"

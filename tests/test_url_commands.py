@@ -222,20 +222,20 @@ def test_stats_prints_a_row_per_layer_or_json(tmp_path: Path) -> None:
     ]
     lines = command("stats", str(SAEV)).stdout.splitlines()
     assert sum(line.split()[0] in found for line in lines if line.strip()) == len(near.layers)
-    assert "layer" in command("stats", str(SAEV), "--layer", "99", status=1).stderr
+    assert "layer" in command("stats", str(SAEV), "--layer", "99", status=3).stderr
 
 
 def test_options_that_are_wrong_are_told_without_their_values(server: Served) -> None:
     (server.root / "bucket").mkdir(parents=True)
     for words in (["-o", "hushhush"], ["-o", "=hushhush"], ["-o", "secret=hushhush", "-o", "secret=hushhush"]):
-        said = command("info", "s3://bucket/x", *words, status=1).stderr
+        said = command("info", "s3://bucket/x", *words, status=3).stderr
         assert "--storage-option: expected" in said
         assert "hushhush" not in said
-    said = command("info", "s3://bucket/x", "-o", "regoin=x", status=1).stderr
+    said = command("info", "s3://bucket/x", "-o", "regoin=x", status=3).stderr
     assert "regoin" in said
     said = command("verify", "s3://bucket/x", *words_of(server), status=3).stderr
     assert said == "actshard: s3://bucket/x: expected a dataset, found nothing\n"
-    said = command("info", str(SAEV), "-o", "region=x", status=1).stderr
+    said = command("info", str(SAEV), "-o", "region=x", status=3).stderr
     assert "expected a URL" in said
 
 
@@ -274,7 +274,7 @@ def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects/mine").write_text("mine")
     for verb in ("info", "clear"):
-        said = command("cache", verb, str(tmp_path), status=1).stderr
+        said = command("cache", verb, str(tmp_path), status=3).stderr
         assert said == f"actshard: {tmp_path}: expected a cache on disk, found none\n"
     with pytest.raises(actshard.NotAFileError, match="expected the folder of a cache"):
         actshard.cache_info(tmp_path / "objects/mine")

@@ -214,11 +214,13 @@ def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server
     """Nor for their listing. A window opens its own shard."""
     _, shards = many_shards(server)
     cache = tokens.open_cache("s3://lab/many", storage_options=server.options)
-    assert server.since(0) == ["lab/many/shard_ledger.json", "lab/many/.actshard-pushing.json"]
+    opened = len(server.requests)
+    # A slow answer is asked for again: the same path twice.
+    assert list(dict.fromkeys(server.since(0))) == ["lab/many/shard_ledger.json", "lab/many/.actshard-pushing.json"]
     windows = tokens.TokenSeqDataset(cache, 100)
     assert len(windows) == 2226
     # The first shard has the field's dtype, and shapes if rows have several axes.
-    assert [path.split("/")[2:] for path in server.since(2)] == [
+    assert [path.split("/")[2:] for path in dict.fromkeys(server.since(opened))] == [
         [shards[0], "input_ids", name, "zarr.json"] for name in ("data", "shapes")
     ]
     # Windows 14 and 15 are shard 7.

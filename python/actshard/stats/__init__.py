@@ -299,8 +299,8 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
         n = max(len(rows), int(stats.norms.counts[stats.norms.edges[:-1] > MASSIVE * median].sum()))
         sinks = " All are first tokens: attention sinks." if first else ""
         text = f"{many(n, 'massive row')}, over {MASSIVE} times the median norm: {shown}{_more(n)}.{sinks}"
-        code = "min_token=1" if first else 'max_norm="10x median"'
-        yield Advice("warning", "", text, f"Leave {'it' if n == 1 else 'them'} out.", code, "massive rows", n)
+        option = "min_token=1" if first else 'max_norm="10x median"'
+        yield Advice("warning", "", text, f"Leave {'it' if n == 1 else 'them'} out.", option, "massive rows", n)
         if first:
             return
     if len(positions.first) < 2 or positions.first[0] != 0 or not median > 0:
