@@ -51,6 +51,8 @@ class Spec:
     """Tokens per example, for formats where it is constant."""
     shard_bytes: int | None
     part: tuple[int, int] | None
+    whole: int | None = None
+    """Of a part: number of examples of all parts, where it is known; ``num_examples`` are those of this part."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options specific to the format."""
     created: int | None = None

@@ -238,7 +238,7 @@ def _memory(
     arrow = ["pyarrow.compute", *(["pandas"] if find_spec("pandas") else [])] if columns.names else ["pyarrow"]
     if target.writes_parquet:
         arrow.append("pyarrow.parquet")
-    begun = process.opening(asked.store, (*place, None), inputs, __name__, type(target).__module__, *arrow)
+    begun = process.opening(asked.store, (*place, None), inputs, __name__, *arrow, write=asked.format)
     share = max(sizes) / max(sum(sizes), 1)
     return begun + converting(asked.store, share, blocks_memory(target, max(sizes)), inputs)
 

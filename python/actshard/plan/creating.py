@@ -143,7 +143,7 @@ def create(
         "options": dict(options),
     }
     parts = min(tasks, n)
-    target = make_target(root, format, num_examples=n, part=(0, parts), **told)
+    target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **told)
     spec = target.spec
     arguments: dict[str, Any] = {
         "path": str(root),
@@ -262,7 +262,8 @@ def _predicted(
     copied = sum(
         count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in shards
     )
-    return Predicted(size, files, 0, memory, copied), notes, each
+    # saev's shards have their full size in each part, as holes, and no row is copied twice.
+    return Predicted(size, files, 0, memory, min(copied, size)), notes, each
 
 
 def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
@@ -277,7 +278,7 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
 def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:
     names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
     told = {name: arguments[name] for name in names}
-    target = make_target(arguments["path"], told.pop("format"), num_examples=count, part=part, **told)
+    target = make_target(arguments["path"], told.pop("format"), num_examples=count, part=part, whole=arguments["num_examples"], **told)
     target.plan = work
     return target
 

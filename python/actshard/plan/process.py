@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from actshard import formats
+from actshard.errors import ActshardError
 from actshard.inputs import Input
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -55,13 +56,28 @@ def importing(*modules: str) -> int:
     return _measured({"modules": modules}) or UNKNOWN
 
 
-@functools.cache
 def writing(format: str, *modules: str) -> int:
     """Bytes of memory of a process that imported modules and wrote a dataset of one example, with a text."""
-    return _measured({"modules": modules, "write": format}) or UNKNOWN
+    return _begun(modules, None, format)
 
 
-def opening(store: Store, place: Sequence[Any], inputs: Sequence[Input], *modules: str, check: bool = False) -> int:
+@functools.cache
+def _begun(modules: tuple[str, ...], opened: str | None, written: str | None) -> int:
+    """Bytes of memory of a process that imported modules, opened a dataset of one example of a format, and wrote another."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "opened")
+        place = [str(path), None, None] if opened is not None and _write(path, opened) else None
+        return _measured({"modules": modules, "open": place, "write": written}) or UNKNOWN
+
+
+def opening(
+    store: Store,
+    place: Sequence[Any],
+    inputs: Sequence[Input],
+    *modules: str,
+    check: bool = False,
+    write: str | None = None,
+) -> int:
     """Bytes of memory of a process that imported modules and opened a dataset.
 
     Args:
@@ -70,21 +86,23 @@ def opening(store: Store, place: Sequence[Any], inputs: Sequence[Input], *module
         inputs: the dataset's files.
         modules: what a task imports.
         check: whether it also checks the files, without their values.
+        write: a format in which it writes.
     """
     kinds = {kind for each in inputs if any(map(str.isalpha, kind := Path(each.path).suffix))}
     room = f"actshard.formats.{store.format}.read"
     known = [*modules, room] if find_spec(f"actshard.formats.{store.format}") and find_spec(room) else [*modules]
     tables = store.rows.table_bytes() if store.layers else 0
     if store.contents.units is not None or not isinstance(place[0], str) or "://" in place[0]:
-        # Opening decodes a unit, which is counted apart; or asks a server, which is not done twice.
-        return importing(*known, *readers(inputs)) + tables
+        # Opening decodes a unit, which is counted apart, so another one is opened; or asks a server, which is not done twice.
+        own = store.format if store.contents.units is not None and store.format in formats.written() else None
+        return _begun((*known, *readers(inputs)), own, write) + tables
     rows = {str(Location.at(file)) for file in store.contents.files()}
     besides = sum(each.size or 0 for each in inputs if each.path not in rows)
     itself = [] if besides <= _LITTLE else [place[0]]
     ways = [*(["decodes"] if store.layers and store.rows.decodes else []), *(["check"] if check else [])]
-    key = (store.format, *sorted(kinds), *known, *ways, *itself)
+    key = (store.format, *sorted(kinds), *known, *ways, *itself, f"writes {write}")
     if key not in _known:
-        found = _measured({"modules": known, "open": list(place), "check": check})
+        found = _measured({"modules": known, "open": list(place), "check": check, "write": write})
         _known[key] = UNKNOWN if found is None else max(found - tables, 0)
     return _known[key] + tables
 
@@ -116,23 +134,31 @@ def main() -> None:
     asked = json.load(sys.stdin)
     for name in asked["modules"]:
         __import__(name)
-    if "write" in asked:
-        _write(asked["write"])
-    if "open" in asked:
-        path, format, layout = asked["open"]
-        if asked["check"]:
-            of_path(path, format, deep=False, layout=layout)
-        store = open_quietly(path, format, "pread", cache=False, layout=layout)
-        if store.layers:
-            store.tokens_in(store.layers[0])
+    if asked.get("open"):
+        _open(*asked["open"], check=asked.get("check", False))
+    if asked.get("write"):
+        with tempfile.TemporaryDirectory() as folder:
+            _write(Path(folder, "written"), asked["write"])
     sys.stdout.write(f"\n{json.dumps(peak())}")
 
 
-def _write(format: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        columns = {"text": ["one"]} if formats.get(format).target().holds_columns else None
-        with create(Path(folder) / "d", format, layers=[0], d_model=8, dtype="float32") as writer:
+def _write(path: Path, format: str) -> bool:
+    """Whether a dataset could be written: some formats need columns, and then their modules are imported."""
+    columns = {"text": ["one"]} if formats.get(format).target().holds_columns else None
+    try:
+        with create(path, format, layers=[0], d_model=8, dtype="float32") as writer:
             writer.append(np.ones((1, 1, 2, 8), np.float32), columns=columns)
+    except ActshardError:
+        return False
+    return True
+
+
+def _open(path: str, format: str | None, layout: Any, *, check: bool) -> None:
+    if check:
+        of_path(path, format, deep=False, layout=layout)
+    store = open_quietly(path, format, "pread", cache=False, layout=layout)
+    if store.layers:
+        store.tokens_in(store.layers[0])
 
 
 if __name__ == "__main__":

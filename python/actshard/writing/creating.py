@@ -43,8 +43,9 @@ def make_target(
     part: tuple[int, int] | None,
     options: Mapping[str, Any],
     created: int | None = None,
+    whole: int | None = None,
 ) -> Target:
-    """Checks the arguments of :func:`create` and returns the format's target. ``created``: see :class:`Spec`."""
+    """Checks the arguments of :func:`create` and returns the format's target. ``created``, ``whole``: see :class:`Spec`."""
     known = formats.written()
     if not _arguments.is_one_of(format, known):
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
@@ -94,6 +95,7 @@ def make_target(
         tokens=None if tokens_per_example is None else int(tokens_per_example),
         shard_bytes=None if shard_bytes is None else max(1, _arguments.size(shard_bytes, "shard_bytes")),
         part=part,
+        whole=whole,
         options=told["options"],
         created=created,
     )

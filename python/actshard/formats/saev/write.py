@@ -120,6 +120,8 @@ class SaevTarget(Target):
             budget = max(self.spec.shard_bytes // (self.spec.d_model * ITEMSIZE), self.per_example)
         else:
             budget = max(BUDGET, self.per_example)
+            if self.spec.whole is not None:  # as budget_of says, for all parts together
+                budget = min(budget, self.spec.whole * self.per_example)
         if budget < self.per_example:
             raise ArgumentError(
                 f"max_tokens_per_shard: expected at least {self.per_example}, the vectors of one example, found {budget}"
