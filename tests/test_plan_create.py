@@ -106,6 +106,28 @@ def test_the_result_is_that_of_parts_and_merge(tmp_path: Path, format: str) -> N
     assert rows_in(plan.commit()) == rows_in(actshard.merge(tmp_path / "b"))
 
 
+@pytest.mark.parametrize("format", OPTIONS)
+def test_tasks_at_default_options_write_all_examples_and_what_is_predicted(tmp_path: Path, format: str) -> None:
+    asked: dict[str, Any] = {"layers": LAYERS, "d_model": WIDTH, "dtype": "float32", "num_examples": N}
+    with actshard.create(tmp_path / "one", format, **asked) as writer:
+        writer.append(DATA, columns=None if format == "saev" else {"label": list(range(N))})
+    for tasks in (1, 3, N):
+        plan = actshard.plan.create(tmp_path / f"d{tasks}", format, tasks=tasks, tokens_per_example=TOKENS, **asked)
+        for task in range(len(plan)):
+            write(plan, task)
+        made = plan.commit()
+        check(made)
+        written = sum(map(len, rows_in(made).values()))
+        assert abs(plan.predicted.bytes - written) <= 0.01 * written or format == "pickle"
+        assert plan.predicted.scratch <= plan.predicted.bytes
+        if (
+            format == "saev"
+        ):  # whose shards have one size, which is that of all examples if there are few: tasks see only theirs
+            (one,) = (tmp_path / "one").iterdir()
+            assert rows_in(made) == rows_in(one)
+            assert made.name == one.name  # a hash of the metadata
+
+
 def test_tasks_begin_with_shards_where_they_stay_equal(tmp_path: Path) -> None:
     n = 4 * 40 + 2
     plan = planned(tmp_path / "d", "saev", tasks=2, num_examples=n)

@@ -278,7 +278,8 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
 def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:
     names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
     told = {name: arguments[name] for name in names}
-    target = make_target(arguments["path"], told.pop("format"), num_examples=count, part=part, whole=arguments["num_examples"], **told)
+    told |= {"num_examples": count, "part": part, "whole": arguments["num_examples"]}
+    target = make_target(arguments["path"], told.pop("format"), **told)
     target.plan = work
     return target
 

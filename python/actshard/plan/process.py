@@ -92,9 +92,11 @@ def opening(
     room = f"actshard.formats.{store.format}.read"
     known = [*modules, room] if find_spec(f"actshard.formats.{store.format}") and find_spec(room) else [*modules]
     tables = store.rows.table_bytes() if store.layers else 0
-    if store.contents.units is not None or not isinstance(place[0], str) or "://" in place[0]:
+    remote = not isinstance(place[0], str) or "://" in place[0]
+    units = store.contents.units is not None
+    if remote or (units and (store.format in formats.written() or sum(each.size or 0 for each in inputs) > _LITTLE)):
         # Opening decodes a unit, which is counted apart, so another one is opened; or asks a server, which is not done twice.
-        own = store.format if store.contents.units is not None and store.format in formats.written() else None
+        own = store.format if units and store.format in formats.written() else None
         return _begun((*known, *readers(inputs)), own, write) + tables
     rows = {str(Location.at(file)) for file in store.contents.files()}
     besides = sum(each.size or 0 for each in inputs if each.path not in rows)
@@ -105,6 +107,19 @@ def opening(
         found = _measured({"modules": known, "open": list(place), "check": check, "write": write})
         _known[key] = UNKNOWN if found is None else max(found - tables, 0)
     return _known[key] + tables
+
+
+def checking(place: Sequence[Any], inputs: Sequence[Input], *modules: str) -> int:
+    """Bytes of memory of a process that imported modules and checked a dataset that cannot be opened, or has no layers.
+
+    Args:
+        place: path, format and layout, as for :func:`actshard.open`.
+        inputs: the files; none: they are not checked here, because they are too many.
+        modules: what a task imports.
+    """
+    if not inputs or not isinstance(place[0], str) or "://" in place[0]:
+        return importing(*modules, *readers(inputs))
+    return _measured({"modules": modules, "open": list(place), "check": True, "fails": True}) or UNKNOWN
 
 
 def readers(inputs: Iterable[Input]) -> list[str]:
@@ -135,7 +150,11 @@ def main() -> None:
     for name in asked["modules"]:
         __import__(name)
     if asked.get("open"):
-        _open(*asked["open"], check=asked.get("check", False))
+        path, format, layout = asked["open"]
+        if asked.get("check"):
+            of_path(path, format, deep=False, layout=layout)
+        if not asked.get("fails"):
+            _open(path, format, layout)
     if asked.get("write"):
         with tempfile.TemporaryDirectory() as folder:
             _write(Path(folder, "written"), asked["write"])
@@ -153,9 +172,7 @@ def _write(path: Path, format: str) -> bool:
     return True
 
 
-def _open(path: str, format: str | None, layout: Any, *, check: bool) -> None:
-    if check:
-        of_path(path, format, deep=False, layout=layout)
+def _open(path: str, format: str | None, layout: Any) -> None:
     store = open_quietly(path, format, "pread", cache=False, layout=layout)
     if store.layers:
         store.tokens_in(store.layers[0])

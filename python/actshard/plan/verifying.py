@@ -120,7 +120,7 @@ def _predicted(
 ) -> Predicted:
     """What the check takes."""
     if store is None:
-        return Predicted(0, 0, 0, process.importing(__name__))
+        return Predicted(0, 0, 0, process.checking(place, inputs if len(inputs) <= _CHECKED else (), __name__))
     row = store.d_model * store.dtype.itemsize
     ends = [np.concatenate([[0], np.cumsum(np.maximum(store.tokens_in(layer), 0))]) * row for layer in store.layers]
     spans = [task["examples"] for task in made]
