@@ -23,14 +23,14 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# Any build will do that is up to date; without one, the build that compiles fastest.
+# Any build will do that is up to date; without one, the build that compiles fastest: not optimized, and without remote stores.
 demo: ## runs the main job: builds, then fits a probe per layer on the bundled dataset
 	@test -f $(VENV)/.base || echo "actshard: setting up $(VENV)"
 	@$(MAKE) --no-print-directory -s $(VENV)/.base
 	@built=$$(ls $(VENV)/.release $(VENV)/.dev $(VENV)/.demo 2>/dev/null | head -n 1); built=$${built:-$(VENV)/.demo}; \
 		$(MAKE) --no-print-directory -q $$built || echo "actshard: building, about two minutes on two cores"; \
 		$(MAKE) --no-print-directory -s $$built
-	@PYTHONWARNINGS="ignore:this is a debug build" $(BIN)/actshard demo
+	@PYTHONWARNINGS="ignore:this is a" $(BIN)/actshard demo
 
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
@@ -119,7 +119,7 @@ $(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)
 	rm -f $(VENV)/.dev $(VENV)/.demo && touch $@
 
 $(VENV)/.demo: $(VENV)/.base $(NATIVE_SOURCES)
-	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile demo >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile demo --no-default-features >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	rm -f $(VENV)/.dev $(VENV)/.release && touch $@
 
 $(VENV)/.test: $(VENV)/.base pyproject.toml

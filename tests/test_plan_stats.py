@@ -183,6 +183,7 @@ def test_ranges_join_in_any_grouping(data: st.DataObject) -> None:
         node |= {
             "norm_bins": [(1000 + n, 3) for n in at],
             "positions": [(n, float(rng.random()), 2) for n in at],
+            "bands": [(n, 60 + n, 2) for n in at],
             "hashes": [(n, 1) for n in at],
             "largest_rows": [(float(rng.random()), first, n) for n in at],
             "largest_columns": [(n, float(rng.random()), first, n) for n in range(3)],

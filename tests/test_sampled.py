@@ -371,6 +371,34 @@ def test_layers_that_have_the_label_are_told_from_those_without(tmp_path: Path) 
     json.dumps(found.as_dict(), allow_nan=False)
 
 
+def test_labels_of_tokens_are_split_by_example(tmp_path: Path) -> None:
+    """saev's patch labels: found where rows have them, chance where not; an example's tokens are on one side of the split."""
+    rng = np.random.default_rng(0)
+    rows, labels = normal(60, 2, 7, 8), rng.integers(0, 3, (60, 6)).astype(np.uint8)  # CLS and 6 patches
+    # Layer 0 has a value of its own for each example, with one label: a split of its tokens would find it.
+    rows[:, 0] += normal(60, 1, 8, seed=5) * 10
+    labels[:40] = labels[:40, :1]
+    rows[:, 1, 1:, :3] += 8 * np.eye(3, dtype=np.float32)[labels]
+    with actshard.create(tmp_path / "run", "saev", layers=[0, 1], d_model=8, cls_token=True) as writer:
+        writer.append(rows, labels=labels)
+        path = writer.path
+    store = actshard.open(path)
+    found = store.separability(store.labels, examples=300)
+    assert (found.pool, found.label, found.total, found.classes) == ("token", "", 360, (0, 1, 2))
+    assert found.examples + found.unlabelled == 300
+    assert found.train.sum() + found.test.sum() == found.examples
+    assert abs(found.accuracy[0] - found.chance) < 4 * found.error[0]
+    every = store.separability(store.labels, [1], examples=10_000)
+    assert (every.examples, every.accuracy[0] > 0.95) == (360, True)
+    with pytest.raises(actshard.ArgumentError, match="labels of tokens are not pooled"):
+        store.separability(store.labels, pool="mean")
+    with pytest.raises(actshard.ArgumentError, match=r"60 examples and 6 content tokens, found shape \(60, 5\)"):
+        store.separability(labels[:, :5])
+    with pytest.raises(actshard.ArgumentError, match="occur in several examples"):
+        store.separability(np.repeat([[1], [0], [0]], [1, 1, 58], axis=0) * np.ones((60, 6), int))
+    store.filter(np.arange(30)).separability(store.filter(np.arange(30)).labels)
+
+
 def test_means_are_those_of_content_tokens_of_each_example(tmp_path: Path) -> None:
     """Against a loop, for examples of different lengths and an example without tokens."""
     from actshard.sampled.separability import _features

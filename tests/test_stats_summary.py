@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,20 @@ def test_norms_by_position(stats: Stats, rows: NDArray[np.float32]) -> None:
         some = some[np.isfinite(some)]
         assert count == some.size
         np.testing.assert_allclose(mean, some.mean(), rtol=1e-12)
+
+
+def test_quantiles_by_position_are_within_their_bound(stats: Stats, rows: NDArray[np.float32]) -> None:
+    norms, found = norms_of(rows), stats.norms_by_position
+    wanted = np.array([[0, 0.05, 0.5], [0.5, 0.95, 1]])
+    made = found.quantile(wanted)
+    assert made.shape == (2, 3, len(found.first))
+    for i, (first, end) in enumerate(zip(found.first, found.end, strict=True)):
+        some = norms[:, first:end]
+        expected = np.quantile(some[np.isfinite(some)], wanted, method="inverted_cdf")
+        assert (np.abs(made[..., i] - expected) <= expected / 16).all()
+    assert found.quantile(0.5).shape == found.first.shape
+    with pytest.raises(ValueError, match="fractions from 0 to 1"):
+        found.quantile(1.5)
 
 
 def test_ranges_of_positions_have_no_holes() -> None:
@@ -181,6 +196,10 @@ def test_statistics_come_back_from_json(stats: Stats) -> None:
         ("positions", [[3, "inf", 1]]),
         ("largest_rows", [["-0x1p3", 1, 1]]),
         ("largest_columns", [[0, "0x1p3", -1, 1]]),
+        ("bands", [[1, 2, 3], [1, 2, 3]]),
+        ("bands", [[1, 0x7FF << 3, 3]]),
+        ("bands", [[1 << 20, 2, 3]]),
+        ("bands", [[1, 2, -3]]),
         ("hashes", [["g", 1]]),
         ("hashes", [[f"{k:x}", 1] for k in range(HASHES + 1)]),
         ("hashes", None),
@@ -233,3 +252,41 @@ def test_dimensions_of_a_large_root_mean_square_are_outliers(tmp_path: Path) -> 
     assert set(found) == {"massive dimensions", "outlier dimensions"}
     assert "1 outlier dimension: 5. It has 4" in found["outlier dimensions"]
     assert found["outlier dimensions"].endswith(": center=stats.mean, scale=stats.inverse_std")
+
+
+@pytest.mark.parametrize("tokens", ["content", "last"])
+def test_sampled_rows_are_those_of_the_seed(tmp_path: Path, rows: NDArray[np.float32], tokens: Any) -> None:
+    """Against numpy over the rows that a spectrum of the same size and seed reads."""
+    from actshard.sampled.rows import places
+    from actshard.stream.selection import select
+
+    store = made(tmp_path / "store", rows)
+    at = places(select(store, ["a"], tokens), len(store), 50, 3)
+    found = store.stats("a", tokens=tokens, rows=50, seed=3)
+    chosen = rows[at.examples, at.tokens].astype(np.float64)
+    chosen[~np.isfinite(chosen)] = np.nan
+    assert found.rows == len(chosen) == 50
+    np.testing.assert_allclose(found.mean, np.nanmean(chosen, 0), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.std, np.nanstd(chosen, 0), rtol=1e-9, atol=1e-12)
+    largest = found.largest_rows[0]
+    assert np.isclose(norms_of(rows)[largest.example, largest.token], largest.norm)
+    every = store.stats("a", tokens=tokens, rows=10_000)
+    assert every.as_plain() == store.stats("a", tokens=tokens).as_plain()
+
+
+def test_samples_of_selected_rows_and_of_examples_of_different_lengths(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    parts = [rng.standard_normal((n, 4)).astype(np.float32) for n in (3, 0, 9, 40, 1)]
+    with actshard.create(tmp_path / "run", "pickle", layers=[0], d_model=4) as writer:
+        for part in parts:
+            writer.append(part[None, None])
+    store = actshard.open(tmp_path / "run")
+    kept = np.array([True, True, False, True, False])
+    assert store.stats(0, keep=kept, rows=11).rows == 11
+    every = store.stats(0, keep=kept, rows=1000)
+    np.testing.assert_allclose(every.mean, np.concatenate([parts[0], parts[3]]).mean(0, dtype=np.float64), rtol=1e-6)
+    assert store.filter([2, 3]).stats(0, rows=5).rows == 5
+    with pytest.raises(actshard.ArgumentError, match="save: keeps statistics of all rows"):
+        store.stats(0, rows=5, save=True)
+    with pytest.raises(actshard.ArgumentError, match="rows: expected"):
+        store.stats(0, rows=0)

@@ -177,9 +177,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if build_info()["profile"] == "debug":
+_SLOW = {
+    "debug": "this is a debug build of actshard: results are correct, many times slower",
+    "demo": "this is a demo build of actshard: not optimized, and without remote stores. Install a complete one: pip install .",
+}
+if build_info()["profile"] in _SLOW:
     import warnings
 
-    warnings.warn(
-        "this is a debug build of actshard: results are correct, many times slower", RuntimeWarning, stacklevel=2
-    )
+    warnings.warn(_SLOW[build_info()["profile"]], RuntimeWarning, stacklevel=2)

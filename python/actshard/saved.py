@@ -42,7 +42,8 @@ from actshard.stats import COUNTS, FLOATS, Stats
 from actshard.stream.readable import Readable
 from actshard.work import make_folder, write_bytes_at_once
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had no quantiles of norms by position."""
 _LONGEST = 80
 _HEADER, _COLUMN = 1 << 23, 64
 """Most bytes of an arrays' file: of its header and the histogram, and of a column."""

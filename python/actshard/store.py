@@ -572,6 +572,8 @@ class Store(StreamVerbs, SampledVerbs):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        rows: int | None = None,
+        seed: int = 0,
         save: bool | str | os.PathLike[str] = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> Stats:
@@ -587,13 +589,18 @@ class Store(StreamVerbs, SampledVerbs):
             tokens: as in :meth:`stream`.
             ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
+            rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
+                there are fewer. None: all rows. Takes one byte of memory for each row of the layer.
+            seed: another seed gives another sample.
             save: True keeps them in the folder ``NAME.stats`` beside the dataset; in the user's cache folder for a URL, or where
-                that folder cannot be written. Or another folder. Not supported with ``keep``.
+                that folder cannot be written. Or another folder. Not supported with ``keep`` and ``rows``.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
+        if rows is not None and save is not False:
+            raise ArgumentError("save: keeps statistics of all rows. Leave rows= or save= out.")
         if save is not False:
             from actshard.saved import kept_or_made
 
@@ -601,6 +608,11 @@ class Store(StreamVerbs, SampledVerbs):
             return kept_or_made(self, self.layers[self._group(layer)], (tokens, ignore_labels, keep), save, make)
         group = self._group(layer)
         selection = select(self, [layer], tokens, ignore_labels, keep)
+        if rows is not None:
+            from actshard.sampled.rows import count_of, thinned
+
+            sample = count_of(rows, "rows"), _arguments.whole(seed, "seed")
+            selection = thinned(selection, self.num_examples, *sample)
         total = _native.count_selected(self.num_examples, selection)
         tell = None if progress is None else lambda done: progress(done, total)
         return Stats.of(self._open_rows().stats(group, selection, tell), self.layers[group])

@@ -49,6 +49,7 @@ from actshard.cli._options import (
     ShardBytes,
     SkipErrors,
     StatsLayers,
+    StatsRows,
     StatsTokens,
     StorageOption,
     TargetOptions,
@@ -208,6 +209,7 @@ def stats_command(
     path: PathArgument,
     layer: StatsLayers = "",
     tokens: StatsTokens = "content",
+    rows: StatsRows = None,
     save: SaveOption = False,
     format: FormatOption = None,
     storage_option: StorageOption = None,
@@ -224,6 +226,7 @@ def stats_command(
         store,
         store.layers if named == "all" else named if isinstance(named, list) else [named],
         tokens,
+        rows=rows,
         save=save,
         quiet=quiet or json,
     )

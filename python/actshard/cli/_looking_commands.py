@@ -17,6 +17,7 @@ from actshard.cli._options import (
     PathArgument,
     QuietOption,
     StatsLayers,
+    StatsRows,
     StatsTokens,
 )
 from actshard.cli._output import output
@@ -30,6 +31,7 @@ def report_command(
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write.")] = "report.html",
     layer: StatsLayers = "",
     tokens: StatsTokens = "content",
+    rows: StatsRows = None,
     examples: Annotated[int, typer.Option(min=0, max=20, help="Examples to show token by token.")] = 6,
     tokenizer: TokenizerFolder = "",
     deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
@@ -50,6 +52,7 @@ def report_command(
         quiet=quiet or json,
         storage_option=storage_option,
         tokens=tokens,
+        rows=rows,
         examples=examples,
         tokenizer=tokenizer or None,
         deep=deep,

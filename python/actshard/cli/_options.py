@@ -102,6 +102,12 @@ SaveOption = Annotated[
     bool,
     typer.Option("--save", help="Keep them beside the dataset, in PATH.stats; use those kept there if still true."),
 ]
+StatsRows = Annotated[
+    int | None,
+    typer.Option(
+        "--rows", min=1, metavar="N", help="Sample N rows of each layer. Default: all rows.", show_default=False
+    ),
+]
 StatsTokens = Annotated[str, typer.Option(help="content, all, last or special.")]
 FormatOptionsOfPlan = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the target format. Repeatable.")

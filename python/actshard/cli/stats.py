@@ -19,6 +19,7 @@ from actshard.repeating import repeated_examples
 from actshard.saved import kept
 from actshard.stats import Stats
 from actshard.stats.across import advice_of
+from actshard.stats.summary import POSITION_QUANTILES
 from actshard.store import Store
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -27,16 +28,18 @@ _MASSIVE, _ROWS = 3, 20
 _QUANTILES = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]
 
 
-def run(store: Store, layers: Sequence[Layer], tokens: Any, *, save: bool, quiet: bool) -> dict[Layer, Stats]:
+def run(
+    store: Store, layers: Sequence[Layer], tokens: Any, *, rows: int | None, save: bool, quiet: bool
+) -> dict[Layer, Stats]:
     """Computes the statistics of layers, or reads those that were kept before, and shows progress."""
     made: dict[Layer, Stats] = {}
     for layer in layers:
-        if (found := kept(store, store.layers[store.group_of(layer)], tokens)) is not None:
+        if rows is None and (found := kept(store, store.layers[store.group_of(layer)], tokens)) is not None:
             made[layer] = found
             continue
         with progress(f"layer {plain(layer)}", quiet=quiet, unit="rows") as watch:
             tell = partial(_tell, watch, store.d_model * store.dtype.itemsize)
-            made[layer] = store.stats(layer, tokens=tokens, save=save, progress=tell)
+            made[layer] = store.stats(layer, tokens=tokens, rows=rows, save=save, progress=tell)
     return made
 
 
@@ -60,6 +63,7 @@ def _plain(stats: Stats) -> dict[str, Any]:
             "first": positions.first.tolist(),
             "rows": positions.rows.tolist(),
             "mean": positions.mean.tolist(),
+            **{name: positions.quantile(q).tolist() for name, q in POSITION_QUANTILES.items()},
         },
         "gamma": _number(stats.gamma),
         "largest_rows": [asdict(each) for each in stats.largest_rows],

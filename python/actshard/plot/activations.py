@@ -40,6 +40,7 @@ def measured(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     tokens: Any = "content",
+    rows: int | None = None,
     kept: Measured | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> dict[Layer, Stats]:
@@ -49,6 +50,7 @@ def measured(
         store: a store.
         layers: names; None: all.
         tokens: as for :meth:`actshard.Store.stats`.
+        rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all.
         kept: the kept statistics, if they were read before.
         progress: called with ("rows", rows done, total rows) of all layers that are read.
     """
@@ -62,7 +64,7 @@ def measured(
             if progress is not None:
                 progress("rows", before * total + done, len(left) * total)
 
-        made[name] = store.stats(name, tokens=tokens, progress=tell)
+        made[name] = store.stats(name, tokens=tokens, rows=rows, progress=tell)
     return {name: found[name] if name in found else made[name] for name in names}
 
 

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from actshard.layers import Layer
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
 from actshard.plot.style import axes, below, labels, log
-from actshard.stats.summary import MANTISSA_BITS, Norms
+from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.store import Store
 
 QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p25": 0.25, "median": 0.5, "p75": 0.75, "p99": 0.99, "p99.9": 0.999}
 """Columns of the table of norms, and the fractions of rows below them."""
+_BANDS = 3
+"""Most layers with a band in a plot."""
 _BARS = 60
 """Most bars of a histogram."""
 _LOW_BITS = 52 - MANTISSA_BITS
@@ -173,16 +175,18 @@ def positions(
     ax: Any = None,
     table: bool = False,
 ) -> Any:
-    """Mean L2 norm of rows by their token's position in the example. Positions from 64 on are in ranges of an eighth or less.
+    """Mean L2 norm of rows by their token's position in the example, and a band with 90 % of the rows.
+
+    Positions from 64 on are in ranges of an eighth or less.
 
     Args:
         store: a store.
-        layers: names; None: the first, the middle and the last. At most 6 are drawn.
+        layers: names; None: the first, the middle and the last. At most 6 are drawn, and the bands of at most 3.
         stats: as for :func:`norms`.
         tokens: as for :func:`norms`.
         ax: axes to draw into.
-        table: return a table with columns ``layer``, ``first``, ``end`` (positions from first to below end), ``rows`` and
-            ``mean_norm``.
+        table: return a table with columns ``layer``, ``first``, ``end`` (positions from first to below end), ``rows``,
+            ``mean_norm``, ``p5``, ``median`` and ``p95`` (quantiles within 1/16).
 
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
@@ -196,10 +200,11 @@ def positions(
             end=np.concatenate([x.end for x in found.values()]),
             rows=np.concatenate([x.rows for x in found.values()]),
             mean_norm=np.concatenate([x.mean for x in found.values()]),
+            **{name: np.concatenate([x.quantile(q) for x in found.values()]) for name, q in POSITION_QUANTILES.items()},
         )
     with style_unless(ax):
         ax = axes(ax)
-        means, most = [], 0
+        drawn, most = [], 0
         names, _ = labels(list(made)[:_LINES], 20)
         for i, x in enumerate(list(made.values())[:_LINES]):
             by = x.norms_by_position
@@ -213,14 +218,19 @@ def positions(
                 color=f"C{i}",
                 label=f"layer {names[i]}",
             )
-            means.append(by.mean)
+            drawn.append(by.mean)
+            if len(made) <= _BANDS:
+                low, high = by.quantile((POSITION_QUANTILES["p5"], POSITION_QUANTILES["p95"]))
+                name = "5 % to 95 %" if i == 0 else None
+                ax.fill_between(middle, low, high, color=f"C{i}", alpha=0.15, linewidth=0, label=name)
+                drawn += [low, high]
             most = max(most, int(by.end.max(initial=0)))
         if most > 2 * _EXACT:
             log(ax, "x", "symlog", linthresh=_EXACT, linscale=1.5)
             ax.set_xticks([0, 16, 32, *(4**k for k in range(3, 20) if 4**k < most)])
-        scaled(ax, np.concatenate(means))
+        scaled(ax, np.concatenate(drawn))
         ax.set_xlabel("position of the token in the example")
-        ax.set_ylabel("mean L2 norm")
+        ax.set_ylabel("L2 norm of a row")
         ax.set_title("Norm by position")
         below(ax, ncols=3)
         return ax

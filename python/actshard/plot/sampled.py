@@ -170,7 +170,8 @@ def separability(
     Args:
         store: a store.
         layers: names; None: all.
-        of: the label, as for :meth:`actshard.Store.separability`; None: the column ``label``, ``labels``, ``class`` or ``target``.
+        of: the label, as for :meth:`actshard.Store.separability`; None: the column ``label``, ``labels``, ``class`` or ``target``,
+            or the labels of tokens (:attr:`actshard.Store.labels`).
         found: the separability, if it is known: it is not computed again.
         ax: axes to draw into.
         table: return a table with columns ``layer``, ``accuracy``, ``error``, ``chance`` and ``not_finite``.
@@ -179,7 +180,7 @@ def separability(
         Matplotlib axes, or a ``pyarrow.Table``.
 
     Raises:
-        NotStoredError: no label is named, and the dataset has no such column.
+        NotStoredError: no label is named, and the dataset has no such column or labels.
     """
     if found is None:
         found = store.separability(named_label(store) if of is None else of, layers)
@@ -201,7 +202,8 @@ def separability(
         name_layers(ax, list(found.layers))
         ax.set_ylim(0, 1.05)
         ax.set_ylabel("balanced accuracy")
-        ax.set_title(f"Linear probe of {label(found.label, 24)}" if found.label else "Linear probe")
+        what = label(found.label, 24) if found.label else "labels of tokens" if found.pool == "token" else ""
+        ax.set_title(f"Linear probe of {what}" if what else "Linear probe")
         below(ax, ncols=2)
         return ax
 
@@ -212,13 +214,13 @@ def compared(names: Sequence[Layer], most: int = 32) -> list[Layer]:
     return [names[i * (len(names) - 1) // max(n - 1, 1)] for i in range(n)]
 
 
-def label_of(store: Store) -> str | None:
-    """The column that is taken for a label; None if the dataset has none of the usual names."""
+def label_of(store: Store) -> Any:
+    """A column of a usual name, or the labels of tokens; None if the dataset has neither."""
     names = store.contents.column_names
-    return next((name for name in _LABELS if name in names), None)
+    return next((name for name in _LABELS if name in names), store.labels)
 
 
-def named_label(store: Store) -> str:
+def named_label(store: Store) -> Any:
     """:func:`label_of`.
 
     Raises:
@@ -228,7 +230,8 @@ def named_label(store: Store) -> str:
     if found is None:
         listed = ", ".join(map(repr, store.contents.column_names)) or "none"
         raise NotStoredError(
-            f"label: expected one of the columns {', '.join(_LABELS)}, or the name of another; found {listed:.300}",
+            f"label: expected labels of tokens, one of the columns {', '.join(_LABELS)}, or the name of another; "
+            f"found {listed:.300}",
             path=store.path,
         )
     return found

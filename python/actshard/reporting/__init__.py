@@ -23,6 +23,7 @@ from actshard.layers import Layer
 from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.style import library
 from actshard.reporting import activations, caches
+from actshard.reporting.activations import Chosen
 from actshard.reporting.page import OF_DATA, Page, steps
 from actshard.stats.advice import cut
 from actshard.store import Store
@@ -37,6 +38,7 @@ def report(
     *,
     layers: Layer | Sequence[Layer] | None = None,
     tokens: Any = "content",
+    rows: int | None = None,
     examples: int = 6,
     tokenizer: Any = None,
     deep: bool = False,
@@ -58,6 +60,7 @@ def report(
         out: the file to write; an existing one is replaced.
         layers: names of the layers to report on; None: all.
         tokens: as for :meth:`actshard.Store.stats`.
+        rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all. Not for token caches.
         examples: number of examples whose tokens are shown, evenly spaced.
         tokenizer: decodes tokens, as for :func:`actshard.tokens.load_tokenizer`; None: a token cache's own, if it is here.
         deep: let verify read all values, too.
@@ -87,10 +90,10 @@ def report(
     if isinstance(path, Store):
         if any(x is not None for x in (format, storage_options, cache, layout)):
             raise ArgumentError("format, storage_options, cache, layout: expected none of them with an open store")
-        page = _of_store(path, layers, tokens, count, decode, tell)
+        page = activations.page_of(path, layers, (tokens, rows), count, decode, tell)
         given = {"deep": deep}
     else:
-        page = _of_path(path, given, layers, tokens, count, decode, tell)
+        page = _of_path(path, given, layers, (tokens, rows), count, decode, tell)
     checking = time.monotonic()
     checked = verify(path, progress=tell, **given)  # type: ignore[arg-type]  # the options of verify, by name
     page.verified(checked)
@@ -101,7 +104,7 @@ def report(
 
 
 def _of_path(
-    path: Any, given: Mapping[str, Any], layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Tell
+    path: Any, given: Mapping[str, Any], layers: Any, chosen: Chosen, count: int, decode: Tokenizer | None, tell: Tell
 ) -> Page:
     at = existing_anywhere(path, given["storage_options"], given["cache"])
     try:
@@ -114,20 +117,18 @@ def _of_path(
         page.damaged("cannot be opened", error)
         return page
     if store is not None:
-        return _of_store(store, layers, tokens, count, decode, tell)
+        return activations.page_of(store, layers, chosen, count, decode, tell)
     assert held is not None
     if layers is not None:
         raise ArgumentError("layers: a token cache has none", path=held.path)
+    if chosen[1] is not None:
+        raise ArgumentError("rows: not for token caches, found a token cache", path=held.path)
     try:
         return caches.page_of(held, count, decode, tell)
     except OF_DATA as error:
         page = Page(cut(held.path.name or held.path, 80), "token cache", [("path", cut(held.path, 200))])
         page.damaged("cannot be read", error)
         return page
-
-
-def _of_store(store: Store, layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Tell) -> Page:
-    return activations.page_of(store, layers, tokens, count, decode, tell)
 
 
 def _template() -> Callable[..., str]:

@@ -37,17 +37,22 @@ from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer
 
 
-def page_of(store: Store, layers: Any, tokens: Any, count: int, decode: Tokenizer | None, tell: Any) -> Page:
+Chosen = tuple[Any, int | None]
+"""The tokens to report on, and the number of rows to sample of each layer; None: all."""
+
+
+def page_of(store: Store, layers: Any, chosen: Chosen, count: int, decode: Tokenizer | None, tell: Any) -> Page:
     """The parts of a report that come from the store."""
+    tokens, rows = chosen
     page = Page(cut(store.path.name or store.path, 80), "activation dataset", list(_facts(store)))
     if not store.layers:
         page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
         return page
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
     began = time.monotonic()
-    kept = kept_of(store, names, tokens)
+    kept = {} if rows is not None else kept_of(store, names, tokens)
     try:
-        found = measured(store, names, tokens=tokens, kept=kept, progress=tell)
+        found = measured(store, names, tokens=tokens, rows=rows, kept=kept, progress=tell)
     except DtypeError as error:  # such as float8 without scales
         page.advice.append(Advice("note", "dataset", f"has no statistics: {cut(error.detail)}."))
         return page
@@ -67,11 +72,12 @@ def page_of(store: Store, layers: Any, tokens: Any, count: int, decode: Tokenize
     page.grids += _massive(store, found, decode)
     repeated = _repeated(page, store, found, tell)
     page.samples, page.samples_of = _samples(store, found, count, decode, tell)
-    rows = sum(stats.rows for stats in found.values())
+    which = "all" if rows is None else f"a sample of at most {rows:,} rows of each layer:"
+    total = sum(stats.rows for stats in found.values())
     page.how = [
         (
             "statistics",
-            f"all {rows:,} rows of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
+            f"{which} {total:,} rows of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
         ),
         ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518)"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),

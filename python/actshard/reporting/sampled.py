@@ -71,7 +71,7 @@ def _similarity(page: Page, store: Store, names: list[Any], tokens: Any, tell: A
         page.how_sampled.append(("similarity", text))
 
 
-def _separability(page: Page, store: Store, label: str, names: list[Any], tell: Any) -> None:
+def _separability(page: Page, store: Store, label: Any, names: list[Any], tell: Any) -> None:
     try:
         found = store.separability(
             label, names, examples=EXAMPLES, progress=lambda done, total: tell("separability", done, total)
@@ -80,8 +80,10 @@ def _separability(page: Page, store: Store, label: str, names: list[Any], tell: 
         return
     if np.isfinite(found.accuracy).any():
         page.plot("separability", "Linear separability of the label", lambda: plot.separability(store, found=found))
-        text = (
-            f"ridge classifier on the last tokens of {int(found.train.sum()):,} examples, balanced accuracy on "
-            f"{int(found.test.sum()):,} others, {len(found.classes)} classes; bars are standard errors"
-        )
+        fitted, tested = int(found.train.sum()), int(found.test.sum())
+        if found.pool == "token":
+            rows = f"{fitted:,} tokens, balanced accuracy on {tested:,} tokens of other examples"
+        else:
+            rows = f"the last tokens of {fitted:,} examples, balanced accuracy on {tested:,} others"
+        text = f"ridge classifier on {rows}, {len(found.classes)} classes; bars are standard errors"
         page.how_sampled.append(("separability", text))

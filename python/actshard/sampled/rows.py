@@ -82,6 +82,24 @@ def places(selection: tuple[Any, ...], num_examples: int, count: int, seed: int)
     return Places(example, first + flat - (ends - counts)[example], total)
 
 
+def thinned(selection: tuple[Any, ...], num_examples: int, count: int, seed: int) -> tuple[Any, ...]:
+    """The selection of the rows that :func:`places` returns: one flag for each row that may be chosen."""
+    if len(selection) == 1:
+        some = np.flatnonzero(selection[0] >= 0)
+        tokens = np.full(num_examples, -1, selection[0].dtype)
+        chosen = some[spread(len(some), count, seed)]
+        tokens[chosen] = selection[0][chosen]
+        return (tokens,)
+    first, counts = selection[:2]
+    counts = np.broadcast_to(np.asarray(counts, np.int64), num_examples)
+    total = int(counts.sum())
+    some = np.flatnonzero(selection[2]) if len(selection) == 3 else None
+    chosen = spread(total if some is None else len(some), count, seed)
+    flags = np.zeros(total, bool)
+    flags[chosen if some is None else some[chosen]] = True
+    return first, np.ascontiguousarray(counts), flags
+
+
 def exact(store: Readable) -> np.dtype[Any]:
     """The narrowest of float32 and float64 that has all values of the stored dtype.
 

@@ -7,6 +7,9 @@ nothing to set and nothing random but the split, which a seed fixes.
 
 Balanced accuracy is the mean over classes of the share of their held-out examples that are named right: chance is 1 / classes,
 whatever the sizes of the classes.
+
+Labels of tokens, such as saev's patch labels, are one value per content token: the sample has tokens, and those of an example are
+all held out, or all used to fit.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Separability:
             they have no tokens.
         examples: examples that were used: those in ``train`` and ``test``.
         total: examples in the dataset.
-        pool: ``"last"`` or ``"mean"``.
+        pool: ``"last"``, ``"mean"``, or ``"token"`` for labels of tokens. Then examples are counted as tokens everywhere above,
+            and ``error`` is too small where tokens of one example resemble each other.
         seed: the seed of the sample and of the split.
     """
 
@@ -132,12 +136,24 @@ def separability_of(
         raise ArgumentError(f"test: expected a share between 0 and 1, found {test!r:.80}")
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
     store.check_open()
-    last = select(store, names, "last") if names else (0, 0)
-    every = places(last, store.num_examples, store.num_examples, seed)
-    at = every[spread(len(every), count, seed)]
+    table = _of_tokens(store, label)
+    if table is not None and pool != "last":
+        raise ArgumentError(f"pool: labels of tokens are not pooled, found {pool!r:.80}. Leave pool= out.")
+    selected = select(store, names, "last" if table is None else "content") if names else (0, 0)
+    at = places(selected, store.num_examples, count, seed)
     what = label if isinstance(label, str) else ""
-    classes, codes = _classes(store, label, at.examples)
-    split = _split(codes, float(test), seed)
+    if table is None:
+        every = places(selected, store.num_examples, store.num_examples, seed)
+        at = every[spread(len(every), count, seed)]
+        values = values_of(store, label, at.examples)
+    else:
+        pool, values = "token", table[at.examples, at.tokens - store.special_tokens].tolist()
+    sampled = min(count, store.num_examples if table is None else at.total)
+    classes, codes = _classes(store, values, what, "tokens" if pool == "token" else "examples")
+    split = (
+        _split(codes, float(test), seed) if table is None else _split_examples(codes, at.examples, float(test), seed)
+    )
+    classes, codes, split = _with_both(classes, codes, split)
     used = np.flatnonzero(split >= 0)
     at, codes, held_out = at[used], codes[used], split[used] == 1
     scores = np.full((2, len(names)), np.nan)
@@ -158,9 +174,9 @@ def separability_of(
         accuracy=scores[0],
         error=scores[1],
         not_finite=bad,
-        unlabelled=min(count, store.num_examples) - len(at),
+        unlabelled=sampled - len(at),
         examples=len(at),
-        total=store.num_examples,
+        total=store.num_examples if table is None else at.total,
         pool=pool,
         seed=seed,
     )
@@ -182,9 +198,22 @@ def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[
     return [None if isinstance(x, float) and math.isnan(x) else x for x in column]
 
 
-def _classes(store: Readable, label: Any, examples: NDArray[np.int64]) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
-    """The classes with two examples or more, and each example's class; -1 without."""
-    values, name = values_of(store, label, examples), f" {label!r:.60}" if isinstance(label, str) else ""
+def _of_tokens(store: Readable, label: Any) -> NDArray[Any] | None:
+    """Labels with a row per example and a column per content token; None for other labels."""
+    if isinstance(label, str) or getattr(label, "ndim", 1) != 2:
+        return None
+    table = np.asarray(label)
+    most = int(store.token_counts.max(initial=0)) - store.special_tokens
+    if len(table) != store.num_examples or table.shape[1] < most:
+        raise ArgumentError(
+            f"label: expected labels of {store.num_examples} examples and {most} content tokens, found shape {table.shape}"
+        )
+    return table
+
+
+def _classes(store: Readable, values: list[Any], label: str, what: str) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+    """The classes with two members or more, and the class of each value; -1 without."""
+    name = f" {label!r:.60}" if label else ""
     sizes: dict[Any, int] = {}
     for value in values:
         if isinstance(value, list | dict | np.ndarray):
@@ -194,13 +223,13 @@ def _classes(store: Readable, label: Any, examples: NDArray[np.int64]) -> tuple[
     classes = sorted((value for value, n in sizes.items() if n >= 2), key=lambda x: (str(type(x)), x))
     if len(classes) < 2:
         raise ArgumentError(
-            f"label{name}: expected at least two classes of two examples, found {len(classes)} such classes among "
-            f"{len(sizes)} different values in {len(values)} examples",
+            f"label{name}: expected at least two classes of two {what}, found {len(classes)} such classes among "
+            f"{len(sizes)} different values in {len(values)} {what}",
             path=store.path,
         )
     if len(classes) > CLASSES:
         raise ArgumentError(
-            f"label{name}: expected at most {CLASSES} classes, found {len(sizes)} different values in {len(values)} examples",
+            f"label{name}: expected at most {CLASSES} classes, found {len(sizes)} different values in {len(values)} {what}",
             path=store.path,
         )
     number = {value: i for i, value in enumerate(classes)}
@@ -219,10 +248,37 @@ def _split(codes: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]
     return made
 
 
+def _split_examples(codes: NDArray[np.int64], examples: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]:
+    """As :func:`_split`, for tokens: all of an example's tokens are held out, or none."""
+    names, owner = np.unique(examples, return_inverse=True)
+    order = np.argsort(scrambled(len(names), f"separability:{seed}"), kind="stable")
+    held_out = np.zeros(len(names), np.int8)
+    held_out[order[: min(max(round(test * len(names)), 1), len(names) - 1)]] = 1
+    return np.where(codes >= 0, held_out[owner], np.int8(-1)).astype(np.int8)
+
+
+def _with_both(
+    classes: tuple[Any, ...], codes: NDArray[np.int64], split: NDArray[np.int8]
+) -> tuple[tuple[Any, ...], NDArray[np.int64], NDArray[np.int8]]:
+    """Leaves out classes without members to fit, or without held-out ones."""
+    n = len(classes)
+    counts = [np.bincount(codes[split == side], minlength=n) for side in (0, 1)]
+    kept = np.flatnonzero((counts[0] > 0) & (counts[1] > 0))
+    if len(kept) < 2:
+        raise ArgumentError(
+            "label: expected two classes with both training and held-out examples, found "
+            f"{len(kept)}. Classes of tokens must occur in several examples."
+        )
+    number = np.full(n + 1, -1, np.int64)  # the last entry is that of code -1
+    number[kept] = np.arange(len(kept))
+    codes = number[codes]
+    return tuple(classes[i] for i in kept), codes, np.where(codes >= 0, split, np.int8(-1)).astype(np.int8)
+
+
 def _features(store: Readable, layer: Layer, at: Any, pool: str) -> NDArray[Any]:
-    """A row per example, ``(n, d_model)``: the last token's, or the mean of its content tokens'."""
-    made = np.empty((len(at), store.d_model), exact(store) if pool == "last" else np.float64)
-    if pool == "last":
+    """A row per place, ``(n, d_model)``: the token's own, or the mean of the example's content tokens."""
+    made = np.empty((len(at), store.d_model), np.float64 if pool == "mean" else exact(store))
+    if pool != "mean":
         for start, block in blocks(store, layer, at):
             made[start : start + len(block)] = block
         return made

@@ -107,11 +107,13 @@ class SampledVerbs:
 
         Args:
             label: the name of a column with one value per example, or one value per example. Null and NaN are left out.
+                Or an array ``(num_examples, content tokens)`` with a label for each token, such as saev's
+                :attr:`Store.labels`: then the sample has tokens, and no example has tokens on both sides of the split.
             layers: names from :attr:`Store.layers`; None: all.
             pool: what stands for an example: the row of its last content token, or the mean of the rows of its content tokens,
-                which reads all of them.
-            examples: examples of the sample; all, if the dataset has fewer.
-            test: share of each class that is held out, between 0 and 1.
+                which reads all of them. Not for labels of tokens.
+            examples: examples of the sample, or tokens for labels of tokens; all, if the dataset has fewer.
+            test: share of each class that is held out, between 0 and 1; for labels of tokens, share of the examples.
             seed: another seed gives another sample and another split.
             progress: called with (examples done, total examples) of all layers.
 

@@ -101,8 +101,8 @@ class Stats:
 
     @property
     def norms_by_position(self) -> NormsByPosition:
-        """The mean norm of rows by their token's position in the example."""
-        return NormsByPosition.of(self.summary.positions)
+        """Mean and quantiles of norms by the token's position in the example."""
+        return NormsByPosition.of(self.summary.positions, self.summary.bands)
 
     @property
     def largest_rows(self) -> tuple[LargestRow, ...]:

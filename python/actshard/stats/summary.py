@@ -1,6 +1,6 @@
 """What a layer's rows look like besides their sums: norms, positions, the largest values, repeated rows.
 
-All parts are counts, or lists of a fixed length, in the core's ``stream/summary.rs``, where parts are joined. These classes read
+All parts are counts, or lists of a fixed length, in the core's ``stream/stats/summary.rs``, where parts are joined. These classes read
 them; arrays are new at each call.
 """
 
@@ -16,11 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 MANTISSA_BITS = 7
 """Bits of a norm's mantissa in the number of its bin; the core's ``MANTISSA_BITS``."""
+BAND_BITS = 3
+"""Bits of the mantissa of a norm in the number of its bin at a position; the core's ``BAND_BITS``."""
 HASHES = 1024
 """Most hashes of a sample of rows; the core's ``HASHES``."""
+POSITION_QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
+"""Quantiles of norms by position in tables and JSON, by name."""
 _EXACT, _EIGHTHS = 64, 8
 """Positions that are counted each, and ranges of a power of two above them; see ``position`` in the core."""
 _MOST_BIN = 0x7FF << MANTISSA_BITS
+_MOST_BAND = 0x7FF << BAND_BITS
 _MOST_POSITION = _EXACT + (64 - 6) * _EIGHTHS
 
 
@@ -61,14 +66,10 @@ class Norms:
 
         The norm of the row at that rank (``numpy.quantile(..., method="inverted_cdf")``), within 1/256 of it.
         """
-        wanted = np.asarray(q, np.float64)
+        wanted = _fractions(q)
         if not self.rows:
             return np.full(wanted.shape, np.nan)
-        if not ((wanted >= 0) & (wanted <= 1)).all():
-            raise ValueError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
-        ends = np.cumsum(self.counts)
-        ranks = np.maximum(np.ceil(wanted * self.rows), 1)
-        at = np.searchsorted(ends, ranks, "left")
+        at = _ranked(self.counts, wanted)
         low, high = self.edges[at], self.edges[at + 1]
         return np.asarray(np.where(low == 0, 0.0, low + (high - low) / 2))
 
@@ -78,15 +79,28 @@ class Norms:
         return float(self.quantile(0.5))
 
 
-def _edge(number: int) -> float:
-    """The smallest norm of a bin."""
-    bits = np.array([number << (52 - MANTISSA_BITS)], np.uint64)
-    return float(bits.view(np.float64)[0])
+def _fractions(q: ArrayLike) -> NDArray[np.float64]:
+    wanted = np.asarray(q, np.float64)
+    if not ((wanted >= 0) & (wanted <= 1)).all():
+        raise ValueError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
+    return wanted
+
+
+def _ranked(counts: NDArray[np.int64], fractions: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The bin of the row at each fraction of the rows, which are at least one."""
+    ends = np.cumsum(counts)
+    return np.searchsorted(ends, np.maximum(np.ceil(fractions * ends[-1]), 1), "left")
+
+
+def _edge(number: int, bits: int = MANTISSA_BITS) -> float:
+    """The smallest norm of a bin whose number has ``bits`` bits of the mantissa."""
+    made = np.array([number << (52 - bits)], np.uint64)
+    return float(made.view(np.float64)[0])
 
 
 @dataclass(frozen=True, eq=False)
 class NormsByPosition:
-    """Mean norm of rows by their token's position in the example. Positions from 64 on are in ranges of an eighth or less.
+    """Norms of rows by their token's position in the example. Positions from 64 on are in ranges of an eighth or less.
 
     Attributes:
         first, end: int64 ``(ranges,)``: positions ``first`` to ``end - 1``.
@@ -98,15 +112,38 @@ class NormsByPosition:
     end: NDArray[np.int64]
     rows: NDArray[np.int64]
     mean: NDArray[np.float64]
+    _bands: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
+    """Bins and their rows, for each range."""
 
     @classmethod
-    def of(cls, positions: Sequence[tuple[int, float, int]]) -> NormsByPosition:
-        """The norms of (range, sum of norms, rows) of the core."""
+    def of(
+        cls, positions: Sequence[tuple[int, float, int]], bands: Sequence[tuple[int, int, int]] = ()
+    ) -> NormsByPosition:
+        """Norms of the core's (range, sum of norms, rows), with its counts (range, bin, rows)."""
         firsts = [_first_position(number) for number, _, _ in positions]
         ends = [_first_position(number + 1) for number, _, _ in positions]
         rows = np.array([n for _, _, n in positions], np.int64)
         sums = np.array([total for _, total, _ in positions], np.float64)
-        return cls(np.array(firsts, np.int64), np.array(ends, np.int64), rows, sums / np.maximum(rows, 1))
+        counts = np.array(bands, np.int64).reshape(-1, 3)
+        cuts = np.searchsorted(counts[:, 0], [number for number, _, _ in positions] + [_MOST_POSITION])
+        each = tuple((counts[a:b, 1], counts[a:b, 2]) for a, b in itertools.pairwise(cuts))
+        return cls(np.array(firsts, np.int64), np.array(ends, np.int64), rows, sums / np.maximum(rows, 1), each)
+
+    def quantile(self, q: ArrayLike) -> NDArray[np.float64]:
+        """Norms at the fractions ``q`` of each range's rows, float64 ``(*q.shape, ranges)``, each within 1/16.
+
+        Raises:
+            ValueError: a fraction is not from 0 to 1.
+        """
+        wanted = _fractions(q)
+        made = np.full((*wanted.shape, len(self.first)), np.nan)
+        for i, (bins, counts) in enumerate(self._bands):
+            if len(bins):
+                at = bins[_ranked(counts, wanted)]
+                edges = np.array([(_edge(int(k), BAND_BITS), _edge(int(k) + 1, BAND_BITS)) for k in at.flat])
+                low, high = edges.reshape(*wanted.shape, 2)[..., 0], edges.reshape(*wanted.shape, 2)[..., 1]
+                made[..., i] = np.where(low == 0, 0.0, low + (high - low) / 2)
+        return made
 
 
 def _first_position(number: int) -> int:
@@ -163,6 +200,7 @@ class Summary:
 
     norm_bins: tuple[tuple[int, int], ...] = ()
     positions: tuple[tuple[int, float, int], ...] = ()
+    bands: tuple[tuple[int, int, int], ...] = ()
     largest_rows: tuple[tuple[float, int, int], ...] = ()
     largest_columns: tuple[tuple[int, float, int, int], ...] = ()
     hashes: tuple[tuple[int, int], ...] = field(default=())
@@ -177,6 +215,7 @@ class Summary:
         return {
             "norm_bins": [list(each) for each in self.norm_bins],
             "positions": [[at, total.hex(), n] for at, total, n in self.positions],
+            "bands": [list(each) for each in self.bands],
             "largest_rows": [[norm.hex(), e, t] for norm, e, t in self.largest_rows],
             "largest_columns": [[column, x.hex(), e, t] for column, x, e, t in self.largest_columns],
             "hashes": [[f"{value:016x}", n] for value, n in self.hashes],
@@ -191,15 +230,22 @@ class Summary:
         """
         bins = [(_whole(b, _MOST_BIN), _whole(n)) for b, n in said["norm_bins"]]
         positions = [(_whole(at, _MOST_POSITION), _real(x), _whole(n)) for at, x, n in said["positions"]]
+        bands = [(_whole(at, _MOST_POSITION), _whole(b, _MOST_BAND), _whole(n)) for at, b, n in said["bands"]]
         hashes = [(_whole(int(str(value), 16), 1 << 64), _whole(n)) for value, n in said["hashes"]]
-        for keys in ([b for b, _ in bins], [at for at, _, _ in positions], [value for value, _ in hashes]):
-            if any(a >= b for a, b in itertools.pairwise(keys)):
-                raise ValueError("expected ascending bins, positions and hashes")
+        ordered: tuple[list[Any], ...] = (
+            [b for b, _ in bins],
+            [at for at, _, _ in positions],
+            [each[:2] for each in bands],
+            [value for value, _ in hashes],
+        )
+        if any(a >= b for keys in ordered for a, b in itertools.pairwise(keys)):
+            raise ValueError("expected ascending bins, positions, bands and hashes")
         if len(hashes) > HASHES:
             raise ValueError(f"expected at most {HASHES} hashes, found {len(hashes):,}")
         return cls(
             tuple(bins),
             tuple(positions),
+            tuple(bands),
             tuple((_real(x), _whole(e), _whole(t)) for x, e, t in said["largest_rows"]),
             tuple((_whole(c), _real(x), _whole(e), _whole(t)) for c, x, e, t in said["largest_columns"]),
             tuple(hashes),
@@ -216,7 +262,7 @@ class Summary:
         return Repeats(len(counts), sum(n > 1 for n in counts), sum(counts), len(counts) < HASHES)
 
 
-LISTS = ("norm_bins", "positions", "largest_rows", "largest_columns", "hashes")
+LISTS = ("norm_bins", "positions", "bands", "largest_rows", "largest_columns", "hashes")
 """Names of the lists in the core's sums."""
 
 

@@ -23,7 +23,7 @@ class Sums:
     """Sums over a range of a layer's rows, which add up to the same bits however the rows were divided into ranges.
 
     Rows are divided into leaves of a fixed size. A range of leaves is kept as the largest nodes of a binary tree that lie in it:
-    few arrays, whatever its length. See the core's ``stream/stats.rs``.
+    few arrays, whatever its length. See the core's ``stream/stats/tree.rs``.
     """
 
     def __init__(self, width: int, nodes: Sequence[dict[str, Any]] = ()) -> None:

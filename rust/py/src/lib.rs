@@ -28,6 +28,10 @@ mod joined;
 mod packing;
 mod pickle;
 mod place;
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(not(feature = "remote"))]
+#[path = "remote_absent.rs"]
 mod remote;
 mod rows;
 mod stream;
@@ -248,13 +252,18 @@ fn panic_for_test(py: Python<'_>, detached: bool) -> PyResult<()> {
     })
 }
 
-/// Build information: version, profile, target, ABI.
+/// Build information: version, profile, target, ABI. A build without remote stores has the profile `demo`.
 #[pyfunction]
 fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     detach::guarded(py, || {
         let info = PyDict::new(py);
         info.set_item("version", env!("CARGO_PKG_VERSION"))?;
-        info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+        let profile = match (cfg!(feature = "remote"), cfg!(debug_assertions)) {
+            (false, _) => "demo",
+            (true, true) => "debug",
+            (true, false) => "release",
+        };
+        info.set_item("profile", profile)?;
         info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
         info.set_item("abi", "abi3-py311")?;
         Ok(info)

@@ -11,7 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::remote::RemoteStore;
+use crate::remote::{AnyStore, RemoteStore};
 
 /// A path, or an `actshard.location.Location`.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct NamedPlace {
     /// Its name.
     pub location: Location,
     /// Its store; `None` for local files.
-    store: Option<Arc<actshard_remote::RemoteStore>>,
+    store: Option<Arc<AnyStore>>,
 }
 
 impl<'py> FromPyObject<'_, 'py> for NamedPlace {
@@ -43,7 +43,7 @@ impl<'py> FromPyObject<'_, 'py> for NamedPlace {
 pub fn remote_store<'a>(
     places: impl IntoIterator<Item = &'a NamedPlace>,
 ) -> actshard_core::Result<Option<Arc<dyn Store>>> {
-    let mut found: Option<Option<&Arc<actshard_remote::RemoteStore>>> = None;
+    let mut found: Option<Option<&Arc<AnyStore>>> = None;
     for place in places {
         let same = match (found, &place.store) {
             (None, _) | (Some(None), None) => true,

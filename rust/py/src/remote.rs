@@ -23,11 +23,14 @@ type Job<'py> = (Bound<'py, PyAny>, String, bool, Option<u64>, Option<String>);
 /// Time between two calls of `progress`.
 const TOLD: Duration = Duration::from_millis(200);
 
+/// The store of a URL.
+pub type AnyStore = actshard_remote::RemoteStore;
+
 /// A bucket, web server or dataset of the hub.
 #[pyclass(frozen, module = "actshard._native")]
 #[derive(Debug)]
 pub struct RemoteStore {
-    pub store: Arc<actshard_remote::RemoteStore>,
+    pub store: Arc<AnyStore>,
 }
 
 /// What [`RemoteStore::fetch`] finds.

@@ -1,13 +1,14 @@
 //! Statistics of rows and scans of their values, whole or in ranges that tasks divide.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use actshard_core::dtype::DType;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::scan::{self, Oddity, Scan};
+use actshard_core::stream::stats::summary::{HASHES, LARGEST, LargestColumn, LargestRow, Sorted, Summary};
 use actshard_core::stream::stats::{self, Stats, SumNode, Sums};
-use actshard_core::stream::summary::{HASHES, LARGEST, LargestColumn, LargestRow, Summary};
 use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind, Result};
 use numpy::{PyArray1, PyReadonlyArray1};
@@ -178,9 +179,10 @@ fn as_dict<'py>(py: Python<'py>, sums: &Stats) -> PyResult<Bound<'py, PyDict>> {
     out.set_item("norms", sums.norms)?;
     let found = &sums.summary;
     out.set_item("zeros", PyArray1::from_vec(py, found.zeros.iter().map(|n| *n as i64).collect()))?;
-    out.set_item("norm_bins", found.norms.iter().map(|(bin, n)| (*bin, *n)).collect::<Vec<_>>())?;
+    out.set_item("norm_bins", found.norms.clone())?;
     out.set_item("positions", found.positions.iter().map(|(at, (sum, n))| (*at, *sum, *n)).collect::<Vec<_>>())?;
-    out.set_item("hashes", found.hashes.iter().map(|(hash, n)| (*hash, *n)).collect::<Vec<_>>())?;
+    out.set_item("bands", found.bands.iter().map(|((at, bin), n)| (*at, *bin, *n)).collect::<Vec<_>>())?;
+    out.set_item("hashes", found.hashes.clone())?;
     let rows = found.largest_rows.iter().map(|row| (row.norm, row.place.0, row.place.1));
     out.set_item("largest_rows", rows.collect::<Vec<_>>())?;
     let columns = found.largest_columns.iter().map(|each| (each.column, each.magnitude, each.place.0, each.place.1));
@@ -205,17 +207,24 @@ fn summary_of(py: Python<'_>, node: &Bound<'_, PyDict>, zeros: Vec<u64>) -> PyRe
     let counted = |n: u64| in_range(py, n);
     let norms: Vec<(u32, u64)> = get("norm_bins")?.extract()?;
     let positions: Vec<(u32, f64, u64)> = get("positions")?.extract()?;
+    let bands: Vec<(u32, u32, u64)> = get("bands")?.extract()?;
     Ok(Summary {
         zeros,
-        norms: norms.into_iter().map(|(bin, n)| Ok((bin, counted(n)?))).collect::<PyResult<_>>()?,
-        positions: positions.into_iter().map(|(at, sum, n)| Ok((at, (sum, counted(n)?)))).collect::<PyResult<_>>()?,
+        norms: ascending(norms.into_iter().map(|(bin, n)| Ok((bin, counted(n)?))))?,
+        positions: ascending(positions.into_iter().map(|(at, sum, n)| Ok((at, (sum, counted(n)?)))))?,
+        bands: ascending(bands.into_iter().map(|(at, bin, n)| Ok(((at, bin), counted(n)?))))?,
         largest_rows: rows.into_iter().map(|(norm, e, t)| LargestRow { norm, place: (e, t) }).collect(),
         largest_columns: columns
             .into_iter()
             .map(|(column, magnitude, e, t)| LargestColumn { column, magnitude, place: (e, t) })
             .collect(),
-        hashes: hashes.into_iter().map(|(hash, n)| Ok((hash, counted(n)?))).collect::<PyResult<_>>()?,
+        hashes: ascending(hashes.into_iter().map(|(hash, n)| Ok((hash, counted(n)?))))?,
     })
+}
+
+/// Values by ascending key, one for each.
+fn ascending<K: Ord, V>(values: impl Iterator<Item = PyResult<(K, V)>>) -> PyResult<Sorted<K, V>> {
+    Ok(values.collect::<PyResult<BTreeMap<K, V>>>()?.into_iter().collect())
 }
 
 /// The inverse of [`as_dicts`], for one node. Numbers may come from a file: counts so large that sums overflow are refused.

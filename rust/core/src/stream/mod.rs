@@ -22,6 +22,5 @@ pub mod rescale;
 pub mod select;
 pub mod sequences;
 pub mod stats;
-pub mod summary;
 
 pub use plan::items_in;

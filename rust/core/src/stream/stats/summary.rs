@@ -5,20 +5,21 @@
 //!
 //! - *Norms*: counts in bins of equal bits: the exponent and [`MANTISSA_BITS`] bits of the mantissa of a float64 (as in the
 //!   high dynamic range histogram, hdrhistogram.org). The middle of a bin is within 1/256 of each norm in it.
+//! - *Norms by position*: counts in bins with [`BAND_BITS`] bits of the mantissa, whose middle is within 1/16, for each position.
 //! - *Largest columns*: a column whose largest magnitude is among the [`LARGEST`] of all rows is among those of the block where it is.
 //! - *Repeated rows*: the [`HASHES`] smallest hashes and how often each came (bottom-k sampling: Cohen and Kaplan, "Summarizing
 //!   data using bottom-k sketches", PODC 2007): a uniform sample of the different rows; all of them, if they are fewer.
 //!
-//! Norms by position are sums of floats: they have the same bits if parts are joined in the tree of [`super::stats`].
-
-use std::collections::BTreeMap;
+//! Norms by position are sums of floats: they have the same bits if parts are joined in the tree of [`super::tree`].
 
 use crate::error::Result;
 use crate::memory::zeroed;
 
-/// Bits of the mantissa that tell the bin of a norm.
+/// Bits of the mantissa that decide the bin of a norm.
 pub const MANTISSA_BITS: u32 = 7;
 const SHIFT: u32 = f64::MANTISSA_DIGITS - 1 - MANTISSA_BITS;
+/// Bits of the mantissa that decide the bin of a norm at a position.
+pub const BAND_BITS: u32 = 3;
 /// Number of largest rows and columns that are kept.
 pub const LARGEST: usize = 16;
 /// Number of hashes that are kept.
@@ -46,21 +47,26 @@ pub struct LargestRow {
     pub place: (u64, u64),
 }
 
+/// Values by ascending key.
+pub type Sorted<K, V> = Vec<(K, V)>;
+
 /// A summary of rows.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Summary {
     /// Zeros of each column.
     pub zeros: Vec<u64>,
     /// Rows of finite norms, by bin.
-    pub norms: BTreeMap<u32, u64>,
+    pub norms: Sorted<u32, u64>,
     /// Sum of the finite norms and number of their rows, by [`position`].
-    pub positions: BTreeMap<u32, (f64, u64)>,
+    pub positions: Sorted<u32, (f64, u64)>,
+    /// Rows of finite norms, by [`position`] and bin.
+    pub bands: Sorted<(u32, u32), u64>,
     /// The rows of the largest finite norms, the largest first; of equal ones the first in the dataset.
     pub largest_rows: Vec<LargestRow>,
     /// The columns of the largest finite magnitudes, the largest first.
     pub largest_columns: Vec<LargestColumn>,
     /// Rows by hash, for the smallest hashes.
-    pub hashes: BTreeMap<u64, u64>,
+    pub hashes: Sorted<u64, u64>,
 }
 
 /// The bin of a finite norm.
@@ -78,10 +84,10 @@ fn position(token: u64) -> u32 {
     EXACT_POSITIONS as u32 + (power - EXACT_POSITIONS.ilog2()) * 8 + eighth as u32
 }
 
-/// A hash of a row whose smallest values are a uniform sample: four lanes of folded products, as in wyhash (Wang Yi), each of two
-/// values, and MurmurHash3's finalizer.
-#[inline]
-fn hash(row: &[f64]) -> u64 {
+/// A hash of a stored row whose smallest values are a uniform sample: four lanes of folded products, as in wyhash (Wang Yi), each
+/// of 16 bytes, and MurmurHash3's finalizer.
+#[inline(always)]
+pub(super) fn hash(row: &[u8]) -> u64 {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
     let fold = |a: u64, b: u64| {
         let product = u128::from(a) * u128::from(b);
@@ -89,14 +95,19 @@ fn hash(row: &[f64]) -> u64 {
     };
     let keys = [1, 3, 5, 7].map(|k: u64| ODD.wrapping_mul(k));
     let mut lanes = keys;
-    let (whole, rest) = row.as_chunks::<8>();
+    let (whole, rest) = row.as_chunks::<64>();
     for part in whole {
-        let (pairs, _) = part.as_chunks::<2>();
-        for ((lane, key), [a, b]) in lanes.iter_mut().zip(keys).zip(pairs) {
-            *lane = fold(a.to_bits() ^ key, b.to_bits() ^ *lane);
+        for ((lane, key), pair) in lanes.iter_mut().zip(keys).zip(part.as_chunks::<16>().0) {
+            let (a, b) = pair.split_at(8);
+            let [a, b] = [a, b].map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+            *lane = fold(a ^ key, b ^ *lane);
         }
     }
-    let all = rest.iter().fold(row.len() as u64, |all, x| fold(all ^ ODD, x.to_bits() ^ keys[3]));
+    let all = rest.chunks(8).fold(row.len() as u64, |all, part| {
+        let mut word = [0; 8];
+        word[..part.len()].copy_from_slice(part);
+        fold(all ^ ODD, u64::from_le_bytes(word) ^ keys[3])
+    });
     let mut all = lanes.iter().fold(all, |all, lane| (all.rotate_left(23) ^ lane).wrapping_mul(ODD));
     for odd in [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53] {
         all = (all ^ (all >> 33)).wrapping_mul(odd);
@@ -104,34 +115,51 @@ fn hash(row: &[f64]) -> u64 {
     all ^ (all >> 33)
 }
 
-/// What the sums of a block have found on their way, row by row.
-pub(super) struct Seen {
-    zeros: Vec<u64>,
-    /// Of each row.
-    norms: Vec<f64>,
-    hashes: Vec<u64>,
+/// What the sums of a part have found on their way, row by row.
+#[derive(Default)]
+pub(super) struct RowFacts {
+    pub(super) norms: Vec<f64>,
+    pub(super) hashes: Vec<u64>,
+    /// Keys to sort and count.
+    keys: Vec<u32>,
 }
 
-impl Seen {
-    pub(super) fn new(width: usize, rows: usize) -> Result<Seen> {
-        Ok(Seen { zeros: zeroed(width)?, norms: Vec::with_capacity(rows), hashes: Vec::with_capacity(rows) })
+impl RowFacts {
+    /// Bytes of memory for a row.
+    pub(super) const BYTES: u64 = 8 + 8 + 4;
+
+    pub(super) fn clear(&mut self) {
+        self.norms.clear();
+        self.hashes.clear();
     }
 
-    /// Adds a row: its norm, and whether any of its values is 0.
-    #[inline(always)]
-    pub(super) fn add(&mut self, row: &[f64], norm: f64, zero: bool) {
-        if zero {
-            self.zeros.iter_mut().zip(row).for_each(|(n, x)| *n += u64::from(*x == 0.0));
+    /// How often each key comes.
+    fn count<K>(&mut self, keys: impl Iterator<Item = u32>, key: impl Fn(u32) -> K) -> Sorted<K, u64> {
+        self.keys.clear();
+        self.keys.extend(keys);
+        self.keys.sort_unstable();
+        self.keys.chunk_by(|a, b| a == b).map(|each| (key(each[0]), each.len() as u64)).collect()
+    }
+}
+
+/// Adds values to those of the same keys.
+fn merge<K: Ord + Copy, V: Copy>(mine: &mut Sorted<K, V>, next: &[(K, V)], add: impl Fn(&mut V, V)) {
+    let mut merged = Vec::with_capacity(mine.len() + next.len());
+    let mut old = mine.iter().copied().peekable();
+    for (key, value) in next {
+        while let Some(each) = old.next_if(|(other, _)| other < key) {
+            merged.push(each);
         }
-        self.norms.push(norm);
-        self.hashes.push(hash(row));
+        match old.next_if(|(other, _)| other == key) {
+            Some((_, mut both)) => {
+                add(&mut both, *value);
+                merged.push((*key, both));
+            }
+            None => merged.push((*key, *value)),
+        }
     }
-}
-
-/// How often each value comes.
-fn counts<T: Ord + Copy>(mut values: Vec<T>) -> BTreeMap<T, u64> {
-    values.sort_unstable();
-    values.chunk_by(|a, b| a == b).map(|each| (each[0], each.len() as u64)).collect()
+    merged.extend(old);
+    *mine = merged;
 }
 
 impl Summary {
@@ -140,50 +168,42 @@ impl Summary {
         Ok(Summary { zeros: zeroed(width)?, ..Summary::default() })
     }
 
-    /// The summary of a block of at most [`HASHES`] rows. `largest`: the largest finite magnitude of each column. `ids`: example and
-    /// token of each row.
-    pub(super) fn of(rows: &[f64], largest: &[f64], (examples, tokens): (&[i64], &[i64]), seen: Seen) -> Summary {
-        let width = largest.len();
-        let Seen { zeros, norms, hashes } = seen;
-        let finite = norms.iter().filter(|norm| norm.is_finite());
-        let (norm_bins, hashes) = (counts(finite.map(|norm| bin(*norm)).collect()), counts(hashes));
-        let mut made = Summary { zeros, norms: norm_bins, hashes, ..Summary::default() };
-        let place = |row: usize| (examples[row] as u64, tokens[row] as u64);
-        for (number, norm) in norms.into_iter().enumerate() {
-            if !norm.is_finite() {
-                continue;
+    /// The summary of a part. `ids`: example and token of each row.
+    pub(super) fn of(
+        facts: &mut RowFacts,
+        (examples, tokens): (&[i64], &[i64]),
+        zeros: Vec<u64>,
+        largest_columns: Vec<LargestColumn>,
+    ) -> Summary {
+        let mut made = Summary { zeros, largest_columns, ..Summary::default() };
+        made.keep_columns();
+        facts.hashes.sort_unstable();
+        let kinds = facts.hashes.chunk_by(|a, b| a == b).map(|each| (each[0], each.len() as u64));
+        made.hashes = kinds.take(HASHES).collect();
+        let norms = std::mem::take(&mut facts.norms);
+        let finite = || norms.iter().enumerate().filter(|(_, norm)| norm.is_finite());
+        made.norms = facts.count(finite().map(|(_, norm)| bin(*norm)), |bin| bin);
+        let at = |row: usize| position(tokens[row] as u64);
+        // 12 bits of exponent and BAND_BITS of the mantissa, below a position.
+        let keys = finite().map(|(row, norm)| at(row) << 16 | bin(*norm) >> (MANTISSA_BITS - BAND_BITS));
+        made.bands = facts.count(keys, |key| (key >> 16, key & 0xffff));
+        // Rows of a position are added in order.
+        let mut sums: Vec<(f64, u64)> = vec![];
+        for (row, norm) in finite() {
+            let at = at(row) as usize;
+            if sums.len() <= at {
+                sums.resize(at + 1, (0.0, 0));
             }
-            let (token_sum, count) = made.positions.entry(position(tokens[number] as u64)).or_default();
-            (*token_sum, *count) = (*token_sum + norm, *count + 1);
-            if made.largest_rows.len() < LARGEST || made.largest_rows.last().is_some_and(|last| norm >= last.norm) {
-                made.largest_rows.push(LargestRow { norm, place: place(number) });
+            sums[at] = (sums[at].0 + norm, sums[at].1 + 1);
+            if made.largest_rows.len() < LARGEST || made.largest_rows.last().is_some_and(|last| *norm >= last.norm) {
+                made.largest_rows.push(LargestRow { norm: *norm, place: (examples[row] as u64, tokens[row] as u64) });
                 made.keep_rows();
             }
         }
-        let mut columns: Vec<usize> = (0..width).filter(|k| largest[*k] > 0.0).collect();
-        if columns.len() > LARGEST {
-            columns.select_nth_unstable_by(LARGEST - 1, |a, b| largest[*b].total_cmp(&largest[*a]).then(a.cmp(b)));
-            columns.truncate(LARGEST);
-        }
-        for column in columns {
-            let magnitude = largest[column];
-            let first = rows.iter().skip(column).step_by(width).position(|x| x.abs() == magnitude);
-            if let Some(row) = first {
-                made.largest_columns.push(LargestColumn { column: column as u64, magnitude, place: place(row) });
-            }
-        }
-        made.keep_columns();
+        let seen = (0..).zip(sums).filter(|(_, (_, count))| *count > 0);
+        made.positions = seen.collect();
+        facts.norms = norms;
         made
-    }
-
-    fn add_hash(&mut self, hash: u64, count: u64) {
-        if self.hashes.len() >= HASHES && self.hashes.last_key_value().is_some_and(|(last, _)| hash > *last) {
-            return;
-        }
-        *self.hashes.entry(hash).or_default() += count;
-        if self.hashes.len() > HASHES {
-            self.hashes.pop_last();
-        }
     }
 
     fn keep_rows(&mut self) {
@@ -204,18 +224,19 @@ impl Summary {
     /// Adds the summary of other rows.
     pub fn join(&mut self, next: &Summary) {
         self.zeros.iter_mut().zip(&next.zeros).for_each(|(n, more)| *n += more);
-        for (bin, count) in &next.norms {
-            *self.norms.entry(*bin).or_default() += count;
-        }
-        for (position, (sum, count)) in &next.positions {
-            let mine = self.positions.entry(*position).or_default();
-            *mine = (mine.0 + sum, mine.1 + count);
-        }
-        let last = self.hashes.last_key_value().map_or(0, |(last, _)| *last);
-        let full = self.hashes.len() >= HASHES;
-        for (hash, count) in next.hashes.iter().take_while(|(hash, _)| !full || **hash <= last) {
-            self.add_hash(*hash, *count);
-        }
+        let count = |n: &mut u64, more: u64| *n += more;
+        merge(&mut self.norms, &next.norms, count);
+        merge(&mut self.bands, &next.bands, count);
+        merge(&mut self.positions, &next.positions, |mine, (sum, count)| *mine = (mine.0 + sum, mine.1 + count));
+        // Larger hashes would be cut off again.
+        let last = self.hashes.last().map_or(0, |(last, _)| *last);
+        let useful = if self.hashes.len() < HASHES {
+            next.hashes.len()
+        } else {
+            next.hashes.partition_point(|(h, _)| *h <= last)
+        };
+        merge(&mut self.hashes, &next.hashes[..useful], count);
+        self.hashes.truncate(HASHES);
         self.largest_rows.extend_from_slice(&next.largest_rows);
         self.keep_rows();
         self.largest_columns.extend_from_slice(&next.largest_columns);
@@ -226,19 +247,31 @@ impl Summary {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
-    use super::super::rescale::norm_of;
+    use std::collections::BTreeMap;
+
+    use super::super::part::Summer;
     use super::*;
+    use crate::dtype::DType;
+    use crate::layout::row::Row;
+    use crate::stream::rescale::norm_of;
     use proptest::prelude::*;
 
     fn summary(rows: &[f64], width: usize, first: usize) -> Summary {
-        let largest: Vec<f64> = (0..width)
-            .map(|k| rows.iter().skip(k).step_by(width).filter(|x| x.is_finite()).fold(0.0, |a: f64, x| a.max(x.abs())))
-            .collect();
         let (examples, tokens): (Vec<i64>, Vec<i64>) =
             (first..first + rows.len() / width).map(|n| ((n / 5) as i64, (n % 5 * 40) as i64)).unzip();
-        let mut seen = Seen::new(width, rows.len() / width).unwrap();
-        rows.chunks_exact(width).for_each(|row| seen.add(row, norm_of(row), row.contains(&0.0)));
-        Summary::of(rows, &largest, (&examples, &tokens), seen)
+        let mut summer = Summer::new(Row::new(width as u64, DType::F64).unwrap()).unwrap();
+        summer.sum(bytemuck::cast_slice(rows), (&examples, &tokens)).unwrap().summary
+    }
+
+    fn of_hashes(values: impl Iterator<Item = (u64, u64)>) -> Summary {
+        let mut made = Summary::default();
+        let mut hashes: Vec<(u64, u64)> = values.map(|(x, n)| (hash(&x.to_le_bytes()), n)).collect();
+        hashes.sort_unstable();
+        for each in hashes {
+            merge(&mut made.hashes, &[each], |n, more| *n += more);
+        }
+        made.hashes.truncate(HASHES);
+        made
     }
 
     proptest! {
@@ -261,8 +294,8 @@ mod tests {
             largest.sort_by(|a, b| b.norm.total_cmp(&a.norm).then(a.place.cmp(&b.place)));
             largest.truncate(LARGEST);
             prop_assert_eq!(&all.largest_rows, &largest);
-            prop_assert_eq!(all.norms.values().sum::<u64>(), norms.len() as u64);
-            prop_assert_eq!(all.positions.values().map(|(_, n)| n).sum::<u64>(), norms.len() as u64);
+            prop_assert_eq!(all.norms.iter().map(|(_, n)| n).sum::<u64>(), norms.len() as u64);
+            prop_assert_eq!(all.positions.iter().map(|(_, (_, n))| n).sum::<u64>(), norms.len() as u64);
             for column in 0..width {
                 let values = rows.iter().map(|row| row[column]);
                 prop_assert_eq!(all.zeros[column], values.filter(|x| *x == 0.0).count() as u64);
@@ -279,7 +312,7 @@ mod tests {
             for row in &rows {
                 *kinds.entry(row.iter().map(|x| x.to_bits()).collect()).or_default() += 1;
             }
-            let (mut found, mut expected): (Vec<u64>, Vec<u64>) = (all.hashes.into_values().collect(), kinds.into_values().collect());
+            let (mut found, mut expected): (Vec<u64>, Vec<u64>) = (all.hashes.into_iter().map(|(_, n)| n).collect(), kinds.into_values().collect());
             found.sort_unstable();
             expected.sort_unstable();
             prop_assert_eq!(found, expected);
@@ -287,12 +320,8 @@ mod tests {
 
         #[test]
         fn hashes_are_those_of_the_whole_in_any_order(parts in prop::collection::vec(prop::collection::vec(0u64..3000, 0..2000), 1..5)) {
-            let of = |values: &[u64]| {
-                let mut made = Summary::new(0).unwrap();
-                values.iter().for_each(|x| made.add_hash(hash(&[*x as f64]), 1));
-                made
-            };
-            let (mut forward, mut backward) = (Summary::new(0).unwrap(), Summary::new(0).unwrap());
+            let of = |values: &[u64]| of_hashes(values.iter().map(|x| (*x, 1)));
+            let (mut forward, mut backward) = (Summary::default(), Summary::default());
             parts.iter().for_each(|part| forward.join(&of(part)));
             parts.iter().rev().for_each(|part| backward.join(&of(part)));
             prop_assert_eq!(&forward.hashes, &backward.hashes);
@@ -319,11 +348,8 @@ mod tests {
     #[test]
     fn the_smallest_hashes_sample_rows_evenly() {
         // 40,000 different rows, every tenth twice: the sample finds a tenth of them repeated.
-        let mut all = Summary::new(0).unwrap();
-        for k in 0..40_000 {
-            all.add_hash(hash(&[f64::from(k), 1.0]), if k % 10 == 0 { 2 } else { 1 });
-        }
-        let repeated = all.hashes.values().filter(|n| **n > 1).count();
+        let all = of_hashes((0..40_000).map(|k| (k, if k % 10 == 0 { 2 } else { 1 })));
+        let repeated = all.hashes.iter().filter(|(_, n)| *n > 1).count();
         assert_eq!(all.hashes.len(), HASHES);
         assert!((70..140).contains(&repeated), "{repeated} of {HASHES}");
     }

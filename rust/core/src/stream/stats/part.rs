@@ -1,0 +1,399 @@
+//! One pass over the rows of a part, while they are in the cache.
+//!
+//! Rows are summed in blocks of [`BLOCK`] rows. Sums of a block are relative to a value of each column, its first finite one
+//! (`shift`): with `d = x - shift`, the mean is `shift + sum(d) / n` and the sum of squared distances from the mean is
+//! `sum(d²) - sum(d)² / n`. Since `shift` is one of the values, `sum(d²)` is at most `n + 1` times the result, so that the
+//! difference loses at most the last digits of float64, also for a mean that is far larger than the deviations. Values of up to 32
+//! bits are compared as float32 and summed as float64.
+//!
+//! Each column is summed row by row, and each norm in eight lanes: the compiler neither reorders nor fuses floating-point
+//! operations, so the result has the same bits on every machine.
+
+use std::mem::size_of;
+
+use super::summary::{LARGEST, LargestColumn, RowFacts, Summary, hash};
+use super::{BLOCK, Stats, Weights};
+use crate::dtype::{Cast, DType};
+use crate::error::{Error, Kind, Result};
+use crate::kernels::wide;
+use crate::layout::row::Row;
+use crate::memory::zeroed;
+use crate::stream::rescale::{Real, norm_of};
+
+/// Rows that are summed together: the sums of a column are loaded and stored once for all of them.
+const TOGETHER: usize = 4;
+
+/// Sums of a block: one value per column.
+struct Columns<T> {
+    /// The first finite value of the block; 0 if there is none.
+    shift: Vec<f64>,
+    /// Sums of finite values, relative to `shift`.
+    sums: Vec<f64>,
+    /// Sums of their squares.
+    squares: Vec<f64>,
+    low: Vec<T>,
+    high: Vec<T>,
+    zeros: Vec<u32>,
+    nan: Vec<u32>,
+    infinite: Vec<u32>,
+}
+
+/// Whether a row has values that are not finite, and whether it has zeros.
+#[derive(Clone, Copy, Default)]
+struct Flags {
+    bad: bool,
+    zero: bool,
+}
+
+/// float32 and float64, as a part's rows are read.
+trait Value: Real + PartialOrd {
+    const LOWEST: Self;
+    const HIGHEST: Self;
+    const ZERO: Self;
+    fn flags(row: &[Self]) -> Flags;
+}
+
+macro_rules! value {
+    ($float:ty, $int:ty) => {
+        impl Value for $float {
+            const LOWEST: $float = <$float>::NEG_INFINITY;
+            const HIGHEST: $float = <$float>::INFINITY;
+            const ZERO: $float = 0.0;
+
+            /// Branch-free so that it vectorises; signed, because SSE2 compares signed integers.
+            #[inline(always)]
+            fn flags(row: &[$float]) -> Flags {
+                let infinity = <$float>::INFINITY.to_bits() as $int;
+                let (mut bad, mut zero): ($int, $int) = (0, 0);
+                for x in row {
+                    let magnitude = x.to_bits() as $int & <$int>::MAX;
+                    bad |= if magnitude >= infinity { -1 } else { 0 };
+                    zero |= if magnitude == 0 { -1 } else { 0 };
+                }
+                Flags { bad: bad != 0, zero: zero != 0 }
+            }
+        }
+    };
+}
+
+value!(f32, i32);
+value!(f64, i64);
+
+impl<T: Value> Columns<T> {
+    fn new(width: usize) -> Result<Columns<T>> {
+        Ok(Columns {
+            shift: zeroed(width)?,
+            sums: zeroed(width)?,
+            squares: zeroed(width)?,
+            low: zeroed(width)?,
+            high: zeroed(width)?,
+            zeros: zeroed(width)?,
+            nan: zeroed(width)?,
+            infinite: zeroed(width)?,
+        })
+    }
+
+    /// Begins a block.
+    fn clear(&mut self) {
+        self.sums.fill(0.0);
+        self.squares.fill(0.0);
+        self.low.fill(T::HIGHEST);
+        self.high.fill(T::LOWEST);
+        for counts in [&mut self.zeros, &mut self.nan, &mut self.infinite] {
+            counts.fill(0);
+        }
+    }
+
+    /// Adds rows of finite values; returns their norms, which are those of [`norm_of`].
+    #[inline(always)]
+    fn add_finite<const N: usize>(&mut self, rows: [&[T]; N]) -> [f64; N] {
+        let mut lanes = [[0f64; 8]; N];
+        let whole = self.shift.len() / 8;
+        let (shift, _) = self.shift.as_chunks::<8>();
+        let (sums, _) = self.sums.as_chunks_mut::<8>();
+        let (squares, _) = self.squares.as_chunks_mut::<8>();
+        let (low, _) = self.low.as_chunks_mut::<8>();
+        let (high, _) = self.high.as_chunks_mut::<8>();
+        let rows8 = rows.map(|row| &row.as_chunks::<8>().0[..whole]);
+        let columns = shift.iter().zip(sums).zip(squares).zip(low.iter_mut().zip(high));
+        for (c, (((shift, sums), squares), (low, high))) in columns.enumerate() {
+            let (mut s, mut q, mut lo, mut hi) = (*sums, *squares, *low, *high);
+            for n in 0..N {
+                let row = &rows8[n][c];
+                for k in 0..8 {
+                    let x = row[k].wide();
+                    let d = x - shift[k];
+                    s[k] += d;
+                    q[k] += d * d;
+                    lanes[n][k] += x * x;
+                }
+                for k in 0..8 {
+                    lo[k] = if row[k] < lo[k] { row[k] } else { lo[k] };
+                    hi[k] = if row[k] > hi[k] { row[k] } else { hi[k] };
+                }
+            }
+            (*sums, *squares, *low, *high) = (s, q, lo, hi);
+        }
+        let mut rest = [0f64; N];
+        for k in 8 * whole..self.shift.len() {
+            for n in 0..N {
+                let value = rows[n][k];
+                let x = value.wide();
+                let d = x - self.shift[k];
+                self.sums[k] += d;
+                self.squares[k] += d * d;
+                rest[n] += x * x;
+                self.low[k] = if value < self.low[k] { value } else { self.low[k] };
+                self.high[k] = if value > self.high[k] { value } else { self.high[k] };
+            }
+        }
+        std::array::from_fn(|n| (lanes[n].iter().sum::<f64>() + rest[n]).sqrt())
+    }
+
+    /// Adds the finite values of a row, and counts the others.
+    #[inline(always)]
+    fn add_some(&mut self, row: &[T]) {
+        for (k, value) in row.iter().enumerate() {
+            let x = value.wide();
+            let finite = x.is_finite();
+            let d = if finite { x - self.shift[k] } else { 0.0 };
+            self.sums[k] += d;
+            self.squares[k] += d * d;
+            self.low[k] = if finite && *value < self.low[k] { *value } else { self.low[k] };
+            self.high[k] = if finite && *value > self.high[k] { *value } else { self.high[k] };
+            self.nan[k] += u32::from(x.is_nan());
+            self.infinite[k] += u32::from(x.is_infinite());
+        }
+    }
+
+    #[inline(always)]
+    fn count_zeros(&mut self, row: &[T]) {
+        self.zeros.iter_mut().zip(row).for_each(|(n, x)| *n += u32::from(*x == T::ZERO));
+    }
+}
+
+/// The memory of a thread that sums parts, for rows of one type.
+struct PartOf<T> {
+    row: Row,
+    columns: Columns<T>,
+    /// Some rows, as `T`.
+    values: Vec<T>,
+    /// Whether the part has values that are not finite.
+    bad: bool,
+    /// The largest finite magnitude of each column in the part.
+    largest: Vec<f64>,
+    /// The first block that has it.
+    blocks: Vec<u32>,
+    facts: RowFacts,
+}
+
+impl<T: Value> PartOf<T> {
+    fn new(row: Row) -> Result<PartOf<T>> {
+        Ok(PartOf {
+            row,
+            columns: Columns::new(row.width)?,
+            values: zeroed(TOGETHER.max(BLOCK.div_ceil(row.width.max(1))) * row.width)?,
+            bad: false,
+            largest: zeroed(row.width)?,
+            blocks: zeroed(row.width)?,
+            facts: RowFacts::default(),
+        })
+    }
+
+    /// The first finite value of each column of a block.
+    fn set_shift(&mut self, cast: Cast<'_>, block: &[u8]) {
+        let width = self.row.width;
+        let mut missing = width;
+        self.columns.shift.fill(f64::NAN);
+        for raw in block.chunks_exact(self.row.bytes) {
+            cast.apply(raw, bytemuck::cast_slice_mut(&mut self.values[..width]));
+            for (shift, x) in self.columns.shift.iter_mut().zip(&self.values[..width]) {
+                if shift.is_nan() && x.wide().is_finite() {
+                    *shift = x.wide();
+                    missing -= 1;
+                }
+            }
+            if missing == 0 {
+                return;
+            }
+        }
+        self.columns.shift.iter_mut().filter(|shift| shift.is_nan()).for_each(|shift| *shift = 0.0);
+    }
+
+    /// Sums a block.
+    #[inline(always)]
+    fn add_block(&mut self, cast: Cast<'_>, block: &[u8]) {
+        let width = self.row.width;
+        self.set_shift(cast, block);
+        self.columns.clear();
+        for raw in block.chunks(TOGETHER * self.row.bytes) {
+            let n = raw.len() / self.row.bytes;
+            let values = as_values(cast, raw, &mut self.values[..n * width]);
+            let mut flags = [Flags::default(); TOGETHER];
+            for (flag, (row, bytes)) in
+                flags.iter_mut().zip(values.chunks_exact(width).zip(raw.chunks_exact(self.row.bytes)))
+            {
+                *flag = T::flags(row);
+                self.facts.hashes.push(hash(bytes));
+                self.bad |= flag.bad;
+            }
+            let row = |n: usize| &values[n * width..(n + 1) * width];
+            if n == TOGETHER && flags.iter().all(|flag| !flag.bad) {
+                let norms = self.columns.add_finite::<TOGETHER>(std::array::from_fn(row));
+                self.facts.norms.extend_from_slice(&norms);
+            } else {
+                for (n, flag) in flags.iter().enumerate().take(n) {
+                    if flag.bad {
+                        self.columns.add_some(row(n));
+                        self.facts.norms.push(norm_of(row(n)));
+                    } else {
+                        self.facts.norms.extend_from_slice(&self.columns.add_finite::<1>([row(n)]));
+                    }
+                }
+            }
+            for (n, _) in flags.iter().enumerate().take(n).filter(|(_, flag)| flag.zero) {
+                self.columns.count_zeros(row(n));
+            }
+        }
+    }
+
+    /// Adds the block's sums to those of the part.
+    #[inline(always)]
+    fn fold(&mut self, number: u32, rows: u64, made: &mut Stats) {
+        let from = &self.columns;
+        let weights = Weights::of(made.rows, rows);
+        for k in 0..from.shift.len() {
+            let finite = rows - if self.bad { u64::from(from.nan[k]) + u64::from(from.infinite[k]) } else { 0 };
+            let weights = if self.bad { Weights::of(made.finite[k], finite) } else { weights };
+            let by = from.sums[k] / finite.max(1) as f64;
+            // Rounding may make it less than 0; squares of float64 may overflow.
+            let squares = from.squares[k] - from.sums[k] * by;
+            let squares = if from.squares[k].is_finite() { squares.max(0.0) } else { f64::INFINITY };
+            weights.join((&mut made.mean[k], &mut made.squares[k]), (from.shift[k] + by, squares));
+            made.finite[k] += finite;
+        }
+        for k in 0..from.shift.len() {
+            let (low, high) = (from.low[k].wide(), from.high[k].wide());
+            made.min[k] = if low < made.min[k] { low } else { made.min[k] };
+            made.max[k] = if high > made.max[k] { high } else { made.max[k] };
+            // -infinity without finite values.
+            let magnitude = if high > -low { high } else { -low };
+            let larger = magnitude > self.largest[k];
+            self.largest[k] = if larger { magnitude } else { self.largest[k] };
+            self.blocks[k] = if larger { number } else { self.blocks[k] };
+        }
+        let add = |to: &mut [u64], from: &[u32]| to.iter_mut().zip(from).for_each(|(n, more)| *n += u64::from(*more));
+        add(&mut made.summary.zeros, &from.zeros);
+        if self.bad {
+            add(&mut made.nan, &from.nan);
+            add(&mut made.infinite, &from.infinite);
+        }
+        made.rows += rows;
+    }
+
+    /// The statistics of the rows of a part. `ids`: example and token of each row.
+    fn sum(&mut self, raw: &[u8], ids: (&[i64], &[i64])) -> Result<Stats> {
+        let cast = Cast::between(self.row.dtype, T::DTYPE)?;
+        let mut made = Stats::new(self.row.width)?;
+        self.facts.clear();
+        self.largest.fill(0.0);
+        self.bad = false;
+        let of_block = BLOCK * self.row.bytes;
+        for (number, block) in raw.chunks(of_block).enumerate() {
+            wide(|| {
+                self.add_block(cast, block);
+                self.fold(number as u32, (block.len() / self.row.bytes) as u64, &mut made);
+            });
+        }
+        for norm in self.facts.norms.iter().filter(|norm| norm.is_finite()) {
+            made.norms = (made.norms.0 + norm, made.norms.1 + 1);
+        }
+        let zeros = std::mem::take(&mut made.summary.zeros);
+        let columns = largest_of(&self.largest).into_iter().filter_map(|column| {
+            let (magnitude, number) = (self.largest[column], self.blocks[column] as usize);
+            let block = raw.chunks(of_block).nth(number)?;
+            let row = number * BLOCK + first_of(cast, &self.row, (block, &mut self.values), (column, magnitude))?;
+            Some(LargestColumn { column: column as u64, magnitude, place: (ids.0[row] as u64, ids.1[row] as u64) })
+        });
+        let columns = columns.collect();
+        made.summary = Summary::of(&mut self.facts, ids, zeros, columns);
+        Ok(made)
+    }
+}
+
+/// Rows as `T`: in place where they are, or converted to `values`.
+#[inline(always)]
+fn as_values<'a, T: Value>(cast: Cast<'_>, raw: &'a [u8], values: &'a mut [T]) -> &'a [T] {
+    if cast.is_copy()
+        && let Ok(rows) = bytemuck::try_cast_slice(raw)
+    {
+        return rows;
+    }
+    cast.apply(raw, bytemuck::cast_slice_mut(values));
+    values
+}
+
+/// The first row of a block whose value in a column has this magnitude.
+fn first_of<T: Value>(
+    cast: Cast<'_>,
+    row: &Row,
+    (block, values): (&[u8], &mut [T]),
+    (column, magnitude): (usize, f64),
+) -> Option<usize> {
+    let size = cast.from_size;
+    let mut elements = [0u8; size_of::<f64>() * BLOCK];
+    let n = block.len() / row.bytes;
+    for (to, row) in elements.chunks_exact_mut(size).zip(block.chunks_exact(row.bytes)) {
+        to.copy_from_slice(&row[column * size..][..size]);
+    }
+    cast.apply(&elements[..n * size], bytemuck::cast_slice_mut(&mut values[..n]));
+    values[..n].iter().position(|x| x.wide().abs() == magnitude)
+}
+
+/// The columns of the largest magnitudes, at most [`LARGEST`].
+fn largest_of(magnitudes: &[f64]) -> Vec<usize> {
+    let mut columns: Vec<usize> = (0..magnitudes.len()).filter(|k| magnitudes[*k] > 0.0).collect();
+    if columns.len() > LARGEST {
+        let order = |a: &usize, b: &usize| magnitudes[*b].total_cmp(&magnitudes[*a]).then(a.cmp(b));
+        columns.select_nth_unstable_by(LARGEST - 1, order);
+        columns.truncate(LARGEST);
+    }
+    columns
+}
+
+/// What sums parts on one thread. It reuses its memory.
+pub(super) struct Summer(OfType);
+
+enum OfType {
+    Single(Box<PartOf<f32>>),
+    Double(Box<PartOf<f64>>),
+}
+
+impl Summer {
+    /// Errors if rows are of no floating type.
+    pub(super) fn new(row: Row) -> Result<Summer> {
+        Ok(Summer(match row.dtype {
+            DType::F16 | DType::BF16 | DType::F32 => OfType::Single(Box::new(PartOf::new(row)?)),
+            DType::F64 => OfType::Double(Box::new(PartOf::new(row)?)),
+            other => {
+                let detail = format!("statistics: expected a floating type, found {}", other.name());
+                return Err(Error::new(Kind::DType, detail));
+            }
+        }))
+    }
+
+    /// Bytes of memory for rows of a type, and for facts about `rows` rows.
+    pub(super) fn memory(row: Row, rows: u64) -> u64 {
+        let value = if row.dtype == DType::F64 { 8 } else { 4 };
+        let columns = 4 * 8 + 4 * 4 + (2 + TOGETHER as u64) * value;
+        row.width as u64 * columns + rows * RowFacts::BYTES
+    }
+
+    /// The statistics of stored rows. `ids`: example and token of each.
+    pub(super) fn sum(&mut self, raw: &[u8], ids: (&[i64], &[i64])) -> Result<Stats> {
+        match &mut self.0 {
+            OfType::Single(part) => part.sum(raw, ids),
+            OfType::Double(part) => part.sum(raw, ids),
+        }
+    }
+}
