@@ -381,8 +381,7 @@ def test_labels_of_tokens_are_split_by_example(tmp_path: Path) -> None:
     rows[:, 1, 1:, :3] += 8 * np.eye(3, dtype=np.float32)[labels]
     with actshard.create(tmp_path / "run", "saev", layers=[0, 1], d_model=8, cls_token=True) as writer:
         writer.append(rows, labels=labels)
-        path = writer.path
-    store = actshard.open(path)
+    store = actshard.open(tmp_path / "run")
     found = store.separability(store.labels, examples=300)
     assert (found.pool, found.label, found.total, found.classes) == ("token", "", 360, (0, 1, 2))
     assert found.examples + found.unlabelled == 300

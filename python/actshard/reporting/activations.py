@@ -36,7 +36,6 @@ from actshard.stats.advice import Advice, cut, many
 from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer
 
-
 Chosen = tuple[Any, int | None]
 """The tokens to report on, and the number of rows to sample of each layer; None: all."""
 

@@ -1,6 +1,6 @@
 """What a layer's rows look like besides their sums: norms, positions, the largest values, repeated rows.
 
-All parts are counts, or lists of a fixed length, in the core's ``stream/stats/summary.rs``, where parts are joined. These classes read
+All parts are counts, or lists of a fixed length. They are joined in the core, in ``stream/stats/summary.rs``. These classes read
 them; arrays are new at each call.
 """
 
