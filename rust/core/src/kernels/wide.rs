@@ -19,9 +19,10 @@ fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// As [`wide`], for loops that multiply integers of 64 bits: also compiled for AVX-512, which has an instruction for that.
+/// As [`wide`], also compiled for AVX-512: for loops that multiply integers of 64 bits, for which it has an instruction, and for
+/// those that need more than 16 registers.
 #[inline]
-pub fn wide_integers<R>(work: impl FnOnce() -> R) -> R {
+pub fn widest<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("avx512dq") {
         // SAFETY: the processor has AVX-512 F and DQ.

@@ -3,22 +3,24 @@
 //! Rows are summed in blocks of [`BLOCK`] rows. Sums of a block are relative to a value of each column, its first finite one
 //! (`shift`): with `d = x - shift`, the mean is `shift + sum(d) / n` and the sum of squared distances from the mean is
 //! `sum(d²) - sum(d)² / n`. Since `shift` is one of the values, `sum(d²)` is at most `n + 1` times the result, so that the
-//! difference loses at most the last digits of float64, also for a mean that is far larger than the deviations. Values of up to 32
-//! bits are compared as float32 and summed as float64.
+//! difference loses at most the last digits of float64, also for a mean that is far larger than the deviations. Values of 16 bits
+//! need no shift: they have at most 11 digits, so that sums of 128 values and of their squares are exact unless exponents differ by
+//! more than 24, and a mean is at most 2^11 times the smallest distance. Values of up to 32 bits are compared as float32 and summed
+//! as float64.
 //!
 //! Each column is summed row by row, and each norm in eight lanes: the compiler neither reorders nor fuses floating-point
 //! operations, so the result has the same bits on every machine.
 
-use std::mem::size_of;
+use bytemuck::{Pod, Zeroable};
 
 use super::summary::{LARGEST, LargestColumn, RowFacts, Summary, hash};
 use super::{BLOCK, Stats, Weights};
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
-use crate::kernels::wide;
+use crate::kernels::widest;
 use crate::layout::row::Row;
 use crate::memory::zeroed;
-use crate::stream::rescale::{Real, norm_of};
+use crate::stream::rescale::Real;
 
 /// Rows that are summed together: the sums of a column are loaded and stored once for all of them.
 const TOGETHER: usize = 4;
@@ -45,29 +47,67 @@ struct Flags {
     zero: bool,
 }
 
-/// float32 and float64, as a part's rows are read.
+/// float32 and float64: the type in which values are compared.
 trait Value: Real + PartialOrd {
     const LOWEST: Self;
     const HIGHEST: Self;
     const ZERO: Self;
-    fn flags(row: &[Self]) -> Flags;
 }
 
 macro_rules! value {
-    ($float:ty, $int:ty) => {
+    ($float:ty) => {
         impl Value for $float {
             const LOWEST: $float = <$float>::NEG_INFINITY;
             const HIGHEST: $float = <$float>::INFINITY;
             const ZERO: $float = 0.0;
+        }
+    };
+}
+
+value!(f32);
+value!(f64);
+
+/// An element of a row as it is summed.
+trait Element: Pod + Zeroable {
+    type Value: Value;
+    /// The type that stored elements are cast to.
+    const DTYPE: DType;
+    /// Whether sums are relative to a value of the column.
+    const SHIFTED: bool;
+    fn value(self) -> Self::Value;
+    fn flags(row: &[Self]) -> Flags;
+}
+
+/// bfloat16, as stored.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(transparent)]
+struct Brain(u16);
+
+/// float16, as float32.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(transparent)]
+struct Half(f32);
+
+macro_rules! element {
+    ($element:ty, $value:ty, $dtype:ident, $shifted:literal, $x:ident => $to_value:expr, $bits:expr, $int:ty, $infinity:expr) => {
+        impl Element for $element {
+            type Value = $value;
+            const DTYPE: DType = DType::$dtype;
+            const SHIFTED: bool = $shifted;
+
+            #[inline(always)]
+            fn value(self) -> $value {
+                let $x = self;
+                $to_value
+            }
 
             /// Branch-free so that it vectorises; signed, because SSE2 compares signed integers.
             #[inline(always)]
-            fn flags(row: &[$float]) -> Flags {
-                let infinity = <$float>::INFINITY.to_bits() as $int;
+            fn flags(row: &[$element]) -> Flags {
                 let (mut bad, mut zero): ($int, $int) = (0, 0);
-                for x in row {
-                    let magnitude = x.to_bits() as $int & <$int>::MAX;
-                    bad |= if magnitude >= infinity { -1 } else { 0 };
+                for $x in row {
+                    let magnitude = $bits as $int & <$int>::MAX;
+                    bad |= if magnitude >= $infinity { -1 } else { 0 };
                     zero |= if magnitude == 0 { -1 } else { 0 };
                 }
                 Flags { bad: bad != 0, zero: zero != 0 }
@@ -76,8 +116,10 @@ macro_rules! value {
     };
 }
 
-value!(f32, i32);
-value!(f64, i64);
+element!(Brain, f32, BF16, false, x => f32::from_bits(u32::from(x.0) << 16), x.0, i16, 0x7f80);
+element!(Half, f32, F32, false, x => x.0, x.0.to_bits(), i32, 0x7f80_0000);
+element!(f32, f32, F32, true, x => x, x.to_bits(), i32, 0x7f80_0000);
+element!(f64, f64, F64, true, x => x, x.to_bits(), i64, 0x7ff0_0000_0000_0000);
 
 impl<T: Value> Columns<T> {
     fn new(width: usize) -> Result<Columns<T>> {
@@ -104,9 +146,9 @@ impl<T: Value> Columns<T> {
         }
     }
 
-    /// Adds rows of finite values; returns their norms, which are those of [`norm_of`].
+    /// Adds rows of finite values; returns their norms, summed as in [`crate::stream::rescale::norm_of`].
     #[inline(always)]
-    fn add_finite<const N: usize>(&mut self, rows: [&[T]; N]) -> [f64; N] {
+    fn add_finite<E: Element<Value = T>, const N: usize>(&mut self, rows: [&[E]; N]) -> [f64; N] {
         let mut lanes = [[0f64; 8]; N];
         let whole = self.shift.len() / 8;
         let (shift, _) = self.shift.as_chunks::<8>();
@@ -121,15 +163,16 @@ impl<T: Value> Columns<T> {
             for n in 0..N {
                 let row = &rows8[n][c];
                 for k in 0..8 {
-                    let x = row[k].wide();
-                    let d = x - shift[k];
+                    let x = row[k].value().wide();
+                    let d = if E::SHIFTED { x - shift[k] } else { x };
                     s[k] += d;
                     q[k] += d * d;
                     lanes[n][k] += x * x;
                 }
                 for k in 0..8 {
-                    lo[k] = if row[k] < lo[k] { row[k] } else { lo[k] };
-                    hi[k] = if row[k] > hi[k] { row[k] } else { hi[k] };
+                    let value = row[k].value();
+                    lo[k] = if value < lo[k] { value } else { lo[k] };
+                    hi[k] = if value > hi[k] { value } else { hi[k] };
                 }
             }
             (*sums, *squares, *low, *high) = (s, q, lo, hi);
@@ -137,9 +180,9 @@ impl<T: Value> Columns<T> {
         let mut rest = [0f64; N];
         for k in 8 * whole..self.shift.len() {
             for n in 0..N {
-                let value = rows[n][k];
+                let value = rows[n][k].value();
                 let x = value.wide();
-                let d = x - self.shift[k];
+                let d = if E::SHIFTED { x - self.shift[k] } else { x };
                 self.sums[k] += d;
                 self.squares[k] += d * d;
                 rest[n] += x * x;
@@ -152,32 +195,33 @@ impl<T: Value> Columns<T> {
 
     /// Adds the finite values of a row, and counts the others.
     #[inline(always)]
-    fn add_some(&mut self, row: &[T]) {
-        for (k, value) in row.iter().enumerate() {
+    fn add_some<E: Element<Value = T>>(&mut self, row: &[E]) {
+        for (k, element) in row.iter().enumerate() {
+            let value = element.value();
             let x = value.wide();
             let finite = x.is_finite();
             let d = if finite { x - self.shift[k] } else { 0.0 };
             self.sums[k] += d;
             self.squares[k] += d * d;
-            self.low[k] = if finite && *value < self.low[k] { *value } else { self.low[k] };
-            self.high[k] = if finite && *value > self.high[k] { *value } else { self.high[k] };
+            self.low[k] = if finite && value < self.low[k] { value } else { self.low[k] };
+            self.high[k] = if finite && value > self.high[k] { value } else { self.high[k] };
             self.nan[k] += u32::from(x.is_nan());
             self.infinite[k] += u32::from(x.is_infinite());
         }
     }
 
     #[inline(always)]
-    fn count_zeros(&mut self, row: &[T]) {
-        self.zeros.iter_mut().zip(row).for_each(|(n, x)| *n += u32::from(*x == T::ZERO));
+    fn count_zeros<E: Element<Value = T>>(&mut self, row: &[E]) {
+        self.zeros.iter_mut().zip(row).for_each(|(n, x)| *n += u32::from(x.value() == T::ZERO));
     }
 }
 
 /// The memory of a thread that sums parts, for rows of one type.
-struct PartOf<T> {
+struct PartOf<E: Element> {
     row: Row,
-    columns: Columns<T>,
-    /// Some rows, as `T`.
-    values: Vec<T>,
+    columns: Columns<E::Value>,
+    /// Some rows, where their stored type or place needs a copy.
+    elements: Vec<E>,
     /// Whether the part has values that are not finite.
     bad: bool,
     /// The largest finite magnitude of each column in the part.
@@ -187,12 +231,12 @@ struct PartOf<T> {
     facts: RowFacts,
 }
 
-impl<T: Value> PartOf<T> {
-    fn new(row: Row) -> Result<PartOf<T>> {
+impl<E: Element> PartOf<E> {
+    fn new(row: Row) -> Result<PartOf<E>> {
         Ok(PartOf {
             row,
             columns: Columns::new(row.width)?,
-            values: zeroed(TOGETHER.max(BLOCK.div_ceil(row.width.max(1))) * row.width)?,
+            elements: zeroed(TOGETHER.max(BLOCK.div_ceil(row.width.max(1))) * row.width)?,
             bad: false,
             largest: zeroed(row.width)?,
             blocks: zeroed(row.width)?,
@@ -206,10 +250,11 @@ impl<T: Value> PartOf<T> {
         let mut missing = width;
         self.columns.shift.fill(f64::NAN);
         for raw in block.chunks_exact(self.row.bytes) {
-            cast.apply(raw, bytemuck::cast_slice_mut(&mut self.values[..width]));
-            for (shift, x) in self.columns.shift.iter_mut().zip(&self.values[..width]) {
-                if shift.is_nan() && x.wide().is_finite() {
-                    *shift = x.wide();
+            cast.apply(raw, bytemuck::cast_slice_mut(&mut self.elements[..width]));
+            for (shift, element) in self.columns.shift.iter_mut().zip(&self.elements[..width]) {
+                let x = element.value().wide();
+                if shift.is_nan() && x.is_finite() {
+                    *shift = x;
                     missing -= 1;
                 }
             }
@@ -224,30 +269,32 @@ impl<T: Value> PartOf<T> {
     #[inline(always)]
     fn add_block(&mut self, cast: Cast<'_>, block: &[u8]) {
         let width = self.row.width;
-        self.set_shift(cast, block);
+        if E::SHIFTED {
+            self.set_shift(cast, block);
+        }
         self.columns.clear();
         for raw in block.chunks(TOGETHER * self.row.bytes) {
             let n = raw.len() / self.row.bytes;
-            let values = as_values(cast, raw, &mut self.values[..n * width]);
+            let rows = as_elements(cast, raw, &mut self.elements[..n * width]);
             let mut flags = [Flags::default(); TOGETHER];
             for (flag, (row, bytes)) in
-                flags.iter_mut().zip(values.chunks_exact(width).zip(raw.chunks_exact(self.row.bytes)))
+                flags.iter_mut().zip(rows.chunks_exact(width).zip(raw.chunks_exact(self.row.bytes)))
             {
-                *flag = T::flags(row);
+                *flag = E::flags(row);
                 self.facts.hashes.push(hash(bytes));
                 self.bad |= flag.bad;
             }
-            let row = |n: usize| &values[n * width..(n + 1) * width];
+            let row = |n: usize| &rows[n * width..(n + 1) * width];
             if n == TOGETHER && flags.iter().all(|flag| !flag.bad) {
-                let norms = self.columns.add_finite::<TOGETHER>(std::array::from_fn(row));
+                let norms = self.columns.add_finite::<E, TOGETHER>(std::array::from_fn(row));
                 self.facts.norms.extend_from_slice(&norms);
             } else {
                 for (n, flag) in flags.iter().enumerate().take(n) {
                     if flag.bad {
                         self.columns.add_some(row(n));
-                        self.facts.norms.push(norm_of(row(n)));
+                        self.facts.norms.push(f64::NAN);
                     } else {
-                        self.facts.norms.extend_from_slice(&self.columns.add_finite::<1>([row(n)]));
+                        self.facts.norms.extend_from_slice(&self.columns.add_finite::<E, 1>([row(n)]));
                     }
                 }
             }
@@ -293,14 +340,14 @@ impl<T: Value> PartOf<T> {
 
     /// The statistics of the rows of a part. `ids`: example and token of each row.
     fn sum(&mut self, raw: &[u8], ids: (&[i64], &[i64])) -> Result<Stats> {
-        let cast = Cast::between(self.row.dtype, T::DTYPE)?;
+        let cast = Cast::between(self.row.dtype, E::DTYPE)?;
         let mut made = Stats::new(self.row.width)?;
         self.facts.clear();
         self.largest.fill(0.0);
         self.bad = false;
         let of_block = BLOCK * self.row.bytes;
         for (number, block) in raw.chunks(of_block).enumerate() {
-            wide(|| {
+            widest(|| {
                 self.add_block(cast, block);
                 self.fold(number as u32, (block.len() / self.row.bytes) as u64, &mut made);
             });
@@ -312,7 +359,7 @@ impl<T: Value> PartOf<T> {
         let columns = largest_of(&self.largest).into_iter().filter_map(|column| {
             let (magnitude, number) = (self.largest[column], self.blocks[column] as usize);
             let block = raw.chunks(of_block).nth(number)?;
-            let row = number * BLOCK + first_of(cast, &self.row, (block, &mut self.values), (column, magnitude))?;
+            let row = number * BLOCK + first_of(cast, &self.row, (block, &mut self.elements), (column, magnitude))?;
             Some(LargestColumn { column: column as u64, magnitude, place: (ids.0[row] as u64, ids.1[row] as u64) })
         });
         let columns = columns.collect();
@@ -321,33 +368,33 @@ impl<T: Value> PartOf<T> {
     }
 }
 
-/// Rows as `T`: in place where they are, or converted to `values`.
+/// Rows as they are summed: in place where they are, or cast to `elements`.
 #[inline(always)]
-fn as_values<'a, T: Value>(cast: Cast<'_>, raw: &'a [u8], values: &'a mut [T]) -> &'a [T] {
+fn as_elements<'a, E: Element>(cast: Cast<'_>, raw: &'a [u8], elements: &'a mut [E]) -> &'a [E] {
     if cast.is_copy()
         && let Ok(rows) = bytemuck::try_cast_slice(raw)
     {
         return rows;
     }
-    cast.apply(raw, bytemuck::cast_slice_mut(values));
-    values
+    cast.apply(raw, bytemuck::cast_slice_mut(elements));
+    elements
 }
 
 /// The first row of a block whose value in a column has this magnitude.
-fn first_of<T: Value>(
+fn first_of<E: Element>(
     cast: Cast<'_>,
     row: &Row,
-    (block, values): (&[u8], &mut [T]),
+    (block, elements): (&[u8], &mut [E]),
     (column, magnitude): (usize, f64),
 ) -> Option<usize> {
     let size = cast.from_size;
-    let mut elements = [0u8; size_of::<f64>() * BLOCK];
+    let mut stored = [0u8; size_of::<f64>() * BLOCK];
     let n = block.len() / row.bytes;
-    for (to, row) in elements.chunks_exact_mut(size).zip(block.chunks_exact(row.bytes)) {
+    for (to, row) in stored.chunks_exact_mut(size).zip(block.chunks_exact(row.bytes)) {
         to.copy_from_slice(&row[column * size..][..size]);
     }
-    cast.apply(&elements[..n * size], bytemuck::cast_slice_mut(&mut values[..n]));
-    values[..n].iter().position(|x| x.wide().abs() == magnitude)
+    cast.apply(&stored[..n * size], bytemuck::cast_slice_mut(&mut elements[..n]));
+    elements[..n].iter().position(|element| element.value().wide().abs() == magnitude)
 }
 
 /// The columns of the largest magnitudes, at most [`LARGEST`].
@@ -365,6 +412,8 @@ fn largest_of(magnitudes: &[f64]) -> Vec<usize> {
 pub(super) struct Summer(OfType);
 
 enum OfType {
+    Brain(Box<PartOf<Brain>>),
+    Half(Box<PartOf<Half>>),
     Single(Box<PartOf<f32>>),
     Double(Box<PartOf<f64>>),
 }
@@ -373,7 +422,9 @@ impl Summer {
     /// Errors if rows are of no floating type.
     pub(super) fn new(row: Row) -> Result<Summer> {
         Ok(Summer(match row.dtype {
-            DType::F16 | DType::BF16 | DType::F32 => OfType::Single(Box::new(PartOf::new(row)?)),
+            DType::BF16 => OfType::Brain(Box::new(PartOf::new(row)?)),
+            DType::F16 => OfType::Half(Box::new(PartOf::new(row)?)),
+            DType::F32 => OfType::Single(Box::new(PartOf::new(row)?)),
             DType::F64 => OfType::Double(Box::new(PartOf::new(row)?)),
             other => {
                 let detail = format!("statistics: expected a floating type, found {}", other.name());
@@ -392,6 +443,8 @@ impl Summer {
     /// The statistics of stored rows. `ids`: example and token of each.
     pub(super) fn sum(&mut self, raw: &[u8], ids: (&[i64], &[i64])) -> Result<Stats> {
         match &mut self.0 {
+            OfType::Brain(part) => part.sum(raw, ids),
+            OfType::Half(part) => part.sum(raw, ids),
             OfType::Single(part) => part.sum(raw, ids),
             OfType::Double(part) => part.sum(raw, ids),
         }
