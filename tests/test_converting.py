@@ -488,7 +488,7 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         told = [x.detail for x in done.losses if x.what == "texts"]
         assert len(told) == (name != "own"), (name, told)
         if name == "same":
-            assert told[0].startswith("1 examples have the text of another one")
+            assert told[0].startswith("1 examples have the same text as another one")
         assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
         # Generated texts are not converted back.
         back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)
@@ -596,7 +596,7 @@ def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, s
     renamed = {text: text, "shard_index": "part", "verb": "verb"}
     done = actshard.convert(path, tmp_path / "t", "lmprobe", columns=renamed, verify=True)
     assert [str(x) for x in done.losses if "left out" in str(x)] == [
-        "columns: left out, as columns= does not name them: label"
+        "columns: left out, because columns= does not list them: label"
     ]
     table = actshard.open(done.path).table
     assert table["part"].to_pylist() == COLUMNS["shard_index"]
@@ -696,7 +696,7 @@ def test_columns_that_are_renamed_mean_what_they_meant(
     made = actshard.convert(tmp_path / "a", tmp_path / "b", "zarr", columns=columns)
     table = actshard.open(made.path).table
     assert {name: table[name].to_pylist() for name in wanted} == wanted
-    found = next(loss.detail for loss in made.losses if "does not name" in loss.detail).rpartition(": ")[2]
+    found = next(loss.detail for loss in made.losses if "does not list" in loss.detail).rpartition(": ")[2]
     assert sorted(found.split(", ")) == sorted(lost.split(", "))
 
 

@@ -113,5 +113,5 @@ def test_a_journal_that_cannot_be_looked_at_is_not_taken_for_none(
         return is_file(self, *given)
 
     monkeypatch.setattr(Path, "is_file", refused)
-    with pytest.raises(actshard.FileAccessError, match="look at"):
+    with pytest.raises(actshard.FileAccessError, match="cannot access"):
         work.unfinished(path)

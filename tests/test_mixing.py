@@ -219,7 +219,7 @@ def test_bad_mixtures_are_refused_by_name(pair: Any, tmp_path: Path) -> None:
     with pytest.raises(actshard.ArgumentError, match="exhausted"):
         actshard.mix({a: 1}, exhausted="loop")  # type: ignore[arg-type]
     mixture = actshard.mix({a: 0.999, b: 0.001})
-    with pytest.raises(actshard.ArgumentError, match="leave none for source 1"):
+    with pytest.raises(actshard.ArgumentError, match="leave no row for source 1"):
         mixture.stream(5, 16)
     with pytest.raises(actshard.ArgumentError, match="has 200"):
         actshard.mix({a: 0.5, b: 0.5}).stream(5, 1000)

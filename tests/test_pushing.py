@@ -651,7 +651,7 @@ def test_a_push_to_the_hub_replaces_nothing_by_itself(tmp_path: Path, monkeypatc
         repository.commit({name: data for name, data in there.items() if name != ".zgroup"})
         assert to(other).sent_files == 1
         monkeypatch.setattr("actshard.pushing.hub._PER_FOLDER", 1)
-        with pytest.raises(actshard.ArgumentError, match="the hub takes 1 in a folder"):
+        with pytest.raises(actshard.ArgumentError, match="the hub accepts 1 in a folder"):
             to(other)
 
 

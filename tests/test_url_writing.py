@@ -65,11 +65,11 @@ def test_a_conversion_that_is_interrupted_is_told_by_its_url(server: Served, tmp
     with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*Pass resume=True") as caught:
         actshard.convert(SAEV, "s3://bucket/run", format, **options)
     (own,) = (tmp_path / "scratch").iterdir()
-    assert f"lies in {own}. " in str(caught.value)
+    assert f"is in {own}. " in str(caught.value)
     if format != "saev":  # whose folder holds several dumps
         with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: ") as caught:
             actshard.convert(SAEV, "s3://bucket/run", format, resume=True, layers=[0], **options)
-        assert f"earlier call lies in {own} and may be removed. There: contains" in str(caught.value)
+        assert f"earlier call is in {own} and may be removed. There: contains" in str(caught.value)
         assert "remove this" not in str(caught.value)
     assert own.stat().st_mode & 0o777 == 0o700
     actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
@@ -128,10 +128,10 @@ def test_a_left_result_that_is_another_dataset_is_told_by_its_folder(server: Ser
             with pytest.raises(actshard.ExistsError) as caught:
                 actshard.convert(near, "s3://bucket/run", "lmprobe", **more, **options)
             assert str(caught.value).startswith(
-                f"s3://bucket/run: the unfinished result of an earlier call lies in {left} and may be removed. There: contains"
+                f"s3://bucket/run: the unfinished result of an earlier call is in {left} and may be removed. There: contains"
             )
             assert "this one" not in str(caught.value)
-        with pytest.raises(actshard.ExistsError, match="remove that folder to begin anew"):
+        with pytest.raises(actshard.ExistsError, match="remove that folder to start again"):
             actshard.convert(near, "s3://bucket/run", "lmprobe", **options)
         shutil.rmtree(left)
         with pytest.raises(actshard.ExistsError, match="format: expected zarr, found lmprobe"):
@@ -186,7 +186,7 @@ def test_a_writer_to_a_url_is_resumed(server: Served, tmp_path: Path, format: st
     with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*resume=True") as caught:
         write(server, scratch, format, range(0), **own)
     (left,) = scratch.iterdir()
-    assert f"lies in {left}. " in str(caught.value)
+    assert f"is in {left}. " in str(caught.value)
     with pytest.raises(actshard.ExistsError, match=r"There: contains 3 examples.*resume=True to continue it$"):
         write(server, scratch, format, range(0), exist_ok=True, **own)
     writer = write(server, scratch, format, range(0), resume=True, **own)

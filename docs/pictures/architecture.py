@@ -1,4 +1,4 @@
-"""Draws docs/pictures/architecture.svg: rooms, floors and the way of data.
+"""Draws docs/pictures/architecture.svg: rooms, floors and the data flow.
 
 python docs/pictures/architecture.py
 """
@@ -24,18 +24,18 @@ BOXES = (  # x, y, width, kind, title, what it does
     (130, 82, 430, "py", "converting, verifying, merging, writing, stats", "verbs: one each for all formats"),
     (570, 82, 230, "py", "store, stream", "the public objects"),
     (130, 144, 250, "py", "formats/NAME", "files, metadata, columns"),
-    (390, 144, 410, "py", "location, errors, arguments", "the ground of the Python package"),
+    (390, 144, 410, "py", "location, errors, arguments", "base of the Python package"),
     (130, 222, 670, "rs", "rust/py", "the binding: converts arguments and results, releases the GIL"),
     (130, 284, 200, "rs", "layout, parse", "address of a row; safe parsers"),
-    (340, 284, 220, "rs", "rows, gather", "sort, merge, hand out, cast"),
+    (340, 284, 220, "rs", "rows, gather", "sort, merge, distribute, cast"),
     (570, 284, 230, "rs", "stream, scan, write", "order, read ahead, statistics"),
     (130, 346, 200, "rs", "codec", "decodes units once"),
-    (340, 346, 460, "rs", "source", "mapped, pread, memory, remote (rust/remote) with its cache on disk"),
+    (340, 346, 460, "rs", "source", "mapped, pread, memory, remote (rust/remote) with its disk cache"),
 )
 STEPS = (
     ("1", 366, 160), ("2", 316, 300), ("3", 546, 300), ("4", 786, 362), ("5", 546, 322), ("6", 786, 300), ("7", 786, 238),
 )  # fmt: skip
-FLOORS = ((20, "people type"), (82, "verbs"), (144, "formats"), (222, "binding"), (284, "core"), (346, "bytes"))
+FLOORS = ((20, "entry points"), (82, "verbs"), (144, "formats"), (222, "binding"), (284, "core"), (346, "bytes"))
 
 
 def picture() -> str:
@@ -50,9 +50,9 @@ def picture() -> str:
     parts.append('<path class="arrow" d="M130 208.5H800" stroke-dasharray="6 4"/>')
     parts.append('<text class="mark" x="16" y="213">Python / Rust</text>')
     parts.append(
-        '<text class="dim" x="130" y="430">Each room uses only rooms below. Numbers: the way of data, in the text.</text>'
+        '<text class="dim" x="130" y="430">Each room uses only rooms below it. Numbers: steps of the data flow.</text>'
     )
-    title = "<title>Rooms and floors of actshard: Python above, Rust below; each uses only rooms below its own</title>"
+    title = "<title>Rooms and floors of actshard: Python above, Rust below; each room uses only rooms below it</title>"
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 816 446" role="img">'
     return "\n".join([head, title, STYLE, *parts, "</svg>"]) + "\n"
 

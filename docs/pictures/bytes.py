@@ -55,7 +55,7 @@ SAFETENSORS = (meta("n: u64", 0.6, "0"), meta("header: JSON, padded with spaces"
 
 DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
     "saev": (
-        "A saev shard: examples, in them layers, in them tokens, each a row of float32",
+        "A saev shard: examples contain layers, layers contain tokens; each token is a row of float32",
         (
             Strip(
                 "acts000000.bin", (Piece("example 0", 2, at="0"), Piece("example 1", 2), Piece("example 2", 2), MORE), 0
@@ -74,11 +74,11 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
                 2,
             ),
             Strip("hidden.layer_7", (row("row 0"), row("row 1"), row("row 2"), row("row 3"), MORE), 1),
-            Strip("row 1", (row("dim x float16, bfloat16, float32 or float64: as the header says", 4),)),
+            Strip("row 1", (row("dim x float16, bfloat16, float32 or float64; see the header", 4),)),
         ),
     ),
     "zarr": (
-        "An uncompressed chunk of a Zarr store: samples, in them layers, in them tokens",
+        "An uncompressed chunk of a Zarr store: samples contain layers, layers contain tokens",
         (
             Strip(
                 "arrays/activations/a.b.c.d", (Piece("sample a*c0", 2, at="0"), Piece("sample a*c0 + 1", 2), MORE), 0
@@ -89,7 +89,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "pickle": (
-        "A compressed pickle shard: gzip around a pickle, in it the bytes of arrays",
+        "A compressed pickle shard: gzip around a pickle that contains the bytes of arrays",
         (
             Strip(
                 "shard_0001.pkl.gz",
@@ -170,7 +170,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "hallulens": (
-        "A HalluLens array without a header: samples, in them layers, in them tokens",
+        "A HalluLens array without a header: samples contain layers, layers contain tokens",
         (
             Strip(
                 "response_activations.npy (no header)", (Piece("sample 0", 2, at="0"), Piece("sample 1", 2), MORE), 0
@@ -215,7 +215,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
                 (row("row 0", at="0"), row("row 1", at="d_model * itemsize"), row("row 2"), MORE),
                 0,
             ),
-            Strip("row 0", (row("d_model elements of the dtype that shard_0.meta names", 4),)),
+            Strip("row 0", (row("d_model elements; the dtype is in shard_0.meta", 4),)),
         ),
     ),
     "llamascopium": (
@@ -235,7 +235,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "speculators": (
-        "A file of hidden states: token ids and, for each token, its layers side by side",
+        "A file of hidden states: token ids and, for each token, its layers in order",
         (
             Strip(
                 "hidden_states/hs_7.safetensors",
@@ -252,7 +252,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
             Strip(
                 "sample_0.pt",
                 (
-                    meta("data.pkl: values and places", 2.4),
+                    meta("data.pkl: values and offsets", 2.4),
                     meta("byteorder"),
                     Piece("data/0", 1.6, at="a multiple of 64"),
                     Piece("data/1", 1.6),
@@ -287,7 +287,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "parquet_vectors": (
-        "A parquet file: row groups, in them columns, decoded as a whole",
+        "A parquet file: row groups contain columns, which are decoded as a whole",
         (
             Strip(
                 "train-00000-of-00002.parquet",
@@ -310,7 +310,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "automodel": (
-        "A shard of a NeMo Automodel cache: every tensor is stacked over samples; layers of a token lie side by side",
+        "A shard of a NeMo Automodel cache: every tensor is stacked over samples; layers of a token are contiguous",
         (
             Strip(
                 "shard-000000.safetensors",
@@ -328,12 +328,12 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "specforge": (
-        "A SpecForge file: a zip archive of torch.save; in hidden states the layers of a token lie side by side",
+        "A SpecForge file: a zip archive of torch.save; in hidden states the layers of a token are contiguous",
         (
             Strip(
                 "rows_0-2000/data_0.ckpt",
                 (
-                    meta("data.pkl: names and places", 2.2),
+                    meta("data.pkl: names and offsets", 2.2),
                     Piece("input_ids", 1),
                     Piece("loss_mask", 1),
                     Piece("L layers (1, S, L x H)", 2),
@@ -368,12 +368,12 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
         ),
     ),
     "angelslim": (
-        "An AngelSlim file: a zip archive of torch.save; in hidden states the layers of a token lie side by side",
+        "An AngelSlim file: a zip archive of torch.save; in hidden states the layers of a token are contiguous",
         (
             Strip(
                 "rank_0/rows_0-5000/data_0.ckpt (EAGLE-3)",
                 (
-                    meta("data.pkl: names and places", 2),
+                    meta("data.pkl: names and offsets", 2),
                     Piece("ids, mask (1, S)", 1.4),
                     Piece("hidden_states (1, S, 3 x H)", 2.2),
                     row("target_hiddens (1, S, H)", 2),
@@ -398,7 +398,7 @@ DIAGRAMS: dict[str, tuple[str, tuple[Strip, ...]]] = {
             Strip(
                 "0/data_0.ckpt",
                 (
-                    meta("data.pkl: names and places", 2),
+                    meta("data.pkl: names and offsets", 2),
                     Piece("input_ids (S,)", 1.3),
                     Piece("hidden_state (S, H)", 2),
                     Piece("loss_mask (S,)", 1.3),

@@ -56,7 +56,7 @@ def dataset(x: float, y: float) -> list[str]:
 
 def shards(x: float, y: float) -> list[str]:
     """Rows of a layer in two files."""
-    made = [text(x, y, "shards", "head"), text(x, y + 18, "files that hold the rows of layer 5", "dim")]
+    made = [text(x, y, "shards", "head"), text(x, y + 18, "files that contain the rows of layer 5", "dim")]
     rows = [(e, t) for e, tokens in enumerate(LENGTHS) for t in range(tokens)]
     for file, (first, stop) in enumerate(((0, 6), (6, 11))):
         top = y + 44 + 58 * file
@@ -64,7 +64,7 @@ def shards(x: float, y: float) -> list[str]:
         for place, (example, token) in enumerate(rows[first:stop]):
             kind = COLOURS[example] + (" row" if (example, token) == PICKED else "")
             made.append(cell(x + CELL * place, top + 2, kind))
-    made.append(text(x, y + 158, "row: d_model numbers, side by side in a file;", "mark"))
+    made.append(text(x, y + 158, "row: d_model contiguous numbers in a file;", "mark"))
     made.append(text(x, y + 176, "here example 2, layer 5, token 3", "mark"))
     return made
 

@@ -160,7 +160,7 @@ _ON_FIRST_USE = {
     "Staged": "staging", "stage": "staging",
     "up_to_last": "stream.supervised",
 }  # fmt: skip
-"""Names that load on first use, and their modules: remote data, which most programs do not read, layers as arrays, and mixtures."""
+"""Names that are imported on first use, with their modules, so that ``import actshard`` stays fast."""
 
 
 def __getattr__(name: str) -> Any:
@@ -178,7 +178,7 @@ def __dir__() -> list[str]:
 
 
 _SLOW = {
-    "debug": "this is a debug build of actshard: results are correct, many times slower",
+    "debug": "this is a debug build of actshard: results are correct, but it is many times slower",
     "demo": "this is a demo build of actshard: not optimized, and without remote stores. Install a complete one: pip install .",
 }
 if build_info()["profile"] in _SLOW:

@@ -159,7 +159,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
     Args:
         value: a str or an ``os.PathLike`` of str. The path need not exist.
         what: the argument's name, for messages.
-        remedy: what to do about a URL.
+        remedy: advice for the case that ``value`` is a URL.
 
     Raises:
         ArgumentTypeError: another type. It is an ArgumentError and a TypeError.
@@ -198,7 +198,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
 
 
 def _shortened(name: str) -> str:
-    """A path for messages. Of a URL, without user, password and query, which may be secrets."""
+    """Formats a path for messages. Removes user, password and query from URLs: they may be secrets."""
     if url := _URL.match(name):
         host, slash, rest = re.split(r"[?#]", name[url.end() :].lstrip("/"), maxsplit=1)[0].partition("/")
         name = f"{url.group()}/{host.rpartition('@')[2]}{slash}{rest}"
@@ -226,7 +226,7 @@ def size(value: int | str, what: str) -> int:
 
 
 def minutes(value: int | str, what: str) -> int:
-    """Converts a time limit to minutes: a number of them, or one of Slurm's ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``."""
+    """Converts a time limit to minutes: a number of minutes, or Slurm's ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``."""
     text = str(value) if not isinstance(value, bool) else ""
     words = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,4}))?(?::(\d{1,4}))?", text, re.ASCII)
     if words is None:
@@ -267,7 +267,7 @@ def whole(
 
 
 def refuse_bools(values: Any, array: NDArray[Any], what: str) -> None:
-    """Raises ArgumentError if a list of integers contains a bool, which ``array``, made of it, has as 0 or 1."""
+    """Raises ArgumentError if a list of integers contains a bool. ``array``, made from the list, contains it as 0 or 1."""
     if isinstance(values, list | tuple) and array.dtype.kind in "iu" and (bad := _bool_in(values)) is not None:
         raise ArgumentError(f"{what}: expected integers, found {bad} among them")
 

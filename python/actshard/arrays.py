@@ -1,19 +1,19 @@
-"""Rows of one layer as arrays: ``store.layer(5)`` and what it gives.
+"""Rows of one layer as arrays: ``store.layer(5)``.
 
-Three objects, each a thin reading of the one below; none holds rows, and none knows a format.
+There are three classes. The first two contain no rows and depend on no format.
 
 - :class:`LayerArray`: axes (example, token, element). Indexing resolves the key to example and token numbers and reads them with
   one call of the store: a whole example is a view where the store has one, everything else is one parallel gather.
 - :class:`RowArray`: axes (row, element), the same rows in stored order. It resolves row numbers to examples and tokens.
 - :class:`Ragged`: values and offsets, for Arrow and awkward.
 
-A key is resolved in three steps, in one direction: *parts* (one index per axis: an ellipsis is expanded, a two-dimensional mask
-becomes two lists), *numbers* (each part becomes an int, an array, or stays a slice; negative numbers are counted from the end),
-and *rows* (the numbers are broadcast as numpy does it: two lists go pairwise, a list and a slice make a grid). Lengths are read
-only if the key depends on them: ``acts[3]``, ``acts[:, -1]`` and ``acts[[1, 2], 0]`` need none.
+A key is resolved in three steps: *parts* (one index per axis: an ellipsis is expanded, a two-dimensional mask becomes two lists),
+*numbers* (each part becomes an int, an array, or stays a slice; negative numbers count from the end), and *rows* (the numbers
+are broadcast as in numpy: two lists are paired, a list and a slice make a grid). Lengths are read only if the key depends on
+them: ``acts[3]``, ``acts[:, -1]`` and ``acts[[1, 2], 0]`` need none.
 
-Examples may have different numbers of tokens. A slice of tokens is then resolved per example, as if each example were indexed by
-itself; the result must be rectangular.
+If examples have different numbers of tokens, a slice of tokens is resolved for each example separately. The result must be
+rectangular.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ragged(NamedTuple):
 
 
 class _Lazy(ABC):
-    """What both arrays share: a layer of a store, read as ``dtype``. Reads nothing until indexed."""
+    """Base class of both arrays: a layer of a store, read as ``dtype``. Reads nothing until indexed."""
 
     ndim: int
 
@@ -84,7 +84,7 @@ class _Lazy(ABC):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of what is read."""
+        """Numpy dtype of the rows that are read."""
         return self._store.dtype if self._asked is None else self._asked
 
     @property
@@ -104,7 +104,7 @@ class _Lazy(ABC):
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:
-        """Tokens per example in this layer. Costs no memory where all examples have the same."""
+        """Tokens per example in this layer. Needs no memory if all examples have the same number."""
         return self._store.tokens_in(self._layer)
 
     def __repr__(self) -> str:
@@ -124,10 +124,10 @@ class _Lazy(ABC):
         group = self._store.group_of(self._layer)
         rows: NDArray[Any] = self._store.rows.gather_whole(group, examples, None, dtype, lost)
         if lost:
-            said = (
+            text = (
                 f"{self._store.path}: layer {plain(self._layer)}: {lost[0]} finite values became infinite as {dtype}."
             )
-            warnings.warn(OverflowWarning(f"{said} Use a wider dtype="), stacklevel=5)
+            warnings.warn(OverflowWarning(f"{text} Use a wider dtype="), stacklevel=5)
         return rows
 
     def _lengths(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -136,18 +136,18 @@ class _Lazy(ABC):
 
     def _gather(self, examples: Any, tokens: Any) -> NDArray[Any]:
         """One row per (example, token), with the shape of the indices: a copy."""
-        if not np.size(examples) or not np.size(tokens):  # the store warns of empty lists; an empty slice is no mistake
+        if not np.size(examples) or not np.size(tokens):  # the store warns about empty lists; an empty slice is valid
             self._store.check_open()
             return np.empty((0, self._store.d_model), self.dtype)
         return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
 
     @abstractmethod
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
-        """Everything, as ``dtype``."""
+        """The whole array, as ``dtype``."""
 
     @abstractmethod
     def _view(self) -> NDArray[Any] | None:
-        """Everything as a read-only view of the mapped file; None if the bytes do not allow it."""
+        """The whole array as a read-only view of the mapped file; None if the files' layout does not allow it."""
 
     def _view_of_all(self) -> tuple[NDArray[Any], int, int | None] | None:
         """A view that contains all rows, ``(r, d_model)``; the first example's row in it; rows from one example to the next."""
@@ -189,7 +189,7 @@ class LayerArray(_Lazy):
 
     ``acts[17]`` is ``(T, d_model)``, ``acts[17, -1]`` is ``(d_model,)``, ``acts[[1, 5, 5], -1]``, ``acts[mask, 0]`` and
     ``acts[:, -1]`` are ``(n, d_model)``. Integers, slices, lists, masks, negative numbers and ``...`` mean the same as for a numpy
-    array. ``np.asarray(acts)`` is the whole layer: a read-only view if it lies at regular distances in one memory-mapped file,
+    array. ``np.asarray(acts)`` is the whole layer: a read-only view if its rows are evenly spaced in one memory-mapped file,
     else a copy, read in parallel. ``np.array(acts)`` (or ``copy=True``) is always a writable copy; ``copy=False`` raises unless
     there is a view.
 
@@ -231,8 +231,8 @@ class LayerArray(_Lazy):
 
         Raises:
             OutOfRangeError: an example, token or element does not exist. It is an IndexError.
-            ArgumentError: examples with different numbers of tokens do not make an array; a mask of another shape; a type that is
-                no index.
+            ArgumentError: the examples have different numbers of tokens, so they do not form an array; a mask has the wrong
+                shape; the key has a type that is not an index.
             Errors of :meth:`Store.gather`.
         """
         if type(key) is tuple and len(key) == 2 and type(key[0]) is int and type(key[1]) is int:
@@ -257,7 +257,7 @@ class LayerArray(_Lazy):
         return examples, tokens
 
     def _tokens(self, part: Any) -> Any:
-        """Tokens that are no slice, as an int or an array. The store counts negative ones from each example's end."""
+        """Tokens that are not a slice, as an int or an array. The store counts negative ones from each example's end."""
         if isinstance(part, np.ndarray) and part.dtype == bool:
             if part.shape != (self._each,):
                 also = "" if self._each is not None else ": examples have different numbers of tokens"
@@ -294,8 +294,8 @@ class LayerArray(_Lazy):
         taken = {len(r) for r in ranges}
         if len(taken) > 1:
             raise ArgumentError(
-                f"these examples have {min(taken)} to {max(taken)} tokens there, which is no array. Use acts.rows() for all rows, "
-                "acts.ragged() for values and offsets, or acts[i] for one example",
+                f"these examples have {min(taken)} to {max(taken)} tokens there, which do not form an array. Use acts.rows() for "
+                "all rows, acts.ragged() for values and offsets, or acts[i] for one example",
                 path=self._store.path,
             )
         (count,) = taken
@@ -307,7 +307,7 @@ class LayerArray(_Lazy):
         return self._gather(np.broadcast_to(flat[:, None], numbers.shape), numbers).reshape(shape)
 
     def _part_of(self, example: int, tokens: slice) -> NDArray[Any]:
-        """A slice of one example: of the view, if there is one."""
+        """A slice of one example: a view if possible."""
         store = self._store
         if tokens == slice(None):
             return store.sequence(example, self._layer, dtype=self._asked)
@@ -322,7 +322,7 @@ class LayerArray(_Lazy):
         if self._each is None:
             counts = self._counts
             raise ArgumentError(
-                f"examples have {counts.min()} to {counts.max()} tokens, which is no array. Use acts.rows() for all rows, "
+                f"examples have {counts.min()} to {counts.max()} tokens, which do not form an array. Use acts.rows() for all rows, "
                 "(rows, d_model), or acts.ragged() for values and offsets",
                 path=self._store.path,
             )
@@ -348,8 +348,8 @@ class LayerArray(_Lazy):
         Returns:
             :class:`Ragged`: values ``(rows, d_model)`` and offsets ``(n + 1,)`` int64, for
             ``pyarrow.LargeListArray.from_arrays`` and ``awkward.contents.ListOffsetArray``. The values of all examples are a
-            read-only view if they follow each other in one memory-mapped file, those of one example as in
-            :meth:`Store.sequence`; else they are a copy.
+            read-only view if they are contiguous in one memory-mapped file, and those of one example as in
+            :meth:`Store.sequence`; otherwise they are a copy.
 
         Raises:
             As ``acts[examples]``.
@@ -368,9 +368,9 @@ class RowArray(_Lazy):
     """All rows of one layer as an array over (row, element), example after example. ``acts.rows()`` creates it.
 
     ``rows[a:b]``, ``rows[[3, 1]]``, ``rows[mask]`` and ``rows[-1]`` mean the same as for a numpy array. They read in parallel and
-    return copies, or a read-only view where a slice lies in one example. ``np.asarray(rows)`` is a read-only view if all rows
-    follow each other in one memory-mapped file, else a copy. scikit-learn, faiss and
-    ``dask.array.from_array(rows, chunks=(65536, -1))`` take it.
+    return copies, or a read-only view if a slice is within one example. ``np.asarray(rows)`` is a read-only view if all rows are
+    contiguous in one memory-mapped file, else a copy. scikit-learn, faiss and
+    ``dask.array.from_array(rows, chunks=(65536, -1))`` accept it.
     """
 
     ndim = 2
@@ -393,14 +393,14 @@ class RowArray(_Lazy):
 
     @cached_property
     def examples(self) -> NDArray[np.int64]:
-        """``(rows,)`` int64, read-only: the example of each row. Computed on first use and kept."""
+        """``(rows,)`` int64, read-only: the example of each row. Computed on first use and cached."""
         made = np.repeat(np.arange(len(self._counts)), self._counts)
         made.flags.writeable = False
         return made
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
-        """``(rows,)`` int64, read-only: the position of each row among its example's stored tokens. Kept, as :attr:`examples`."""
+        """``(rows,)`` int64, read-only: the position of each row among its example's stored tokens. Cached."""
         made = np.arange(len(self)) - np.repeat(self._ends - self._counts, self._counts)
         made.flags.writeable = False
         return made
@@ -421,7 +421,7 @@ class RowArray(_Lazy):
 
         Raises:
             OutOfRangeError: a row or element does not exist. It is an IndexError.
-            ArgumentError: a mask of another shape, or a type that is no index.
+            ArgumentError: a mask has the wrong shape, or the key has a type that is not an index.
             Errors of :meth:`Store.gather`.
         """
         which, elements = _parts(key, self.ndim, None)
@@ -434,19 +434,19 @@ class RowArray(_Lazy):
         return _narrowed(read, elements)
 
     def _run(self, numbers: range) -> NDArray[Any]:
-        """Rows of a slice. Neighbouring ones are read as whole examples, so that a block costs no index per row."""
+        """Rows of a slice. Adjacent rows are read as whole examples, so that a block needs no index per row."""
         if numbers.step == 1 and len(numbers):
             first, last = np.searchsorted(self._ends, (numbers[0], numbers[-1]), "right").tolist()
             begin = int(self._ends[first] - self._counts[first])
             spare = int(self._ends[last]) - begin - len(numbers)
-            if spare * 4 <= len(numbers):  # little is read for nothing
+            if spare * 4 <= len(numbers):  # few rows are read unnecessarily
                 block = self._whole(np.arange(first, last + 1), self._asked)
                 return block[numbers[0] - begin : numbers[-1] + 1 - begin]
         return self._gather(*self.locate(np.arange(numbers.start, numbers.stop, numbers.step)))
 
     def _view(self) -> NDArray[Any] | None:
         counts = self._counts
-        if len(counts) and int(counts.min()) == int(counts.max()) == 1:  # rows at a distance are an array too
+        if len(counts) and int(counts.min()) == int(counts.max()) == 1:  # evenly spaced rows form an array too
             examples = self._view_of_examples(1)
             return None if examples is None else examples.reshape(-1, self._store.d_model)
         found = self._view_of_all()
@@ -496,5 +496,5 @@ def _check_elements(first: Any, second: Any, elements: Any) -> None:
     apart = isinstance(second, slice) and not isinstance(first, slice)
     if lists or apart:
         raise ArgumentError(
-            "elements: a list beside other lists or numbers is ambiguous. Index the result: acts[...][..., elements]"
+            "elements: a list combined with other lists or numbers is ambiguous. Index the result: acts[...][..., elements]"
         )

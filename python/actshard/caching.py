@@ -19,7 +19,7 @@ class CacheInfo:
     """State of a cache on disk.
 
     Attributes:
-        folder: its folder.
+        folder: the cache's folder.
         bytes: bytes on the disk; 0 without a cache.
         limit: the limit of the last process that used it; None if unknown.
         objects: number of cached objects, complete or in parts.
@@ -58,7 +58,7 @@ def clear_cache(folder: str | os.PathLike[str] | None = None) -> CacheInfo:
 
     Without ``folder``, removes kept indexes of local folders too.
 
-    Processes that read through the cache go on, and download again.
+    Processes that read through the cache continue, and download the data again.
 
     Args:
         folder: as for :func:`cache_info`.

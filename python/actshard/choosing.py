@@ -1,17 +1,16 @@
-"""``store.filter`` and ``store.split``: which examples a user's words choose, and the contents of a filtered store.
+"""``store.filter`` and ``store.split``: resolve the chosen examples, and build the contents of a filtered store.
 
-A filtered store is a :class:`~actshard.Store` like any other. The choice lives in one place, ``Chosen`` in its
-``Contents``: numbers of the dataset's examples, made once from an expression, a function, a mask, integers or a slice. From there
-it goes one way:
+A filtered store is a :class:`~actshard.Store` like any other. ``Contents.chosen``, a ``Chosen``, stores the numbers of its examples
+in the dataset. They are computed once from an expression, a function, a mask, integers or a slice, and used as follows:
 
-- rows: ``Rows.choose`` of the binding gives rows whose examples are renumbered. Every read translates numbers before it reaches a
-  layout, so gathers, views, streams and statistics of all formats work unchanged. A range is three numbers, a list 8 bytes an
+- rows: ``Rows.choose`` of the binding returns rows whose examples are renumbered. Numbers are translated before they reach a
+  layout, so gathers, views, streams and statistics of all formats work unchanged. A range takes three numbers, a list 8 bytes per
   example, shared by Python and Rust.
 - columns, labels, lengths, logits, router: those of the dataset, cut to the chosen examples when they are read.
-- everything else, such as layers, metadata and files, is the dataset's.
+- everything else, such as layers, metadata and files, is unchanged.
 
-A choice of a choice is a choice of the dataset: there is never more than one translation. Conversion and verification, which need
-a dataset's own numbering, take the dataset and the numbers (``Contents.whole``, ``Contents.chosen``).
+Filtering a filtered store combines both choices, so numbers are translated only once. Conversion and verification need the
+dataset's own numbering, and use ``Contents.whole`` and ``Contents.chosen``.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
     chosen = positions if contents.chosen is None else positions.within(contents.chosen)
 
     def of_whole(read: Callable[[], _Read]) -> _Read:
-        """What the dataset's store reads. Its ClosedError would sound as if this part, which is open, were closed."""
+        """Calls ``read``. Replaces a ClosedError, which would name this open part instead of the closed store of the dataset."""
         try:
             return read()
         except ClosedError as error:
@@ -105,7 +104,7 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
 
 
 def whole_closed(whole: Contents) -> ClosedError:
-    """The error of a part that needs the dataset's store, which was closed."""
+    """The error for a part whose dataset's store was closed."""
     return ClosedError(
         "the store that this one was filtered from was closed: keep it open, or open the dataset again", path=whole.path
     )
@@ -157,9 +156,9 @@ def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
         kept = numbered.filter(expression)[_NUMBER]
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         names = ", ".join(table.column_names[:20])
-        said = str(error).partition("\n")[0]
-        raise ArgumentError(f"filter: {said:.300}. The columns are: {names:.500}", path=store.path) from error
-    return np.sort(kept.to_numpy())  # threads evaluate it: the order is not promised
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"filter: {reason:.300}. The columns are: {names:.500}", path=store.path) from error
+    return np.sort(kept.to_numpy())  # evaluated by threads: the order is not guaranteed
 
 
 def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Chosen]:
@@ -186,7 +185,7 @@ def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Cho
 
 
 def _wanted(test: Any, n: int) -> float:
-    """The number of test examples that is asked for."""
+    """The requested number of test examples."""
     if isinstance(test, float | np.floating) and 0 < test < 1:
         return float(test) * n
     if isinstance(test, int | np.integer) and not isinstance(test, bool) and 0 < test < n:
@@ -213,9 +212,9 @@ def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
         if not isinstance(column, pa.Array | pa.ChunkedArray):
             column = pa.array(_arguments.listed(column, "by: expected a column"))
         chunked = pa.chunked_array([column]) if isinstance(column, pa.Array) else column
-        if pa.types.is_dictionary(chunked.type):  # a dictionary may hold a value twice
+        if pa.types.is_dictionary(chunked.type):  # a dictionary may contain a value twice
             chunked = chunked.cast(chunked.type.value_type)
-        if pa.types.is_string(chunked.type):  # chunks of more than 2 GiB together
+        if pa.types.is_string(chunked.type):  # the chunks may have more than 2 GiB in total
             chunked = chunked.cast(pa.large_string())
         encoded = chunked.combine_chunks().dictionary_encode(null_encoding="encode")
     except (pa.ArrowException, TypeError) as error:
@@ -226,7 +225,7 @@ def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
 
 
 def _rank(keys: list[Any], seed: int) -> Callable[[int], tuple[bytes, str]]:
-    """The place of a group in a pseudo-random order, which depends on its value and the seed only."""
+    """Returns sort keys for a pseudo-random order of groups, which depends only on their values and the seed."""
 
     def rank(i: int) -> tuple[bytes, str]:
         text = json.dumps(keys[i], default=str, sort_keys=True)

@@ -1,4 +1,4 @@
-"""``Chosen``: which examples of a dataset a filtered store holds."""
+"""``Chosen``: the examples of a dataset that a filtered store contains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Chosen:
     """Example numbers of a dataset, in the order of a filtered store.
 
     Attributes:
-        numbers: a range, or native int64 numbers as bytes. The Rust core reads the same bytes object. Numbers of equal distance
-            are always a range, so that equal choices have equal numbers.
+        numbers: a range, or native int64 numbers as bytes. The Rust core reads the same bytes object. Evenly spaced
+            numbers are always a range, so that equal choices have equal numbers.
     """
 
     numbers: range | bytes
@@ -62,7 +62,7 @@ class Chosen:
         return np.frombuffer(numbers, np.int64)
 
     def pick(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The chosen ones of an array with an entry per example: a view for a range, else a copy. Read-only."""
+        """The chosen entries of an array with one entry per example: a view for a range, else a copy. Read-only."""
         numbers = self.numbers
         if isinstance(numbers, range):
             picked = values[numbers.start : numbers.stop if numbers.stop >= 0 else None : numbers.step]
@@ -93,5 +93,5 @@ class Chosen:
     def digest(self) -> bytes:
         """SHA-256 of the numbers; equal for equal choices on any machine."""
         numbers = self.numbers
-        said = repr(numbers).encode() if isinstance(numbers, range) else self.array().astype("<i8").tobytes()
-        return hashlib.sha256(said).digest()
+        data = repr(numbers).encode() if isinstance(numbers, range) else self.array().astype("<i8").tobytes()
+        return hashlib.sha256(data).digest()

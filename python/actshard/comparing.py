@@ -1,7 +1,7 @@
-"""Whether several stores hold the same examples and tokens: what :func:`actshard.pair` checks before it reads rows.
+"""Checks for :func:`actshard.pair`, before it reads rows, that several stores have the same examples and tokens.
 
-Every store must have the numbers of examples, tokens and content tokens of the first. Columns that identify an example or its
-tokens, and texts, are compared among all stores that have them. Null says nothing, and neither does a text that a writer made up.
+Every store must have the same numbers of examples, tokens and content tokens as the first. Columns that identify an example or its
+tokens, and texts, are compared among all stores that have them. Null values and texts that a writer generated are not compared.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _IDS = frozenset(
 )
 """Columns that identify an example, or its tokens."""
 _BLOCK = 4096
-"""Examples whose values become Python objects at once."""
+"""Number of examples whose values are converted to Python objects at a time."""
 
 
 def compare(
     stores: Sequence[Readable], names: Sequence[str], columns: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is equal in all stores that have it, and what could not be compared. ``columns``: the columns to compare.
+    """Returns the names of equal columns, and warnings about values that were not compared. ``columns``: columns to compare.
 
     Raises:
-        ArgumentError: something differs.
+        ArgumentError: a value differs.
         NotStoredError: a store lacks one of ``columns``.
     """
     _check_counts(stores, names)
@@ -61,15 +61,15 @@ def compare(
         first, *others = [i for i, each in enumerate(has) if what in each]
         column = stores[first].read_columns([has[first][what]])[has[first][what]] if others else None
         for other in others:
-            mine, theirs = (names[first], has[first][what]), (names[other], has[other][what])
-            found = stores[other].read_columns([theirs[1]])[theirs[1]]
-            unknown = _check_equal(column, found, mine, theirs, stores[other])
+            left, right = (names[first], has[first][what]), (names[other], has[other][what])
+            found = stores[other].read_columns([right[1]])[right[1]]
+            unknown = _check_equal(column, found, left, right, stores[other])
             if unknown < len(found) or not len(found):
-                compared.append(mine[1])
+                compared.append(left[1])
                 groups = [groups[first] if g == groups[other] else g for g in groups]
             if 0 < unknown < len(found):
                 warnings.append(
-                    f"{what!r} of {unknown} examples is null in {mine[0]} or {theirs[0]}, and was not compared"
+                    f"{what!r} of {unknown} examples is null in {left[0]} or {right[0]}, and was not compared"
                 )
     for name, group in zip(names, groups, strict=True):
         if group != groups[0] and columns is None:
@@ -107,7 +107,7 @@ def _content(store: Readable) -> NDArray[np.int64]:
 
 
 def _comparable(store: Readable) -> dict[str, str]:
-    """Columns that tell examples apart, by what they hold: ids under their own names, and the text."""
+    """Columns that identify examples, by content: ids under their own names, and ``"text"``."""
     contents = store.contents
     found = {name: name for name in contents.column_names if name in _IDS}
     made_up = frozenset() if contents.parts else formats.get(contents.format).carrying().fillers(contents)
@@ -118,10 +118,10 @@ def _comparable(store: Readable) -> dict[str, str]:
 
 
 def _check_equal(
-    a: pa.ChunkedArray, b: pa.ChunkedArray, mine: tuple[str, str], theirs: tuple[str, str], store: Readable
+    a: pa.ChunkedArray, b: pa.ChunkedArray, left: tuple[str, str], right: tuple[str, str], store: Readable
 ) -> int:
     """The number of examples without a value in one of two columns. Raises ArgumentError for other values that differ."""
-    previews = [column == PREVIEW for _, column in (mine, theirs)]
+    previews = [column == PREVIEW for _, column in (left, right)]
     kind, unknown = common_type(_plain(a.type), _plain(b.type)), 0
     if kind is not None:
         a, b = (x if x.type.equals(kind) else x.cast(kind) for x in (a, b))
@@ -134,8 +134,8 @@ def _check_equal(
                 unknown += 1
             elif p != q and not (previews[0] != previews[1] and _begin_alike(p, q)):
                 raise ArgumentError(
-                    f"pair: example {i}: expected equal {mine[1]!r}, found {p!r:.60} in {mine[0]} and {q!r:.60} in "
-                    f"{theirs[0]}. If the examples are the same, pass compare= with the columns to compare, or none: [].",
+                    f"pair: example {i}: expected equal {left[1]!r}, found {p!r:.60} in {left[0]} and {q!r:.60} in "
+                    f"{right[0]}. If the examples are the same, pass compare= with the columns to compare, or none: [].",
                     path=store.path,
                 )
     return unknown
@@ -146,12 +146,12 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _is_nothing(value: Any, preview: bool) -> bool:
-    """Whether a value says nothing: null, NaN, or an empty preview."""
+    """Whether a value is missing: null, NaN, or an empty preview."""
     return value is None or (preview and value == "") or (isinstance(value, float) and math.isnan(value))
 
 
 def _begin_alike(x: Any, y: Any) -> bool:
-    """Whether one of two texts is the beginning of the other; it may end with dots."""
+    """Whether one of two texts is a prefix of the other; the prefix may end with an ellipsis."""
     if not isinstance(x, str) or not isinstance(y, str):
         return False
     shorter, longer = sorted((x, y), key=len)

@@ -43,8 +43,8 @@ class TorchFile:
         """The saved object: dicts, lists, tuples, sets, numbers, strings, bytes.
 
         Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
-        ``offset`` (bytes), ``swapped``, ``deflated``. So are numpy arrays, unless their pickle escapes their bytes; then they are
-        numpy arrays. An object that only torch can make is a :class:`~actshard._native.RefusedObject` with its ``name``.
+        ``offset`` (bytes), ``swapped``, ``deflated``. Numpy arrays too, unless their pickle stores escaped bytes; these are read
+        as numpy arrays. An object that only torch can make is a :class:`~actshard._native.RefusedObject` with its ``name``.
 
         Raises:
             FormatError, UnsupportedError: values nested more than 64 deep, or that contain themselves.
@@ -94,7 +94,7 @@ class TorchFile:
             found: a value of this file: a tensor, a numpy array or scalar, a number, or a list of these.
 
         Raises:
-            UnsupportedError: an object that only torch can make, or one that is no array.
+            UnsupportedError: an object that only torch can make, or an object that is not an array.
         """
         if isinstance(found, StoredArray):
             made = np.frombuffer(self._native.read(found), stored(found.dtype))
@@ -140,7 +140,7 @@ def read_torch(paths: Iterable[Location], limit: int = 1 << 30) -> list[TorchFil
 
     Args:
         paths: files, local or remote.
-        limit: bytes to which a gzipped file may inflate, if that is more than is usual for its size.
+        limit: maximum size of an inflated gzip file in bytes, if larger than the default for its compressed size.
 
     Raises:
         FormatError, UnsupportedError, UnsafePickleError, TruncatedFileError: a file is damaged, contains code, or has an

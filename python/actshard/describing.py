@@ -37,7 +37,7 @@ def identity_of(store: Readable) -> str:
     # the first tokens of texts may be equal in all datasets of a model.
     few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
     try:
-        # Together: a far store is waited for once.
+        # One call for all rows, so that a remote store needs one round trip.
         digest.update(store.rows.gather(0, np.array(few, np.int64), None, None, None).tobytes())
     except ClosedError:
         raise
@@ -103,7 +103,7 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
 
 
 def columns_of(contents: Contents, asked: list[Any], examples: NDArray[np.int64] | None = None) -> pa.Table:
-    """Columns by the format's names; ``"text"`` and ``"prompt"`` name the texts whichever of them the format has."""
+    """Columns by the format's names. ``"text"`` and ``"prompt"`` both name the texts, whichever name the format uses."""
 
     def read(names: list[Any]) -> pa.Table:
         if examples is None:

@@ -36,10 +36,10 @@ class Reader(Protocol):
         """Stops the threads. May be called again."""
 
 
-def _differences(theirs: dict[Any, Any], mine: dict[Any, Any], within: str = "") -> Iterator[str]:
-    """What differs between a state's settings and a stream's; of a mixture, in each of its streams."""
-    for name in sorted(theirs.keys() | mine.keys(), key=str):
-        one, other = theirs.get(name), mine.get(name)
+def _differences(state: dict[Any, Any], stream: dict[Any, Any], within: str = "") -> Iterator[str]:
+    """Describes the differences between a state's settings and a stream's; for a mixture, those of each of its streams."""
+    for name in sorted(state.keys() | stream.keys(), key=str):
+        one, other = state.get(name), stream.get(name)
         if one == other:
             continue
         if isinstance(one, list) and isinstance(other, list) and all(isinstance(x, dict) for x in (*one, *other)):
@@ -93,7 +93,7 @@ class Epochs(ABC, Generic[B]):
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the batches and their values, as plain values."""
 
-    def _added(self, theirs: dict[str, Any]) -> set[str]:
+    def _added(self, saved: dict[str, Any]) -> set[str]:
         """Settings that a state of an older release lacks."""
         return set()
 
@@ -154,12 +154,12 @@ class Epochs(ABC, Generic[B]):
             or not isinstance(state.get("settings"), dict)
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
-        mine, theirs = self._settings(), state["settings"]
-        added = self._added(theirs)
-        names: set[str] = (mine.keys() | theirs.keys()) - added
-        differ = [k for k in names if mine.get(k) != theirs.get(k)]
+        own, saved = self._settings(), state["settings"]
+        added = self._added(saved)
+        names: set[str] = (own.keys() | saved.keys()) - added
+        differ = [k for k in names if own.get(k) != saved.get(k)]
         if differ:
-            what = ", ".join(_differences({k: theirs.get(k) for k in differ}, {k: mine.get(k) for k in differ}))
+            what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: own.get(k) for k in differ}))
             which = "another dataset" if differ == ["dataset"] else "another stream"
             raise ArgumentError(f"load_state_dict: the state belongs to {which}, whose batches differ ({what})")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
@@ -167,8 +167,8 @@ class Epochs(ABC, Generic[B]):
         if count is not None and batch > count:
             raise ArgumentError(f"load_state_dict: batch: expected at most {count}, found {batch}")
         if added:
-            said = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
-            warnings.warn(ActshardWarning(said, code="state-without-dataset"), stacklevel=2)
+            text = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
+            warnings.warn(ActshardWarning(text, code="state-without-dataset"), stacklevel=2)
         self._supersede("a state was loaded into this stream")
         if batch == count and batch:
             epoch, batch = epoch + 1, 0
@@ -225,7 +225,7 @@ class Epochs(ABC, Generic[B]):
         self._turn_if_idle()
 
     def _turn(self) -> None:
-        """Moves to the epoch that :meth:`set_epoch` chose while a loop was active."""
+        """Moves to the epoch that :meth:`set_epoch` set while a loop was active."""
         if self._chosen is not None:
             self.epoch, self._step, self._resume, self._chosen = self._chosen, 0, None, None
 

@@ -82,7 +82,7 @@ class ActshardError(Exception):
         state = dict(self.__dict__)
         if isinstance(self, OSError):
             state |= {"errno": self.errno, "filename": self.filename}
-        # A remote location would take its store along, options and all.
+        # Pickling a remote location would also pickle its store and options.
         path = str(self.path) if getattr(self.path, "is_local", True) is False else self.path
         return (_rebuild, (type(self), self.detail, path, self.offset, self.reason, state | {"path": path}))
 
@@ -280,7 +280,7 @@ class LockedError(ActshardError, BlockingIOError):
 
 
 class ChangedInputError(ActshardError, ValueError):
-    """A file that a plan was made for changed since."""
+    """An input file of a plan changed after the plan was made."""
 
     kind = "changed_input"
 
@@ -381,8 +381,8 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
         named = error.filename if isinstance(error.filename, str | bytes) and error.filename else path
         raise from_os(error, _as_path(named), doing) from error
     except MemoryError as error:
-        said = " ".join(str(error).split())[:200] or "out of memory"
-        raise NoMemoryError(f"cannot {doing}: {said}", path=_as_path(path)) from error
+        reason = " ".join(str(error).split())[:200] or "out of memory"
+        raise NoMemoryError(f"cannot {doing}: {reason}", path=_as_path(path)) from error
     except RecursionError as error:
         raise FormatError(f"cannot {doing}: nested too deep", path=_as_path(path)) from error
 
@@ -396,7 +396,7 @@ def _as_path(value: Any) -> Path | None:
 def place_of(path: str | os.PathLike[str]) -> Path:
     """Converts to Path. Returns remote locations and URLs as they are: pathlib would collapse the slashes of a URL."""
     if getattr(path, "is_local", True) is False or (isinstance(path, str) and "://" in path):
-        return path  # type: ignore[return-value]  # a URL stays one: pathlib would collapse its slashes
+        return path  # type: ignore[return-value]  # a URL remains a str: pathlib would collapse its slashes
     return Path(path)
 
 

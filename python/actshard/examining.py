@@ -24,9 +24,9 @@ PIECES = ("str_tokens", "token_strings", "token_texts", "tokens")
 TEXTS = ("text", "prompt", "text_preview", "response")
 """Columns of whole texts."""
 _MASSIVE = 5
-"""Massive rows of each layer that are looked at."""
+"""Default maximum number of massive rows per layer."""
 _BLOCK = 1 << 22
-"""Elements that are converted to float64 at a time."""
+"""Number of elements that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def examine(
         store: a store.
         example: its number; negative ones count from the end.
         layer: a name from ``store.layers``; None: the last.
-        tokenizer: decodes the token ids of the dataset, or encodes its text, if that gives one token for each row.
+        tokenizer: decodes the token ids of the dataset, or encodes its text, if the result has one token per row.
         largest: number of dimensions for each token.
 
     Raises:
@@ -183,7 +183,7 @@ def massive_rows(
         store: a store.
         found: statistics of layers; see :attr:`actshard.Stats.massive_rows`.
         tokenizer: as for :func:`examine`.
-        most: most rows of each layer.
+        most: maximum number of rows per layer.
 
     Raises:
         Errors of :meth:`Store.read_columns`.
@@ -239,7 +239,7 @@ def _column(store: Store, names: Sequence[str], example: int, n: int, kind: type
 
 
 def _encoded(tokenizer: Tokenizer, text: str, n: int) -> list[int] | None:
-    """The text's token ids, with or without special tokens, if they are n."""
+    """The text's token ids, with or without special tokens, if there are n; else None."""
     if tokenizer.backend is not None:
         with_special = list(tokenizer.backend.encode(text).ids)
         if len(with_special) == n:

@@ -60,7 +60,7 @@ def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str
 
 
 def all_existing(paths: Sequence[Any], storage_options: Mapping[str, Any] | None, cache: Any) -> list[Location]:
-    """As :func:`existing_anywhere`, for several. URLs of one bucket or server share what is known of it."""
+    """As :func:`existing_anywhere`, for several. Locations of one bucket or server share its cached listings."""
     found: list[Location] = []
     for path in paths:
         place = Location.of_any(path, storage_options, cache)
@@ -86,7 +86,7 @@ def _existing(root: Location) -> Location:
 def check_finished(root: Location) -> None:
     """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
     if not root.lists:
-        return  # a web server, of which only what is asked for by name is known
+        return  # a web server, which cannot list names
     if not root.is_local and root.kind() != "file" and (root / PUSHING).exists():
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
@@ -109,13 +109,13 @@ def check_finished(root: Location) -> None:
 
 
 def beside_parts(root: Location) -> str:
-    """For messages about unmerged parts: names finished datasets beside them, and a remedy. Empty if there are none."""
+    """For messages about unmerged parts: lists finished datasets next to them, and a remedy. Empty if there are none."""
     finished = [p.name for p, _ in walk(root, _kind, 1) if unfinished(p) is None and not is_merging(p)]
     if not finished:
         return ""
     shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
     return (
-        f"; beside them is a finished dataset ({shown}), which opens by its own path. If the parts were written again after a "
+        f"; next to them is a finished dataset ({shown}), which opens by its own path. If the parts were written again after a "
         f"merge, remove {PARTS}"
     )
 
@@ -162,7 +162,7 @@ def find(root: Location) -> tuple[Location, str]:
 def _check_begun(root: Location) -> None:
     """Raises UnfinishedError for a folder with an unfinished saev dump or merge and no other dataset."""
     if not root.is_local:
-        return  # writers write local folders
+        return  # writers only write to local folders
     for folder in (Location.at(folder) for name in formats.names() for folder in _begun(name, root)):
         journal = unfinished(folder)
         if journal is not None:
@@ -219,20 +219,20 @@ def detect(root: Location) -> str:
         raise unknown
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
-        raise FileAccessError(f"cannot find out what is there: {denied}. Choose a format=", path=root)
+        raise FileAccessError(f"cannot detect the format: {denied}. Choose a format=", path=root)
     raise UnknownFormatError(f"expected a dataset in a known format; {_explained(evidence)}", path=root)
 
 
 def _explained(evidence: dict[str, Evidence]) -> str:
-    """Why no format recognises a path: in full for formats that found something of theirs, and what is absent for the others."""
-    said, absent = [], dict[str, list[str]]()
+    """Explains why no format recognises a path. Formats that found none of their files are grouped by what is missing."""
+    partial, absent = [], dict[str, list[str]]()
     for name, e in evidence.items():
         if e.found.startswith(("no ", "neither")):
             absent.setdefault(e.found, []).append(name)
         else:
-            said.append(f"{name}: looked for {e.looked_for}, found {e.found}")
-    found = "; ".join([*said, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
-    return f"{found}. Files of another layout open by a layout.toml: actshard info FOLDER --guess proposes one"
+            partial.append(f"{name}: looked for {e.looked_for}, found {e.found}")
+    found = "; ".join([*partial, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
+    return f"{found}. Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"
 
 
 def _evidence(name: str, root: Location) -> Evidence:
@@ -240,7 +240,7 @@ def _evidence(name: str, root: Location) -> Evidence:
         return formats.detect(name, root.place)
     except FileAccessError as error:
         if root.is_remote:
-            raise  # a server that does not answer, or refuses: the other formats would wait for it as long
+            raise  # a server that does not answer, or refuses: each other format would wait for it again
         return Evidence(False, f"a {name} dataset", str(error))
     except (ActshardError, OSError) as error:
         return Evidence(False, f"a {name} dataset", str(error))

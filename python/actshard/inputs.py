@@ -1,4 +1,4 @@
-"""The files that a dataset was read from, as they were: to tell later whether they changed."""
+"""Records the state of the files of a dataset, to detect later changes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from actshard.stream.readable import Readable
 
 LOOKED_AT = 4096
-"""Most files that are looked at: evenly spaced ones, and those in the dataset's folder."""
+"""Approximate maximum number of checked files: evenly spaced ones, and those in the dataset's folder."""
 _ROWS_LOOKED_AT = 64
 _LEAST_OF_A_PART = 16
 _FOLDERS = 64
-"""Most folders with rows in which other files are looked for."""
+"""Maximum number of folders with rows that are searched for other files."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file as it was.
+    """The recorded state of a file.
 
     Attributes:
         path: its path or URL.
@@ -41,12 +41,12 @@ class Input:
     version: int | str | None
 
     def as_list(self) -> list[Any]:
-        """As JSON values."""
+        """Returns JSON values."""
         return [self.path, self.size, self.version]
 
     @classmethod
     def of(cls, value: Any) -> Input:
-        """From :meth:`as_list`. Raises TypeError or ValueError for anything else."""
+        """Returns an input from the result of :meth:`as_list`. Raises TypeError or ValueError for other values."""
         path, size, version = value
         if (
             not isinstance(path, str)
@@ -67,7 +67,7 @@ class Input:
 
 
 def inputs_of(store: Readable) -> tuple[Input, ...] | None:
-    """The files of a store, without those of more than :data:`LOOKED_AT` that are not looked at; None if they cannot be listed."""
+    """The recorded files of a store, about :data:`LOOKED_AT` at most; None if files cannot be listed."""
     files = _files(store)
     return None if files is None else tuple(map(Input.at, files))
 
@@ -76,7 +76,7 @@ def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
     """Files of a store, at most about ``most``, and those in the dataset's folder; None if they cannot be listed."""
     if parts := (
         store.contents.whole or store.contents
-    ).parts:  # the folder above them, which is the joined store's path, has files of others
+    ).parts:  # a joined store's path is the folder above its parts, which may contain other files
         each = max(_LEAST_OF_A_PART, most // len(parts))
         found = [_files(part, each) for part in parts]
         return list(dict.fromkeys(itertools.chain.from_iterable(f or () for f in found))) if None not in found else None
@@ -104,9 +104,10 @@ def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
 
 
 def _names(folder: Location, listed: Sequence[Any], most: int, *, alone: bool) -> list[str]:
-    """Names of files in a folder; if there are many, of those that are not listed, such as metadata. The same on every machine.
+    """Names of files in a folder. If there are many, only of files that are not in ``listed``, such as metadata.
 
-    With ``alone``, the folder has listed files alone, such as a million chunks, and is not listed whole.
+    The result is the same on every machine. ``alone``: the folder contains only files of ``listed``, such as a million chunks. If
+    it has many, it is not listed completely.
     """
     found = folder.first(most + 1)
     if len(found) <= most:
@@ -119,19 +120,19 @@ def _names(folder: Location, listed: Sequence[Any], most: int, *, alone: bool) -
 
 
 def newest(store: Readable) -> int:
-    """When the newest of a store's files was written, in seconds since 1970; 0 if that is not known."""
+    """Modification time of a store's newest file, in seconds since 1970; 0 if unknown."""
     times = [found.modified for file in _files(store) or () if (found := file.found()) is not None]
     return max((int(time) // 1_000_000_000 for time in times if time), default=0)
 
 
 def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
-    """The first file that is not as it was, and how it differs; None if all are."""
+    """Returns the first changed file and a description of the change; None if no file changed."""
     for old in inputs:
         file = Location.of_any(old.path) if "://" in old.path else Location.at(old.path)
         try:
             now = Input.at(file)
         except ActshardError as error:
-            return file, f"cannot be compared with what it was when the plan was made: {error.detail}."
+            return file, f"cannot be compared with its state when the plan was made: {error.detail}."
         if (now.size, now.version) == (old.size, old.version):
             continue
         if now.size is None:
@@ -147,10 +148,10 @@ def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
 def fingerprint(store: Readable) -> str:
     """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
-    Objects of a remote store have ETags instead of times. Of files that cannot be listed, some rows are read instead.
+    Objects of a remote store have ETags instead of times. If files cannot be listed, some rows are read instead.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
-    if store.contents.parts:  # filtered parts have the same files as others
+    if store.contents.parts:  # a filtered part has the same files as the whole dataset
         digest.update(store.identity.encode())
     files = _files(store)
     if files is None:
@@ -159,16 +160,16 @@ def fingerprint(store: Readable) -> str:
     for file in files:
         found = Input.at(file)
         if found.size is not None:
-            said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.version}\n"
-            digest.update(said.encode("utf-8", "surrogateescape"))
+            line = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.version}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 
 def _fingerprint_of_rows(store: Readable) -> str:
     """A digest of metadata, token counts, and a row of evenly spaced examples in the first and last layer."""
     about = [store.layers, store.d_model, str(store.dtype), store.num_examples, store.contents.metadata]
-    said = json.dumps(about, sort_keys=True, default=str)
-    digest = hashlib.sha256(said.encode("utf-8", "surrogateescape"))
+    text = json.dumps(about, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape"))
     counts = store.token_counts
     some = np.unique(np.linspace(0, max(len(counts) - 1, 0), LOOKED_AT).astype(np.int64))[: len(counts)]
     digest.update(np.asarray(counts[some], np.int64).tobytes())

@@ -1,12 +1,12 @@
 """The contents of a store that joins others: :func:`actshard.concat`.
 
-The examples of the parts follow one another. A joined store is a :class:`~actshard.Store` like any other:
+The examples of the parts are concatenated. A joined store is a :class:`~actshard.Store` like any other:
 
-- rows: ``Rows.several`` of the binding sends each read to the parts that it concerns, which write into one output.
+- rows: ``Rows.several`` of the binding distributes each read over the parts, which write into one output.
 - columns: those of all parts, null where a part lacks one, and the column of sources.
 - labels, lengths, logits, router: those of the parts, if every part has them.
 
-A part stays open on its own. Columns are read from its store, so it must stay open while the joined one is in use.
+Columns are read from the parts' stores, so these must stay open while the joined store is in use.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from actshard.stream.readable import Readable
 
 FORMAT = "concat"
-"""The ``format`` of a joined store. No dataset has it."""
+"""The ``format`` of a joined store. It is not a file format."""
 SOURCE = "source"
 """The column of sources; ``actshard:source`` if a part has a column of this name."""
 
 
 def names_of(parts: Sequence[Readable]) -> list[str]:
-    """Names of the parts: the shortest of file name, path, and path with a number that tells all apart."""
+    """Distinct names of the parts: file names if these differ, else paths, else paths with a number."""
     short_names, long = [Path(str(p.path)).name for p in parts], [str(p.path) for p in parts]
     for names in (short_names, long):
         if len(set(names)) == len(names):
@@ -134,7 +134,7 @@ def join(
 def common_layers(
     parts: Sequence[Readable], names: Sequence[str], layers: Sequence[Layer] | None, what: str
 ) -> tuple[Layer, ...]:
-    """The layers that are asked for, which all parts have; None: all layers, which must be equal."""
+    """The requested layers, which all parts must have. None: all layers, which must be equal in all parts."""
     if layers is not None:
         listed = naming.several(layers)
         for layer in listed:
@@ -155,7 +155,7 @@ def common_layers(
 
 
 def dtype_of(parts: Sequence[Readable], names: Sequence[str], dtype: DTypeLike | None) -> np.dtype[Any]:
-    """The dtype that is asked for, or that all parts have."""
+    """The requested dtype, else the dtype of all parts."""
     if dtype is not None:
         return _arguments.dtype(dtype)[0]
     first = parts[0]
@@ -170,7 +170,7 @@ def dtype_of(parts: Sequence[Readable], names: Sequence[str], dtype: DTypeLike |
 
 
 def special_of(parts: Sequence[Readable], names: Sequence[str], special: int | None, what: str = "concat") -> int:
-    """The number of special tokens that is asked for, or that all parts have."""
+    """The requested number of special tokens, else the number in all parts."""
     if special is not None:
         return _arguments.whole(special, "special_tokens")
     first = parts[0]
@@ -186,7 +186,7 @@ def special_of(parts: Sequence[Readable], names: Sequence[str], special: int | N
 
 
 def io_of(parts: Sequence[Readable]) -> str:
-    """``"mmap"`` if all parts are mapped."""
+    """``"mmap"`` if all parts are memory-mapped, else ``"pread"``."""
     return "mmap" if all(part.io == "mmap" for part in parts) else "pread"
 
 
@@ -199,7 +199,7 @@ def common_path(parts: Sequence[Readable]) -> Path:
 
 
 def _units(parts: Sequence[Readable]) -> tuple[int, ...] | None:
-    """Boundaries of units; a part without units is one. None if no part has units."""
+    """Boundaries of units. A part without units is one unit. None if no part has units."""
 
     def has(contents: Contents) -> bool:
         return contents.units is not None or (contents.whole is not None and contents.whole.units is not None)
@@ -215,7 +215,7 @@ def _units(parts: Sequence[Readable]) -> tuple[int, ...] | None:
 
 
 def _columns(every: Sequence[Contents]) -> list[str]:
-    """Names of the columns of all parts. Texts have one name, that of the first part, unless a part has columns of both names."""
+    """Names of the columns of all parts. Texts have the first part's name for them, unless a part has columns with both names."""
     columns = dict.fromkeys(itertools.chain.from_iterable(c.column_names for c in every))
     if TEXTS.keys() <= columns.keys() and not any(TEXTS.keys() <= {*c.column_names} for c in every):
         del columns[[name for name in columns if name in TEXTS][1]]
@@ -223,7 +223,7 @@ def _columns(every: Sequence[Contents]) -> list[str]:
 
 
 def _unused(columns: Sequence[str]) -> str:
-    """A name for the column of sources that no part's column has."""
+    """A name for the column of sources that no part uses."""
     other = f"actshard:{SOURCE}"
     names = itertools.chain((SOURCE, other), (f"{other}:{i}" for i in itertools.count(2)))
     return next(name for name in names if name not in columns)
@@ -243,7 +243,7 @@ def _lengths(parts: Sequence[Readable], special: int) -> NDArray[np.int64] | Non
 
 
 def _labels(parts: Sequence[Readable], special: int) -> NDArray[np.uint8] | None:
-    """Patch labels; None unless every part has them, for equally many patches after the special tokens."""
+    """Patch labels; None unless every part has them, with the same numbers of patches and special tokens."""
     if any(part.special_tokens != special for part in parts):
         return None
     found = [labels for part in parts if (labels := part.labels) is not None]
@@ -313,7 +313,7 @@ class _JoinedColumns:
         return pa.table(made) if made else pa.table({self._source: self._sources()}).select([])
 
     def of_unit(self, unit: int, units: Sequence[int], layers_differ: bool) -> pa.Table:
-        """Columns of one unit; with ``layers_differ``, each example's layers. A part's columns are read once for all its units."""
+        """Columns of one unit; if layers differ, also each example's layers. A part's columns are read once for all its units."""
         import pyarrow as pa
 
         examples = range(units[unit], units[unit + 1])
@@ -329,7 +329,7 @@ class _JoinedColumns:
         return table.append_column("layers", pa.array(self._layers_of(examples)))
 
     def _of_one(self, number: int) -> pa.Table:
-        """All columns of one part, as the joined store's types."""
+        """All columns of one part, with the types of the joined store."""
         import pyarrow as pa
 
         held = self._held
@@ -350,7 +350,7 @@ class _JoinedColumns:
         return table
 
     def _layers_of(self, examples: range) -> list[list[Layer]]:
-        """The layers of each of these examples, which one part has."""
+        """The layers of each of these examples, which must be in one part."""
         start = 0
         for part in self._parts:
             if examples.start < start + part.num_examples:
@@ -370,13 +370,13 @@ class _JoinedColumns:
         for name in names:
             if name in known or (name in self._columns and not self._is_text(name)):
                 continue
-            # A column that is read only if it is named, or texts, which this part has under the other name.
+            # A column that is only read on request, or texts, which this part has under the other name.
             with contextlib.suppress(NotStoredError):
                 found[name] = part.read_columns([name])[name]
         return pa.table(found)
 
     def _is_text(self, name: str) -> bool:
-        """Whether a column has the texts of all parts, whichever name they have there."""
+        """Whether a column contains the texts of all parts, whatever their names in the parts."""
         return name in TEXTS and TEXTS[name] not in self._columns
 
     def _sources(self) -> pa.ChunkedArray:
@@ -405,7 +405,7 @@ class _JoinedColumns:
 
 
 def _as(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """A column as a type. Not cast to its own: pyarrow 26 makes invalid arrays of lists of nulls so."""
+    """Casts a column, unless it has the type: pyarrow 26 returns invalid arrays if lists of nulls are cast to their own type."""
     return column if column.type.equals(kind) else column.cast(kind)
 
 
@@ -442,10 +442,10 @@ def per_token(contents: Contents, column: str, examples: NDArray[np.int64]) -> N
 
 
 def places(contents: Contents, examples: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The part of each example of a joined store, or of some of its examples, and the example's number there."""
+    """Returns each example's part and its number in that part, for a joined store or a selection of one."""
     whole, chosen = contents.whole or contents, contents.chosen
     if whole.format != FORMAT:
-        raise NotStoredError("origins: the store joins no others", path=contents.path)
+        raise NotStoredError("origins: expected a store of actshard.concat", path=contents.path)
     wanted = _arguments.members(_arguments.index(examples, "examples")[0], contents.num_examples, "example")
     numbers = wanted if chosen is None else chosen.array()[wanted]
     ends = np.cumsum([part.num_examples for part in whole.parts])

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Late:
-    """Stands for a module until an attribute is needed."""
+    """A placeholder for a module, which is imported when an attribute is accessed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

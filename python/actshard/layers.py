@@ -59,8 +59,8 @@ def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
     """Returns the names of a dataset's layers.
 
     Raises:
-        ArgumentError: equal names, an integer and a text that are written alike, or a text that is empty, too long, or contains
-            a null character.
+        ArgumentError: equal names, an integer and a string with the same text, or a string that is empty, too long, or contains a
+            null character.
     """
     made = tuple(names)
     if not made:
@@ -91,7 +91,7 @@ def array_of(names: Sequence[Layer]) -> NDArray[Any]:
 
 
 def named(text: str, names: Sequence[Layer]) -> Layer | None:
-    """The one of ``names`` that is written as ``text``, as on a command line; None if there is none."""
+    """Returns the name whose text is ``text``, e.g. from a command line; None if there is none."""
     return next((name for name in names if str(name) == text), None)
 
 

@@ -61,7 +61,7 @@ def network_io(path: Path | Location) -> str:
 
 
 def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str, str]]:
-    """Options as texts; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
+    """Options as strings; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
     if options is None:
         return []
     if not isinstance(options, Mapping):
@@ -74,7 +74,7 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
             continue
         try:
             f"{name}{value if isinstance(value, str) else ''}".encode()
-        except UnicodeEncodeError:  # without its text, which is the secret
+        except UnicodeEncodeError:  # the message omits the text, which may be a secret
             raise ArgumentTypeError(f"storage_options: {above}option {len(pairs) + 1}: expected UTF-8 text") from None
         if isinstance(value, Mapping):
             pairs += _pairs(value, f"{above}{name}.")
@@ -82,13 +82,13 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
             pairs.append((above + name, "true" if value else "false"))
         elif isinstance(value, str | int | float):
             pairs.append((above + name, str(value)))
-        else:  # without the value, which may be a secret
+        else:  # the message omits the value, which may be a secret
             raise ArgumentTypeError(f"storage_options: {above}{name}: expected a str, a number or a bool")
     return pairs
 
 
 CACHE_BYTES = 20 << 30
-"""Default limit of a cache on disk whose folder is given."""
+"""Default limit of a disk cache if only its folder is given."""
 
 
 def is_url(value: Any) -> bool:
@@ -154,8 +154,8 @@ class Location:
 
         Args:
             value: a str, an ``os.PathLike`` or a Location.
-            storage_options: options of a remote store, in the words of the object_store crate or of fsspec.
-            cache: size or folder of a cache on disk of a remote store; None or False: none.
+            storage_options: options of a remote store, with the names of the object_store crate or of fsspec.
+            cache: size or folder of a remote store's disk cache; None or False: no cache.
 
         Raises:
             ArgumentTypeError: not a path.
@@ -270,7 +270,7 @@ class Location:
             raise ArgumentError(f"expected a location below {above}", path=self)
         return self.key[len(start) :]
 
-    def stat(self, doing: str = "look at") -> Stat:
+    def stat(self, doing: str = "access") -> Stat:
         """Returns kind, size and version. Follows links.
 
         Args:
@@ -287,7 +287,7 @@ class Location:
             raise denied.with_traceback(None)
         raise MissingFileError("expected a file, found nothing", path=self)
 
-    def found(self, doing: str = "look at") -> Stat | None:
+    def found(self, doing: str = "access") -> Stat | None:
         """As :meth:`stat`, but returns None if the location does not exist."""
         try:
             return self.storage.stat(self.key)
@@ -301,20 +301,20 @@ class Location:
             raise from_os(error, self, doing) from error
 
     def look_ahead(self) -> None:
-        """Prepares to look for a file that probably exists and is then read: in a remote store that is a single request."""
+        """Prepares to check for a file that probably exists and is then read: a remote store needs a single request for both."""
         if isinstance(self.storage, Remote) and not self.storage.glance(self.key):
             self.parent.look_into()
 
     def look_into(self) -> None:
-        """Lists a folder of a remote store, if that is possible, so that it is known which of its files exist."""
+        """Lists a folder of a remote store, if possible, so that later checks for its files need no request."""
         if self.is_remote and self.lists:
             with contextlib.suppress(UnsupportedError):  # the bucket refuses to list names
                 self.count(1)
 
     def check_still_there(self) -> None:
-        """Raises MissingFileError or FormatError if a file that was read before is no longer there, or was replaced.
+        """Raises MissingFileError or FormatError if a file that was read before no longer exists, or was replaced.
 
-        A remote store remembers what it has seen: only here it asks again.
+        A remote store caches what it has found; only this method makes a new request.
         """
         if isinstance(self.storage, Remote):
             self.storage.native.look(self.key)
@@ -352,7 +352,7 @@ class Location:
             UnsupportedError: the store cannot list names.
         """
         found = []
-        with boundary(self, "look into"):
+        with boundary(self, "list"):
             try:
                 for count, entry in enumerate(self.storage.scan(self.key, sizes)):
                     if count >= limit:
@@ -364,7 +364,7 @@ class Location:
         return sorted(found, key=_NAME)
 
     def list_below(self) -> None:
-        """Lists everything below in as few requests as a remote store allows, so that later calls make none.
+        """Lists all files below in as few requests as a remote store allows, so that later calls need none.
 
         Does nothing for other storages. Failures are left to later calls.
         """
@@ -378,7 +378,7 @@ class Location:
         Raises:
             FileAccessError: the folder cannot be listed.
         """
-        with boundary(self, "look into"):
+        with boundary(self, "list"):
             try:
                 return sum(1 for _ in itertools.islice(self.storage.scan(self.key, False), most))
             except (FileNotFoundError, NotADirectoryError):
@@ -390,7 +390,7 @@ class Location:
         Raises:
             MissingFileError, NotAFileError, FileAccessError: the folder does not exist, is not a folder, or is not readable.
         """
-        with boundary(self, "look into"):
+        with boundary(self, "list"):
             return list(itertools.islice(self.storage.scan(self.key, False), most))
 
     def files(self, *, sizes: bool = False) -> Iterator[tuple[Location, Entry]]:
@@ -435,7 +435,7 @@ class Location:
         return data
 
     def read_at_most(self, limit: int) -> bytes | Literal[False] | None:
-        """Reads a whole remote object, in the request that finds out about it. None if it does not exist, False if it is larger."""
+        """Reads a whole remote object in one request. None if it does not exist, False if it is larger than ``limit``."""
         assert isinstance(self.storage, Remote)
         return self.storage.native.fetch([self.key], limit)[0]
 
@@ -486,7 +486,7 @@ class Location:
         with boundary(self, "open"):
             return self.storage.arrow(self.key)
 
-    def regular(self, doing: str = "look at") -> Stat:
+    def regular(self, doing: str = "access") -> Stat:
         """As :meth:`stat`, but raises unless it is a regular file. Call it before opening: opening a named pipe may block.
 
         Raises:
@@ -500,11 +500,11 @@ class Location:
 
 
 def read_together(places: Sequence[Location], limit: int | None = None) -> Iterator[bytes | None]:
-    """Yields the contents of files of one storage, None for those that do not exist. Remote ones are asked for all at once.
+    """Yields the contents of files of one storage, None for missing files. Remote files are requested concurrently.
 
     Raises:
         FileAccessError: a file cannot be read.
-        FormatError: a file is longer than ``limit``, which protects memory: remote sizes are not known before.
+        FormatError: a file is longer than ``limit``. The limit protects memory: sizes of remote files are not known in advance.
     """
     for first in range(0, len(places), _TOGETHER):
         some = places[first : first + _TOGETHER]
@@ -529,11 +529,11 @@ def _read_or_none(place: Location, limit: int | None) -> bytes | None:
 
 
 _AHEAD = 4 << 20
-"""A file that is read ahead is kept if it is no longer than this."""
+"""Maximum size of a file that is read ahead."""
 
 
 def read_ahead(places: Iterable[Location]) -> None:
-    """Reads small files of a remote store, all at once, for later calls. Failures are left to those. Other storages: nothing."""
+    """Reads small files of a remote store concurrently, for later calls, which report any errors. Ignores other storages."""
     remote = [place for place in places if place.is_remote]
     with contextlib.suppress(ActshardError):
         for _ in read_together(remote, _AHEAD):

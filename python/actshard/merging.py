@@ -75,12 +75,12 @@ def merge(
 
     Args:
         path: the dataset: where :func:`actshard.create` was called with ``part=``, or a new folder for ``parts``.
-        parts: datasets of one format, merged in this order. They are not changed; their files are hard-linked where the file
-            system allows it. None: the parts written below ``path``, in the order of their numbers; they become the dataset.
+        parts: datasets of one format, merged in this order. They are not changed; their files are hard-linked if the file
+            system supports it. None: the parts written below ``path``, in the order of their numbers; they become the dataset.
         physical: for Zarr, make one store instead of a run of several stores with a manifest.
         different_models: also merge datasets of different models; the result keeps the first model name.
 
-    Other files beside the parts, such as a README or logs, stay in place. Other files inside the parts' folders move to
+    Other files next to the parts, such as a README or logs, stay in place. Other files inside the parts' folders are moved to
     ``path/left-in-parts``.
 
     Returns:
@@ -125,7 +125,7 @@ class AskedMerge:
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
     def as_dict(self) -> dict[str, Any]:
-        """What the marker of an unfinished merge records."""
+        """Returns the arguments that the marker of an unfinished merge records."""
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
 
 
@@ -174,8 +174,8 @@ def merged(root: Path, asked: AskedMerge) -> Path:
 def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
     """Removes the parts' folder.
 
-    It is renamed first: a dataset beside remaining parts would look unfinished. Files whose names no writer produces are kept in
-    a folder of the dataset.
+    It is renamed first, because a dataset with remaining parts would look unfinished. Files whose names no writer produces are
+    kept in a folder of the dataset.
     """
     gone = root / FOLDER / f"merged{PARTS}"
     _empty(root, gone, made)  # left by a merge that was interrupted at this step
@@ -211,7 +211,7 @@ def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
 
 
 def _leave(root: Path) -> None:
-    """Removes the working folder, and the dataset's folder if it is empty. The marker goes last: resuming needs it."""
+    """Removes the working folder, and the dataset's folder if it is empty. The marker is removed last: resuming needs it."""
     folder = root / FOLDER
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
@@ -298,8 +298,8 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
         of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         remedy = "repeat the same call to finish it" + ("" if move else f", or remove {root} to begin another")
         raise ArgumentError(
-            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, found a call for "
-            f"another one: {remedy}",
+            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, and this call is "
+            f"for another merge: {remedy}",
             path=root,
         )
     return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}, asked.copies), found.value
@@ -310,8 +310,8 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     plan = checked(root, asked)
     # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
-    said = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
-    write_json(marker, {**said, "asked": asked.as_dict()})
+    record = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
+    write_json(marker, {**record, "asked": asked.as_dict()})
     _native.sync_files([marker.parent, root])
 
 
@@ -370,13 +370,14 @@ def _own_parts(root: Path) -> list[Path]:
             continue
         made.append(_found(folder)[0])
     if missing or behind:
-        said = [
+        problems = [
             f"part {', '.join(map(str, some))} {what}"
             for some, what in ((missing, "missing"), (behind, "unfinished"))
             if some
         ]
         raise UnfinishedError(
-            f"expected {total} finished parts, {' and '.join(said)}{beside_parts(Location.at(root))}", path=root / PARTS
+            f"expected {total} finished parts, {' and '.join(problems)}{beside_parts(Location.at(root))}",
+            path=root / PARTS,
         )
     if not made:
         raise UnfinishedError(f"expected examples in at least one of {total} parts, found none", path=root / PARTS)

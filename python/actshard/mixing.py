@@ -1,16 +1,16 @@
 """Mixtures: batches in which each of several stores has a fixed share of the rows.
 
-A mixed batch has a constant number of rows of each store: the shares of ``batch_size``, rounded by largest remainders. So
-each source is a stream of its own with a constant batch size, and batch ``t`` of the mixture, counted over all epochs, is made of
-batch ``t`` of every source, counted over all of that source's epochs. Everything follows from that one number:
+A mixed batch has a constant number of rows of each store: the shares of ``batch_size``, rounded by largest remainders. So each
+source is a separate stream with a constant batch size. Batch ``t`` of the mixture, counted over all epochs, consists of batch ``t``
+of every source, counted over all of that source's epochs. It follows that:
 
 - the state to resume is the mixture's epoch and batch;
 - ranks and workers divide the sources as they divide any stream;
-- a source that is read through begins its next epoch, in another order, wherever the mixture is in its own. Over many epochs
-  each row of a source is read as often as any other row of that source.
+- a source begins its next epoch, in another order, when it has no more rows, independently of the mixture's epochs. Over many
+  epochs all rows of a source are read equally often.
 
 Rows of a batch are interleaved in a pseudo-random order that depends on the seed, epoch, batch and rank, so that halves of a batch
-have about the same shares. Sources read into buffers of their own; one copy brings the rows to their places.
+have about the same shares. Each source reads into separate buffers; one copy then moves the rows to their positions in the batch.
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ class MixedStores:
     ) -> MixedStream:
         """Returns a stream of mixed batches; it resumes, pickles and feeds loaders like :meth:`Store.stream`.
 
-        Every batch has ``batch_size`` rows, and exactly ``stream.counts`` of them from each store. Rows that do not fill a last
-        batch of their store are left out of that store's epoch (``drop_last``).
+        Every batch has ``batch_size`` rows, and exactly ``stream.counts`` of them from each store. Rows of a
+        store that do not fill its last batch are left out of that store's epoch (``drop_last``).
 
         Args:
-            layer: one layer's name, or several, which every store has.
+            layer: the name of a layer, or several names. Every store must have them.
             batch_size: rows per batch, over all stores.
-            shuffle: order of each store's rows. ``None``: stored order, and each batch holds the stores one after another.
-            epoch: the first epoch. With ``exhausted="stop"`` an epoch ends with the store that ends first, with ``"repeat"``
-                with the one that ends last.
-            rank: this rank.
+            shuffle: order of each store's rows. ``None``: stored order, and each batch contains one store after another.
+            epoch: the first epoch. An epoch ends when the first store (``exhausted="stop"``) or the last store (``"repeat"``)
+                has no more rows.
+            rank: index of this rank.
             world_size: number of ranks; all have equally many batches.
-            memory: bound on windows, divided among the stores by their shares.
+            memory: size of all windows in bytes, divided among the stores by their shares.
             reuse: batches share three arrays; a batch is valid until the next one is requested.
             options: other arguments of :meth:`Store.stream`, for every store: ``tokens``, ``keep`` (a function), ``dtype``, ...
 
         Raises:
-            ArgumentError: the stores have different layers, widths or dtypes (``dtype=`` converts); a store gets no row of a batch,
-                or has too few rows for one.
+            ArgumentError: the stores have different layers, widths or dtypes (``dtype=`` converts); a store's share gives it no
+                row in a batch; a store has too few rows for one batch.
             Errors of :meth:`Store.stream`.
         """
         for name in sorted({"drop_last", "buffers", "seed"} & options.keys()):
@@ -139,7 +139,7 @@ class MixedStores:
             for i, (store, count) in enumerate(zip(self.stores, counts, strict=True))
         ]
         _check_alike(sources)
-        # Never read: it makes arrays of whole batches, from memory that is used again. All rows are selected, which reads none.
+        # Never iterated: it only allocates arrays of whole batches, with reused memory. Selecting all rows reads none.
         shape = {name: value for name, value in named.items() if name not in _OF_VALUES}
         whole = self.stores[0].stream(layer, size, reuse=True, **shape)
         return MixedStream(self, sources, whole, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
@@ -172,8 +172,8 @@ class MixedStream(Epochs[MixedBatch]):
         for length, source in zip(lengths, sources, strict=True):
             if not length:
                 raise ArgumentError(
-                    f"batch_size: a batch takes {source.batch_size} rows of this store on each of {source.world_size} ranks, "
-                    f"and it has {source.num_rows}. Use a smaller batch_size or share.",
+                    f"batch_size: a batch needs {source.batch_size} rows of this store on each of {source.world_size} ranks, "
+                    f"but the store has {source.num_rows}. Use a smaller batch_size or share.",
                     path=source.store.path,
                 )
         self._length = min(lengths) if mixture.exhausted == "stop" else max(lengths)
@@ -274,7 +274,7 @@ class _Together:
         return self._at < self._length and all(source.ready(self._before + self._at) for source in self._sources)
 
     def release(self, number: int) -> None:
-        """Mixtures write into arrays of their own: there is nothing to give back."""
+        """Does nothing: a mixture copies each batch into its own arrays."""
 
     def stop(self) -> None:
         for source in self._sources:
@@ -290,7 +290,7 @@ class _Share:
         self._loop: Any = None
 
     def batch(self, number: int, every: int) -> Batch:
-        """Batch ``number``, counted over all epochs; the following call asks for ``number + every``."""
+        """Batch ``number``, counted over all epochs; the next call must request ``number + every``."""
         epoch, at = divmod(number, len(self.stream))
         if epoch != self._epoch:
             self.stream.close()
@@ -319,8 +319,8 @@ def mix(
     Args:
         stores: shares by store, or pairs (store, share).
         seed: another seed gives other orders.
-        exhausted: when a store has no more rows: ``"stop"`` ends the epoch, and the next one continues the other stores where they
-            were; ``"repeat"`` begins that store again in another order, until every store was read at least once.
+        exhausted: when a store has no more rows: ``"stop"`` ends the epoch, and the next epoch continues the other stores at their
+            positions; ``"repeat"`` begins that store again in another order, until every store was read at least once.
 
     Raises:
         ArgumentError, ArgumentTypeError: no stores; a share that is not a positive number; an argument is invalid.
@@ -357,14 +357,14 @@ def _counts(weights: Sequence[Fraction], batch_size: int) -> list[int]:
     if 0 in counts:
         i = counts.index(0)
         raise ArgumentError(
-            f"batch_size: {batch_size} rows leave none for source {i}, whose share is {float(exact[i] / batch_size):.3g}. "
+            f"batch_size: {batch_size} rows leave no row for source {i}, whose share is {float(exact[i] / batch_size):.3g}. "
             "Use a larger batch_size."
         )
     return counts
 
 
 def _seed_of(seed: int, source: int) -> int:
-    """A seed for each source, so that equal stores are not read in one order."""
+    """A seed for each source, so that equal stores are not read in the same order."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{source}".encode()).digest()[:7], "little")
 
 
@@ -372,14 +372,14 @@ def _check_alike(sources: Sequence[Stream]) -> None:
     """Refuses sources whose rows do not fit into one batch."""
     first = sources[0]
     for other in sources[1:]:
-        for what, mine, theirs, remedy in (
+        for what, expected, found, remedy in (
             ("layers", first.layers, other.layers, "Name the layers that both have."),
             ("d_model", first.store.d_model, other.store.d_model, "Rows of different widths cannot be in one batch."),
             ("dtype", first.dtype, other.dtype, f"dtype={first.dtype.name!r} converts."),
         ):
-            if mine != theirs:
+            if expected != found:
                 raise ArgumentError(
-                    f"{what}: expected {mine}, as in {first.store.path}, found {theirs}. {remedy}",
+                    f"{what}: expected {expected}, as in {first.store.path}, found {found}. {remedy}",
                     path=other.store.path,
                 )
 
@@ -390,4 +390,4 @@ def _places(stream: MixedStream, epoch: int, number: int) -> NDArray[np.int64]:
     if stream._whole.shuffle is None:
         return sources
     order = scrambled(stream.batch_size, f"{stream.mixture.seed}/{epoch}/{number}/{stream.rank}")
-    return sources[np.argsort(order)]  # the numbers are all different, so that every sort gives one order
+    return sources[np.argsort(order)]  # the numbers are distinct, so every sort algorithm gives the same order

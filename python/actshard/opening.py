@@ -48,9 +48,9 @@ def open(
     Args:
         path: the dataset's folder, a file that represents it (an lmprobe index), or a folder that contains a single dataset;
             ``~`` is expanded. Or the URL of any of these: ``s3://``, ``gs://``, ``az://``, ``https://``,
-            ``hf://datasets/ORG/NAME[@REVISION][/PATH]``. A list opens several as one, as :func:`concat` does, in that order. For
-            folders of pickle shards of several machines that is one pickle dataset, and the folder that contains them opens the
-            same, in the order of their names.
+            ``hf://datasets/ORG/NAME[@REVISION][/PATH]``. A list opens several as one, in that order, like :func:`concat`. A list
+            of folders of pickle shards, one per machine, opens as one pickle dataset; so does the folder that contains them, in
+            the order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
         io: ``"mmap"`` memory-maps files: fastest, and supports views. ``"pread"`` never maps: for file systems with slow page
             faults, and for files that may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems
@@ -59,11 +59,11 @@ def open(
             ``"4GiB"``. A larger shard is still decoded as a whole.
         checksums: whether to check files against the checksums that the dataset lists (pickle shards), on first read.
         storage_options: options of a remote store (``{"region": "eu-west-1"}``): names of the object_store crate in any case, or
-            fsspec's ``anon``, ``key``, ``secret``, ``token``, ``endpoint_url``, ``profile``, ``client_kwargs``. They precede the
-            environment's.
-        cache: size of a cache on disk for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
-            folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache. The index of a local
-            folder of many files is kept beside it (``~/.cache/actshard-index``), except with False.
+            fsspec's ``anon``, ``key``, ``secret``, ``token``, ``endpoint_url``, ``profile``, ``client_kwargs``. They override the
+            environment.
+        cache: size of a disk cache for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
+            folder, with a limit of 20 GiB. Processes share it; it never exceeds its limit. None or False: no cache. The index of
+            a local folder of many files is stored next to the cache (``~/.cache/actshard-index``), except with False.
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
             folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
             not record them (specforge, modelopt, angelslim).
@@ -142,7 +142,7 @@ def _concat(
 
 
 def _flat(stores: Sequence[Store], layers: tuple[Layer, ...] | None) -> tuple[list[Store], list[str]]:
-    """The stores and their names, with the parts of joined ones in their place. Names that a user gave are kept."""
+    """Returns stores and their names. Replaces joined stores by their parts, and keeps names that the user gave."""
     from actshard.joining import names_of
 
     flat: list[Store] = []
@@ -151,14 +151,14 @@ def _flat(stores: Sequence[Store], layers: tuple[Layer, ...] | None) -> tuple[li
         store.check_open()
         inner = _inner(store, layers)
         flat += inner
-        told = [part["source"] for part in store.metadata["parts"]] if inner != (store,) else [None]
-        given += told if told != names_of(inner) else [None] * len(inner)
+        sources = [part["source"] for part in store.metadata["parts"]] if inner != (store,) else [None]
+        given += sources if sources != names_of(inner) else [None] * len(inner)
     names = [own or made for own, made in zip(given, names_of(flat), strict=True)]
     return flat, names if len({*names}) == len(names) else [f"{name}#{i}" for i, name in enumerate(names)]
 
 
 def _inner(store: Store, layers: tuple[Layer, ...] | None) -> tuple[Store, ...]:
-    """The parts of a joined store that was not filtered and whose options change nothing; else the store itself."""
+    """The parts of a joined store, if it was not filtered and its options change nothing; else the store itself."""
     contents, parts = store.contents, store.parts
     plain = contents.chosen is None and not contents.converts
     same = all(part.special_tokens == store.special_tokens for part in parts)
@@ -282,7 +282,7 @@ def _opened(
 
 
 def _is_one_dataset(folders: Sequence[Location], format: str | None) -> bool:
-    """Whether folders are opened as one dataset by their format itself; otherwise each is opened and they are joined."""
+    """Whether a format opens the folders as one dataset. Otherwise each is opened separately, and the stores are joined."""
     if not folders or len(set(folders)) < len(folders):
         return True  # refused
     try:
@@ -298,7 +298,7 @@ def _names_layers(layout: Any) -> bool:
 
 
 def _refused(root: Location) -> set[str]:
-    """Names of a remote store that it refuses, which may be absent."""
+    """Names that a remote store refused to access; they may not exist."""
     return set(root.storage.denied) if isinstance(root.storage, Remote) else set()
 
 

@@ -1,7 +1,7 @@
 """Pairs: the same examples of several stores, whose activations are read together.
 
-The rows of all stores are one dataset whose groups are (store, layer), store after store (``Rows.paired`` of the binding). So a
-stream of several stores is a stream of several layers: one order, one read-ahead, and rows written straight into
+The rows of all stores form one dataset whose groups are (store, layer), store after store (``Rows.paired`` of the binding). So a
+stream of several stores is a stream of several layers, with one order and one read-ahead. Rows are written directly into
 ``(b, stores * layers, d_model)``.
 """
 
@@ -39,7 +39,7 @@ else:
     pa = Late("pyarrow")
 
 FORMAT = "pair"
-"""The ``format`` of the rows of a pair. No dataset has it."""
+"""The ``format`` of the rows of a pair. It is not a file format."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -47,9 +47,9 @@ class PairedBatch(Batch):
     """One batch of a pair.
 
     Attributes:
-        activations: ``(b, n, d_model)``: n activations of each token, one per store and layer; ``(b, d_model)`` if interleaved.
+        activations: ``(b, n, d_model)``: n rows per token, one for each store and layer; ``(b, d_model)`` if interleaved.
         stores: int64 indices into :attr:`PairedStores.stores`: ``(n,)`` for the second axis; ``(b,)`` if interleaved.
-        layers: the layers' names, in the same form.
+        layers: the layers' names, with the same shape as ``stores``.
     """
 
     stores: NDArray[np.int64]
@@ -58,7 +58,7 @@ class PairedBatch(Batch):
 class PairedStores:
     """The same examples of several stores. :func:`pair` creates it.
 
-    Pickles as its stores, works in workers and after ``fork``. Keep the stores open while it is in use.
+    Pickled as its stores, and usable in workers and after ``fork``. Keep the stores open while it is in use.
 
     Attributes:
         stores: the stores, in the order given.
@@ -67,8 +67,8 @@ class PairedStores:
         d_model: elements per row.
         dtype: numpy dtype of rows.
         num_examples: number of examples; also ``len(pair)``.
-        compared: what was found equal: ``"examples"``, ``"tokens"``, and names of columns, in all stores that have them.
-        warnings: what could not be compared.
+        compared: what is equal in all stores that have it: ``"examples"``, ``"tokens"``, and names of columns.
+        warnings: messages about contents that could not be compared.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PairedStores:
         out: Any = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
-        """Reads arbitrary tokens from all stores, in one pass, straight into the result.
+        """Reads arbitrary tokens from all stores, in one pass, directly into the result.
 
         Args:
             layer: a name from :attr:`layers`, or several.
@@ -178,15 +178,16 @@ class PairedStores:
         return PairedStream(self, groups, batch_size, options)
 
     def as_store(self) -> Store:
-        """One store of all activations, whose layers are ``"NAME:LAYER"``: ``"base:5"``, ``"chat:5"``.
+        """Returns one store with all activations, whose layers are ``"NAME:LAYER"``: ``"base:5"``, ``"chat:5"``.
 
-        For what is said of a store: ``actshard.convert(pair.as_store(), ...)``, ``verify``, ``stats``, ``sequences_stream``,
-        ``layer``. Its table is that of the first store. Stores of one name are called 0, 1, ... instead.
+        For functions that take a store, and its methods: ``actshard.convert(pair.as_store(), ...)``, ``verify``, ``stats``,
+        ``sequences_stream``, ``layer``. Its table is that of the first store. If stores have the same name, they are called
+        0, 1, ...
         """
         return _named(self.stores, self.names, self.layers, self._asked)
 
     def _check_tokens(self, groups: Sequence[int]) -> None:
-        """Refuses stores and layers that have different tokens of an example; the stream could not name them."""
+        """Raises NotStoredError if stores or layers have different numbers of tokens of an example."""
         if not self._together.contents.layers_differ:
             return
         first = self._together.tokens_in(groups[0])
@@ -194,9 +195,9 @@ class PairedStores:
             other = self._together.tokens_in(group)
             if len(differ := np.flatnonzero(first != other)):
                 i, both = int(differ[0]), [divmod(g, len(self.layers)) for g in (groups[0], group)]
-                mine, theirs = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in both)
+                one, another = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in both)
                 raise NotStoredError(
-                    f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {mine} and {other[i]} in {theirs} "
+                    f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {one} and {other[i]} in {another} "
                     f"({len(differ)} examples differ). Leave these examples out with filter().",
                     path=self.stores[both[1][0]].path,
                 )
@@ -212,7 +213,7 @@ class PairedStores:
 
 
 def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
-    """Statistics of the pair's layers, checked here: the joined rows have other names of layers."""
+    """Checks the layers of statistics, and removes their names: the joined rows have other layer names."""
     if not isinstance(normalize, list | tuple) or len(normalize) != len(groups):
         return normalize  # refused by the stream
     for group, stats in zip(groups, normalize, strict=True):
@@ -226,7 +227,7 @@ def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
 
 
 class PairedStream(Stream):
-    """Aligned batches of a pair. :meth:`PairedStores.stream` creates it; it resumes, pickles and feeds loaders as a Stream.
+    """Aligned batches of a pair. :meth:`PairedStores.stream` creates it; it resumes, pickles and feeds loaders like a Stream.
 
     Attributes:
         pair: the pair.
@@ -262,15 +263,15 @@ def pair(
     """Pairs stores of the same examples and tokens, such as the activations of a base and of a chat model.
 
     ``actshard.pair(base, chat).stream(5, 4096)`` gives batches ``(b, 2, d_model)`` for crosscoders and model diffing. Formats may
-    differ. Compared before rows are read: the number of examples, the numbers of tokens and content tokens of each, and the texts,
-    ids and token ids that several stores have. A difference is refused; what could not be compared is listed in ``warnings``.
+    differ. Before rows are read, it compares the number of examples, their numbers of tokens and content tokens, and the texts, ids
+    and token ids that several stores have. A difference raises ArgumentError. ``warnings`` lists what could not be compared.
 
     Args:
         stores: at least two stores, paths or URLs; or one mapping of names to them.
         layers: layers to read, which all stores must have. None: the stores must have equal layers.
         dtype: dtype of rows, if the stores' differ.
-        compare: columns to compare, which all stores must have; ``[]``: only numbers of examples and tokens. None: columns with
-            known names of texts, ids and token ids.
+        compare: columns to compare, which all stores must have; ``[]``: only the numbers of examples and tokens. None: columns
+            with the usual names of texts, ids and token ids.
 
     Raises:
         ArgumentError: fewer than two stores; their examples, tokens, texts, ids, d_model, layers or special tokens differ.
@@ -295,7 +296,7 @@ def pair(
         if store.d_model != opened[0].d_model:
             raise ArgumentError(
                 f"pair: expected one d_model, found {opened[0].d_model} in {names[0]} and {store.d_model} in {name}. Stream each "
-                'store by itself: with equal arguments, shuffle="exact" gives the same tokens in the same order.',
+                'store separately: with equal arguments, shuffle="exact" gives the same tokens in the same order.',
                 path=store.path,
             )
     chosen = common_layers(opened, names, layers, "pair")
@@ -352,8 +353,8 @@ def _together(
 def _named(
     stores: tuple[Store, ...], names: Sequence[str], layers: tuple[Layer, ...], dtype: DTypeLike | None
 ) -> Store:
-    """The same store with names of layers that tell the store."""
-    # Stores of one folder name go by their paths, which would make long names of layers.
+    """The same store with layer names that contain the store's name."""
+    # Stores in folders of the same name are named by their paths: numbers make shorter names of layers.
     shown = [str(number) for number in range(len(names))] if any("/" in name for name in names) else list(names)
     together = _together(stores, names, layers, dtype)
     named = tuple(f"{name}:{layer}" for name in shown for layer in layers)

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "ids")
 _WHOLE = 1 << 20
-"""Most examples of which a column is read that a format cannot read in batches."""
+"""Maximum number of examples for which a column is read, if the format cannot read it in batches."""
 _COMPARED = 256
-"""Most pairs of examples with equal hashes that are compared byte by byte."""
+"""Maximum number of pairs of examples with equal hashes that are compared byte by byte."""
 _BLOCK = 4096
-"""Examples whose values are hashed at a time."""
+"""Number of examples whose values are hashed at a time."""
 _ODD = np.int64(0x1E3779B97F4A7C15)
 _FEW = 10
 _SOME = 0.003
-"""The part of the different rows that must repeat before examples are compared: first tokens repeat, but are few different rows."""
+"""Share of the distinct rows that must repeat before examples are compared: first tokens repeat, but have few distinct rows."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Repeated:
 
     @property
     def how(self) -> str:
-        """What was compared, in words."""
+        """The compared values as text."""
         if self.by != "rows":
             return f"equal {self.by} of {self.examples:,} examples, by a 64-bit hash"
         return "identical rows in every layer, compared byte by byte where rows of a layer repeat"
@@ -77,12 +77,12 @@ def repeated_examples(
 ) -> Repeated | None:
     """Looks for examples that equal an earlier one.
 
-    Reads the columns of token ids or texts, if the dataset has them. Otherwise the rows of one layer are read again, but only if
-    some of its different rows came more than once in the statistics of every layer.
+    Reads the columns of token ids or texts, if the dataset has them. Otherwise reads the rows of one layer again, but only if
+    the statistics of every layer contain repeated rows.
 
     Args:
         store: a store.
-        found: statistics of layers.
+        found: statistics by layer.
         progress: called with (rows done, total rows).
 
     Returns:
@@ -102,15 +102,15 @@ def repeated_examples(
     if repeats.repeated <= (0 if repeats.exact else _SOME * repeats.different):
         return Repeated("rows", store.num_examples, 0, ())
     group = store.group_of(layer)
-    tell = None if progress is None else lambda rows: progress(rows, total)
-    n, some = equal_examples(store, store.rows.scan(group, tell)["hashes"])
+    report = None if progress is None else lambda rows: progress(rows, total)
+    n, some = equal_examples(store, store.rows.scan(group, report)["hashes"])
     return Repeated("rows", store.num_examples, n, tuple(some[:_FEW]))
 
 
 def equal_examples(store: Store, hashes: NDArray[np.uint64]) -> tuple[int, list[tuple[int, int]]]:
-    """Examples with identical rows in all layers as an earlier one: their number, and (example, earlier example) of some.
+    """Returns the number of examples whose rows equal those of an earlier example in all layers, and some (example, earlier) pairs.
 
-    Compares examples of equal hashes byte by byte; of more than 256 pairs the rest are counted by their hashes.
+    Compares examples with equal hashes byte by byte. If there are more than 256 pairs, the others are counted by hash.
     """
     ordered = np.sort(hashes)
     if not (ordered[1:] == ordered[:-1]).any():
@@ -123,7 +123,7 @@ def equal_examples(store: Store, hashes: NDArray[np.uint64]) -> tuple[int, list[
 
 
 def _pairs(hashes: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions of values that came before, in order, and for each the position before it with that value."""
+    """Positions of repeated values, in order, and for each the previous position of the same value."""
     order = np.argsort(hashes, kind="stable")
     same = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
     later, earlier = order[same + 1], order[same]
@@ -141,7 +141,7 @@ def _alike(store: Store, layers: Sequence[Layer], a: int, b: int) -> bool:
 
 
 def _columns(store: Store) -> Iterator[tuple[str, list[str]]]:
-    """Columns whose values together are an example's input, and what they hold."""
+    """Yields lists of columns that together form an example's input, with their kind of content."""
     contents = store.contents
     if contents.column_batches is None and contents.num_examples > _WHOLE:
         return
@@ -156,7 +156,7 @@ def _columns(store: Store) -> Iterator[tuple[str, list[str]]]:
 
 
 def _hashed(store: Store, names: list[str]) -> NDArray[np.int64]:
-    """A hash of each example's values; 0: there are none, or they have another type."""
+    """A hash of each example's values; 0 if there are none, or if they have an unsupported type."""
     contents = store.contents
     batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
     made = [np.zeros(0, np.int64)]

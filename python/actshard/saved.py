@@ -1,19 +1,19 @@
-"""Statistics of layers that are kept in files, and read back while the dataset's files are as they were.
+"""Statistics of layers in files. They are reused as long as the dataset's files do not change.
 
-Beside a dataset ``/data/run``, or in any other folder:
+Next to a dataset ``/data/run``, or in any other folder:
 
 .. code-block:: text
 
     /data/run.stats/
-      layer-5-1f0c2a9b.json            rows, mean norm, histogram of norms, positions, largest rows and columns; what they are of
+      layer-5-1f0c2a9b.json            rows, mean norm, histogram of norms, positions, largest rows and columns; layer and selection
       layer-5-1f0c2a9b.safetensors     float64 mean, variance, min, max, std, norm_edges; int64 nan, inf, zeros, norm_counts
 
 The second part of a name is a digest of the layer and of the selected rows: tokens, ignored labels, the examples of a filter. The
 JSON has the SHA-256 of the arrays' file, is written last, and both are renamed into place, so that unfinished or mixed files
 are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times.
 
-Where nothing can be written beside the dataset (a URL, a folder of others), the files lie in the user's cache folder:
-``$ACTSHARD_CACHE-stats/``, or ``~/.cache/actshard-stats/``, in a folder named by the SHA-256 of the dataset's place.
+If the dataset's parent folder is not writable, or the dataset is a URL, the files are in the user's cache folder:
+``$ACTSHARD_CACHE-stats/``, or ``~/.cache/actshard-stats/``, in a folder named by the SHA-256 of the dataset's location.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ VERSION = 2
 """Version 1 had no quantiles of norms by position."""
 _LONGEST = 80
 _HEADER, _COLUMN = 1 << 23, 64
-"""Most bytes of an arrays' file: of its header and the histogram, and of a column."""
+"""Maximum bytes of a file of arrays: of its header and histogram, and for each column."""
 _TYPES = {"F64": "<f8", "I64": "<i8"}
 
 
 class Place:
-    """Where a layer's statistics over some of its rows are kept.
+    """The files of a layer's statistics over selected rows.
 
     Attributes:
         dataset: fingerprint of the dataset's files.
-        names: folders that may have them, the preferred one first.
+        folders: folders that may contain them, the preferred one first.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Place:
         self.folders = tuple(_folders(store)) if folder is None else (local_path(folder, "save"),)
 
     def read(self) -> Stats | None:
-        """The statistics, if they are still true; None if there are none, or other ones."""
+        """Reads the statistics. None if there are none, if they are of other rows, or if the dataset changed."""
         for folder in self.folders:
             try:
                 found = self._read(folder)
@@ -94,22 +94,22 @@ class Place:
 
     def _read(self, folder: Path) -> Stats | None:
         file = folder / f"{self.name}.json"
-        said = read_json(file)
-        if said["actshard_stats"] != VERSION or said["of"] != self.of:
+        fields = read_json(file)
+        if fields["actshard_stats"] != VERSION or fields["of"] != self.of:
             raise ValueError(f"expected statistics of {self.of}")
-        if said["dataset"] != self.dataset:
+        if fields["dataset"] != self.dataset:
             LOG.info("%s: not used: the dataset's files changed since", file)
             return None
         data = Location.at(file.with_suffix(".safetensors")).read(limit=_HEADER + self.width * _COLUMN)
-        if hashlib.sha256(data).hexdigest() != said["sha256"]:
-            raise ValueError("the arrays are not those that the JSON names")
-        stats = Stats.of_plain({**said["stats"], **_arrays(data)})
+        if hashlib.sha256(data).hexdigest() != fields["sha256"]:
+            raise ValueError("the checksum of the arrays differs from the one in the JSON file")
+        stats = Stats.of_plain({**fields["stats"], **_arrays(data)})
         if len(stats.mean) != self.width:
             raise ValueError(f"expected {self.width} columns, found {len(stats.mean)}")
         return stats
 
     def write(self, stats: Stats) -> Path:
-        """Keeps statistics in the first folder that can be written. Returns the JSON file.
+        """Saves statistics in the first writable folder. Returns the JSON file.
 
         Raises:
             FileAccessError: no folder can be written.
@@ -120,7 +120,7 @@ class Place:
             "median_norm": _number(stats.norms.median),
             "findings": stats.findings(),
         }
-        said = {
+        fields = {
             "actshard_stats": VERSION,
             "of": self.of,
             "dataset": self.dataset,
@@ -132,9 +132,9 @@ class Place:
             try:
                 make_folder(folder)
                 write_bytes_at_once(folder / f"{self.name}.safetensors", data)
-                write_bytes_at_once(folder / f"{self.name}.json", json.dumps(said, allow_nan=False).encode())
+                write_bytes_at_once(folder / f"{self.name}.json", json.dumps(fields, allow_nan=False).encode())
             except FileAccessError as error:
-                LOG.info("statistics are not kept in %s: %s", folder, error.detail)
+                LOG.info("statistics are not saved in %s: %s", folder, error.detail)
                 refused = error
                 continue
             return folder / f"{self.name}.json"
@@ -148,7 +148,7 @@ def kept_or_made(
     save: Any,
     make: Callable[[], Stats],
 ) -> Stats:
-    """The kept statistics of a layer if they are still true; otherwise those of ``make``, which are kept then.
+    """Returns the saved statistics of a layer if they are still valid; otherwise computes and saves them.
 
     Args:
         store: the dataset.
@@ -158,14 +158,14 @@ def kept_or_made(
         make: computes them.
 
     Raises:
-        ArgumentError: the rows cannot be named, or there is no place beside the dataset.
+        ArgumentError: there is a mask, or the store is joined or paired and ``save`` is not a folder.
         FileAccessError: the folder cannot be written.
     """
     tokens, ignored, keep = selection
     if not isinstance(save, bool | str | os.PathLike):
         raise ArgumentError(f"save: expected True or a folder, found {save!r:.80}")
     if keep is not None:
-        raise ArgumentError("save: not supported with keep=, whose rows have no name; use store.filter()")
+        raise ArgumentError("save: not supported with keep=, because files cannot identify a mask; use store.filter()")
     place = Place(store, layer, tokens, ignored, None if isinstance(save, bool) else save)
     if not place.folders:
         raise ArgumentError("save: a joined or paired store has no folder of its own: pass a folder, save=PATH")
@@ -173,14 +173,14 @@ def kept_or_made(
         return found
     made = make()
     if fingerprint(store) == place.dataset:
-        LOG.info("statistics of layer %s kept: %s", plain(layer), place.write(made))
+        LOG.info("statistics of layer %s saved: %s", plain(layer), place.write(made))
     else:
-        LOG.warning("%s: statistics are not kept: its files changed while they were read", store.path)
+        LOG.warning("%s: statistics are not saved: the dataset's files changed while they were read", store.path)
     return made
 
 
 def kept(store: Readable, layer: Layer, tokens: str = "content", ignored: Sequence[int] = ()) -> Stats | None:
-    """The statistics of a layer that ``store.stats(layer, save=True)`` kept, if they are still true; otherwise None."""
+    """The statistics of a layer that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
     return Place(store, layer, tokens, ignored).read() if not _has_parts(store) else None
 
 
@@ -217,7 +217,7 @@ def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
 
 
 def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of statistics in a file. Raises LookupError, ValueError or FormatError for anything else."""
+    """The arrays of statistics in a file. Raises LookupError, ValueError or FormatError if the file is invalid."""
     tensors, _, start = _native.parse_safetensors(data)
     made = {}
     for name, kind, shape, first, end in tensors:

@@ -88,7 +88,7 @@ class Storage(Protocol):
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         """Yields the entries of a folder in any order; with ``sizes``, including the size of each file.
 
-        Raises UnsupportedError if names cannot be listed: that is never told as an empty or missing folder.
+        Raises UnsupportedError if names cannot be listed, so that such a folder never looks empty or missing.
         """
 
     def read(self, key: str, start: int, length: int) -> bytes:
@@ -165,7 +165,7 @@ def _scanned(key: str, sizes: bool) -> Iterator[Entry]:
 
 
 class _Look:
-    """The entries of a folder, listed once and no further than somebody asked."""
+    """The entries of a folder, listed once and only as far as requested."""
 
     def __init__(self, entries: Iterator[Entry]) -> None:
         self._entries = entries
@@ -181,7 +181,7 @@ class _Look:
             at += 1
 
     def _more(self) -> bool:
-        """Reads one more entry. A failure is everybody's: a generator that failed would look empty to the next."""
+        """Reads one more entry. A failure is stored and raised again: a failed generator would look empty to the next reader."""
         if self._error is not None:
             raise self._error
         try:
@@ -199,7 +199,7 @@ _LOOKS: ContextVar[dict[str, _Look] | None] = ContextVar("_LOOKS", default=None)
 
 @contextlib.contextmanager
 def one_look() -> Iterator[None]:
-    """Local folders are listed once inside, whoever asks: for questions that many ask of the same folder, which see one state."""
+    """In this context, each local folder is listed once, so that several formats check the same state of a folder."""
     token = _LOOKS.set({})
     try:
         yield
@@ -219,10 +219,10 @@ def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
 
 
 class DeniedError(FileNotFoundError):
-    """A name that a server refuses. It may exist: servers that do not let names be listed refuse those that do not, too.
+    """A server refused access to a name. It may not exist: servers that do not allow listing also refuse missing names.
 
     Attributes:
-        error: the refusal, for names that must exist.
+        error: the server's error, to be raised for names that must exist.
     """
 
     def __init__(self, error: FileAccessError) -> None:
@@ -234,11 +234,11 @@ class DeniedError(FileNotFoundError):
 class Remote:
     """A bucket, a web server or a dataset of the Hugging Face hub. Keys are names joined by ``/``.
 
-    A folder is listed once. Objects of up to 1 MiB that were read whole are kept, 16 MiB together: several formats look at the
-    same metadata. A web server has no listings: the folder of the URL is taken to exist, and holds what is asked for by name.
+    A folder is listed once. Objects of up to 1 MiB that were read completely are cached, up to 16 MiB, because several formats read
+    the same metadata. A web server has no listings: the folder of the URL is assumed to exist, and names are requested one by one.
 
-    Pickles contain the URL, its options (secrets included, so that other processes can open it), the revision and the names, sizes
-    and versions that are known: the copy makes no request for them.
+    Pickles contain the URL, its options (including secrets, so that other processes can open it), the revision, and all known
+    names, sizes and versions, for which the copy makes no request.
     """
 
     native: _native.RemoteStore
@@ -253,7 +253,7 @@ class Remote:
         return hash(self.native.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Small files travel along, so that a copy makes no request to open.
+        # Small files are included, so that opening the copy makes no request.
         kept, room = {}, _PICKLED
         for key, data in sorted(self.small.items(), key=lambda item: len(item[1])):
             room -= len(data)
@@ -301,10 +301,10 @@ class Remote:
     def _unlisted(self, key: str) -> UnsupportedError:
         where = self.text(key)
         if where.startswith("http"):
-            said = "a web server cannot list the names in a folder. Open the dataset from its bucket, or copy it to a local folder"
+            why = "a web server cannot list the names in a folder. Open the dataset from its bucket, or copy it to a local folder"
         else:
-            said = "the bucket refuses to list names. Use credentials that may list it, or copy the dataset to a local folder"
-        return UnsupportedError(said, path=place_of(where))
+            why = "the bucket refuses to list names. Use credentials that may list it, or copy the dataset to a local folder"
+        return UnsupportedError(why, path=place_of(where))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         kept = self.small.get(key)
@@ -317,12 +317,12 @@ class Remote:
         return kept[start : start + length]
 
     def fetch(self, keys: Sequence[str], limit: int | None = None) -> list[bytes | Literal[False] | None]:
-        """Reads objects whole, all at once, and keeps small ones as :meth:`read` does.
+        """Reads whole objects concurrently, and caches small ones like :meth:`read`.
 
-        Returns None for those that do not exist, False for those longer than ``limit``, of which 4 MiB at most are received.
+        Returns None for missing objects, and False for objects longer than ``limit``, of which at most 4 MiB are received.
 
         Raises:
-            FileAccessError: an object cannot be read. A refusal is no absence.
+            FileAccessError: an object cannot be read. A refused object does not count as missing.
         """
         found: dict[str, bytes | Literal[False] | None] = {key: self.small[key] for key in keys if key in self.small}
         lacking = [key for key in dict.fromkeys(keys) if key not in found]
@@ -339,7 +339,7 @@ class Remote:
         return [found[key] for key in keys]
 
     def glance(self, key: str) -> bool:
-        """Reads an object that may exist in the request that finds out, for later calls; returns whether it exists."""
+        """Returns whether an object exists, and caches its content for later calls, in one request."""
         if key not in self.small:
             try:
                 data = self.native.read(key, 0, _GLANCE)
@@ -374,10 +374,10 @@ def _remote_again(state: bytes, small: dict[str, bytes]) -> Remote:
 
 _SMALL = 1 << 20
 _GLANCE = 4 << 20
-"""The first request for an unknown object asks for so many bytes."""
+"""Bytes of the first request for an object of unknown size."""
 _SMALLS = 16 << 20
 _AT_ONCE = 64
-"""Objects that are read at once."""
+"""Number of objects that are read concurrently."""
 _PICKLED = 1 << 20
 _WHOLE = 8 << 20
 """Larger objects are read in ranges by pyarrow."""

@@ -50,12 +50,12 @@ else:
     pa, arrays = Late("pyarrow"), Late("actshard.arrays")
 
 _LONG = 10_000_000_000
-"""Bytes that a stream reads for statistics with a warning."""
+"""A stream that reads at least this many bytes for statistics logs a warning."""
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
 _DOORS = frozenset({"contents", "rows", "group_of", "gather_of", "check_open", "native_stream", "known_stats"})
-"""Names for the other modules of this package, which ``dir()`` leaves out."""
+"""Internal names for other modules of this package; ``dir()`` omits them."""
 
 
 class Store(StreamVerbs, SampledVerbs):
@@ -67,8 +67,8 @@ class Store(StreamVerbs, SampledVerbs):
     Attributes:
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"`` or another installed format.
         path: the opened path.
-        layers: layer *names*, in stored order: integers (negative ones are names too), or texts such as
-            ``"blocks.5.hook_resid_post"`` where the dataset has them.
+        layers: layer *names*, in stored order: integers (negative ones are names too), or strings such as
+            ``"blocks.5.hook_resid_post"``, depending on the dataset.
         d_model: elements per row; 0 for a dataset without hidden states.
         dtype: numpy dtype of stored rows; bfloat16 is ``ml_dtypes.bfloat16``. Pickle shards may contain several dtypes: this is
             the first array's, and reading examples of another dtype requires ``dtype=``.
@@ -120,7 +120,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of stored rows, as in the files. Metadata may state another one."""
+        """Numpy dtype of stored rows, as in the files. The metadata may contain another one."""
         return self._dtype
 
     @property
@@ -157,7 +157,7 @@ class Store(StreamVerbs, SampledVerbs):
             numbers = wanted if chosen is None else chosen.array()[wanted]
             return (
                 self._open_rows().choose(numbers.tobytes()).token_counts().reshape(shape)
-            )  # in the first layer each has
+            )  # in the first layer that each example has
         return self.token_counts[wanted].reshape(shape)
 
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]:
@@ -237,7 +237,7 @@ class Store(StreamVerbs, SampledVerbs):
         raise LayerError(what, path=self.path)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        """Refused: an example has rows of several layers, and columns.
+        """Not supported: an example has rows of several layers, and columns.
 
         Raises:
             ArgumentTypeError: always; names :meth:`layer`, :meth:`sequence` and :attr:`table`.
@@ -267,8 +267,8 @@ class Store(StreamVerbs, SampledVerbs):
             return np.flatnonzero(examples)
         if examples.size == 0 and self._table is not None:
             # Possibly from `column == x`, which is one bool. Only users who have read the table can compare columns.
-            said = f"examples: no example was chosen{COMPARED}"
-            warnings.warn(ActshardWarning(said, code="no-example-chosen"), stacklevel=3)
+            text = f"examples: no example was chosen{COMPARED}"
+            warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=3)
         return examples
 
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
@@ -343,12 +343,12 @@ class Store(StreamVerbs, SampledVerbs):
 
         Args:
             examples: a pyarrow expression over :attr:`table` (``pc.field("label") == 1``), a function of the table, one bool per
-                example, integers in any order (repeated and negative ones as in numpy), or a slice. An expression that is null
-                for an example leaves it out.
+                example, integers in any order (repeated and negative ones as in numpy), or a slice. Examples for which
+                an expression is null are left out.
 
         Raises:
-            ArgumentError, OutOfRangeError: the argument is none of these; a mask of another length; an unknown column; a number
-                without an example.
+            ArgumentError, OutOfRangeError: the argument has another type; a mask has the wrong length; an expression has an unknown
+                column; an integer is out of range.
         """
         from actshard.choosing import resolve
 
@@ -358,11 +358,11 @@ class Store(StreamVerbs, SampledVerbs):
     def split(self, test: float = 0.2, *, by: str | ArrayLike | None = None, seed: int = 0) -> tuple[Store, Store]:
         """Returns two stores, for training and for testing: ``train, test = store.split(test=0.2, by="verb")``.
 
-        The split depends only on the arguments, on any machine. With ``by`` it depends on the groups' values, not on the order in
-        which examples are stored. Both stores keep the stored order.
+        The split depends only on the arguments, and is the same on every machine. With ``by`` it depends on the groups' values, not
+        on the order of the examples. Both stores keep the stored order.
 
         Args:
-            test: share of test examples, 0 to 1, or their number. With ``by``, the nearest number that whole groups make.
+            test: share of test examples, 0 to 1, or their number. With ``by``, the nearest number that whole groups allow.
             by: name of a column, or one value per example: examples with equal values are in the same store. Null is a value.
             seed: another seed gives another split.
 
@@ -382,7 +382,7 @@ class Store(StreamVerbs, SampledVerbs):
         return Store(choose(self._contents, positions), io=self.io, reopen=self._reopen)
 
     def whole(self) -> Store:
-        """Returns the opened dataset that this store is a part of; itself if it is no part.
+        """Returns a store of the whole dataset, if this store was filtered; else the store itself.
 
         Raises:
             ClosedError: the dataset's store was closed.
@@ -403,7 +403,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def parts(self) -> tuple[Store, ...]:
-        """The stores that :func:`actshard.concat` joined to this one, in order; empty for any other store."""
+        """The stores that :func:`actshard.concat` joined, in order; empty for any other store."""
         return (self._contents.whole or self._contents).parts
 
     def origins(self, examples: ArrayLike | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -420,7 +420,7 @@ class Store(StreamVerbs, SampledVerbs):
 
         Args:
             layer: a name from :attr:`layers`.
-            dtype: dtype of what is read, as in :meth:`gather`.
+            dtype: dtype of the array, as in :meth:`gather`.
 
         Raises:
             LayerError, DtypeError: the dataset has no such layer; the dtype is not supported.
@@ -581,8 +581,8 @@ class Store(StreamVerbs, SampledVerbs):
 
         Sums are float64 over blocks of a fixed size, so results are bitwise equal for any number of threads.
 
-        With ``save`` they are kept as JSON and safetensors, and read back while the dataset's files have the same names, sizes and
-        modification times (of more than 4,096 files, of evenly spaced ones). ``stream(center="mean")`` reads them too.
+        ``save`` writes them as JSON and safetensors. They are reused while the dataset's files have the same names, sizes and
+        modification times. Of more than 4,096 files, evenly spaced ones are checked. ``stream(center="mean")`` reuses them too.
 
         Args:
             layer: a name from :attr:`layers`.
@@ -592,8 +592,8 @@ class Store(StreamVerbs, SampledVerbs):
             rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
                 there are fewer. None: all rows. Takes one byte of memory for each row of the layer.
             seed: another seed gives another sample.
-            save: True keeps them in the folder ``NAME.stats`` beside the dataset; in the user's cache folder for a URL, or where
-                that folder cannot be written. Or another folder. Not supported with ``keep`` and ``rows``.
+            save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
+                that folder is not writable. Or a folder. Not supported with ``keep`` and ``rows``.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
@@ -614,11 +614,11 @@ class Store(StreamVerbs, SampledVerbs):
             sample = count_of(rows, "rows"), _arguments.whole(seed, "seed")
             selection = thinned(selection, self.num_examples, *sample)
         total = _native.count_selected(self.num_examples, selection)
-        tell = None if progress is None else lambda done: progress(done, total)
-        return Stats.of(self._open_rows().stats(group, selection, tell), self.layers[group])
+        report = None if progress is None else lambda done: progress(done, total)
+        return Stats.of(self._open_rows().stats(group, selection, report), self.layers[group])
 
     def known_stats(self, layer: Layer, tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> Stats:
-        """Statistics of a layer that were kept, if they are still true; otherwise computes them and keeps nothing. Internal."""
+        """Returns saved statistics of a layer if they are still valid; otherwise computes them without saving. Internal."""
         from actshard.saved import kept
 
         found = None if keep is not None else kept(self, layer, tokens, ignore_labels)
@@ -627,7 +627,7 @@ class Store(StreamVerbs, SampledVerbs):
         size = self._bytes_of(layer)
         LOG.log(
             logging.WARNING if size >= _LONG else logging.INFO,
-            "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) keeps them",
+            "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) saves them",
             *(self.path, size / 1e9, plain(layer), layer),
         )
         return self.stats(layer, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
@@ -669,7 +669,8 @@ class Store(StreamVerbs, SampledVerbs):
     def read_columns(self, names: Sequence[str], examples: ArrayLike | None = None) -> pa.Table:
         """Reads some columns by their names in the format. Not cached.
 
-        ``"text"`` and ``"prompt"`` name the examples' texts in every format that has them whole; the result has the name asked for.
+        ``"text"`` and ``"prompt"`` both name the examples' texts in every format that stores whole texts. The result has the
+        requested name.
 
         Args:
             names: the columns.
@@ -694,7 +695,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def identity(self) -> str:
-        """A digest of the dataset's shape and of a few rows. Equal for copies of the dataset at any path, different for others."""
+        """A digest of the dataset's shape and a few rows. Copies of a dataset have equal digests; other datasets differ."""
         if self._identity is None:
             from actshard.describing import identity_of
 
@@ -781,8 +782,8 @@ class Store(StreamVerbs, SampledVerbs):
     def info(self) -> dict[str, Any]:
         """Returns the properties that ``actshard info`` prints, as plain Python values.
 
-        ``shards``, ``missing_shards`` and ``bytes`` are None if that would take a request for each of many chunks: a web server
-        cannot list them.
+        ``shards``, ``missing_shards`` and ``bytes`` are None if they would need one request for each of many chunks, because a web
+        server cannot list them.
         """
         from actshard.describing import info_of
 

@@ -66,7 +66,7 @@ def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _D
 
 
 def _is_cache_below(folder: Location) -> bool:
-    folder.look_into()  # one listing tells whether it is a cache, and which folders to visit next
+    folder.look_into()  # one listing shows whether it is a cache, and which folders to visit next
     return is_cache_itself(folder)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of examples that a conversion reads: which examples come together, and their rows."""
+"""Blocks of examples that a conversion reads: divides the examples into blocks, and reads their rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _blocks(
 def groups(
     asked: Asked, target: Target, begin: int
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], int | None]]:
-    """Yields groups of examples, of which blocks are cut: (position of the first, ids, counts, unit), as for :func:`blocks`."""
+    """Yields groups of examples, to be cut into blocks: (position of the first, ids, counts, unit), as for :func:`blocks`."""
     store, rows = asked.store, asked.store.rows
     layers = asked.groups
     units = store.contents.units
@@ -77,7 +77,7 @@ def groups(
             fitted(asked, target, counts[:, 0], at)
         before, at = at, at + len(ids)
         if units is not None and at < asked.count:
-            # The unit of these examples is decoded by now.
+            # The unit of these examples was already decoded.
             rows.read_ahead(int(asked.ids(at, at + 1)[0]))
         yield before, ids, counts, unit
 
@@ -94,7 +94,7 @@ def cuts(target: Target, counts: NDArray[np.int64], block_bytes: int | None = No
 
 
 def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sets counts to -1 for layers that a sample lacks; 0 means a layer without tokens."""
+    """Sets counts to -1 for layers that a sample lacks; 0 means that the layer has no tokens."""
     if (counts > 0).all():
         return counts
     contents = asked.store.contents

@@ -1,4 +1,4 @@
-"""Which ``Carrying`` a source's columns and metadata go through: its format's, or those of its parts if it joins several stores."""
+"""Returns the ``Carrying`` of a source: that of its format, or a :class:`JoinedCarrying` if the source joins several stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actshard.formats.target import OTHER_TEXT
 
 
 def carrying_of(contents: Contents) -> Carrying:
-    """The carrying of a source."""
+    """Returns the ``Carrying`` of a source, which selects the columns and metadata to convert."""
     return JoinedCarrying() if contents.parts else formats.get(contents.format).carrying()
 
 
@@ -27,7 +27,7 @@ class JoinedCarrying(Carrying):
         return [name for name in contents.column_names if name in kept or name not in known]
 
     def left_behind(self, contents: Contents) -> list[str]:
-        """What any part cannot pass on."""
+        """Contents that at least one part cannot convert."""
         each = [part.contents for part in contents.parts]
         return list(dict.fromkeys(what for own in each for what in carrying_of(own).left_behind(own)))
 
@@ -38,7 +38,7 @@ class JoinedCarrying(Carrying):
             own = part.contents
             fillers = carrying_of(own).fillers(own)
             for name in own.column_names:
-                # A part's texts may have their other name here.
+                # A part's text column may have the other name in the joined store.
                 joined = name if name in contents.column_names else OTHER_TEXT.get(name, name)
                 has[joined] = has.get(joined, True) and name in fillers
         return frozenset(name for name, only in has.items() if only)
@@ -46,8 +46,8 @@ class JoinedCarrying(Carrying):
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         """Every part's metadata."""
         parts = [
-            {**told, "metadata": carrying_of(part.contents).metadata_kept(part.contents)}
-            for told, part in zip(contents.metadata["parts"], contents.parts, strict=True)
+            {**entry, "metadata": carrying_of(part.contents).metadata_kept(part.contents)}
+            for entry, part in zip(contents.metadata["parts"], contents.parts, strict=True)
         ]
         return {"parts": parts}
 

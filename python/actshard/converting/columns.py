@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _ALL = 1 << 40
-"""More values than a list has."""
+"""Larger than the length of any list: no upper limit."""
 
 
 class NumbersMatterError(Exception):
@@ -53,7 +53,7 @@ class Columns:
             whole: whether all examples are taken, in order.
             numbers: keep the column of sample numbers; None: keep it unless the metadata shows that it equals the order.
             chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
-            taken: returns the first token and the number of tokens that are taken of examples; None: all tokens.
+            taken: returns the first token and the number of tokens to take from each example; None: all tokens.
         """
         self._taken = taken
         self.store = store
@@ -115,9 +115,7 @@ class Columns:
         for field, column in zip(table.schema, table.columns, strict=True):
             if field.name == number and not self.numbers:
                 if not _counts_up(column, examples):
-                    raise NumbersMatterError(
-                        f"{field.name}: samples are not numbered as their shards' sample_id_range says"
-                    )
+                    raise NumbersMatterError(f"{field.name}: sample numbers differ from their shards' sample_id_range")
                 continue
             if field.name == PATCH_LABELS and self.labels is not None:
                 continue
@@ -332,7 +330,7 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
 
 
 def without_place(store: Store, chosen: Mapping[str, str] | None, held: Iterable[str]) -> list[str]:
-    """Columns that a target loses because it has a place for ``held`` only. The column of sample numbers does not count."""
+    """Columns that a target loses because it can only store ``held``. The column of sample numbers does not count."""
     carrying = formats.get(store.format).carrying()
     names = dict.fromkeys(carrying.names(store.contents)) if chosen is None else chosen
     new = {name: name if chosen is None else chosen[name] for name in names}

@@ -237,9 +237,9 @@ def settle(
 
 
 def source_config(asked: Asked) -> dict[str, Any]:
-    """What resume compares: it must continue with the same examples of the same source.
+    """Returns the settings that resume compares, so that it continues with the same examples of the same source.
 
-    Looks at every file of the source, so tasks of a plan, which has them in its inputs, do without.
+    Checks every file of the source. Tasks of a plan do not call it: the plan's inputs list these files.
     """
     store, ids = asked.store, asked.examples
     return {
@@ -344,7 +344,7 @@ def overflowed(dtype: np.dtype[Any] | None, count: int) -> list[Loss]:
 
 
 def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
-    """Lists what the result will lack. ``overflows``: number of finite values that become infinite."""
+    """Lists the properties that the result will lack. ``overflows``: number of finite values that become infinite."""
     store, format = asked.store, asked.format
     made: list[Loss] = []
     if target.dtype is not None and target.dtype != store.dtype:
@@ -394,15 +394,15 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
     made += _column_losses(asked, target, columns)
     if asked.columns is not None and (out := left_out(store, asked.columns)):
-        made.append(Loss("columns", f"left out, as columns= does not name them: {', '.join(out)}"))
+        made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
     if target.finds_by_text and columns.shared_texts:
         made.append(
             Loss(
                 "texts",
-                f"{columns.shared_texts:,} examples have the text of another one: {format} looks rows up by text and returns one "
-                "example's rows for all",
+                f"{columns.shared_texts:,} examples have the same text as another one: {format} looks rows up by text and returns "
+                "one example's rows for all",
             )
         )
     if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
@@ -421,7 +421,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
 
 
 def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
-    """Losses that the format tells, and metadata without a place."""
+    """Losses that the format reports, and metadata that it cannot store."""
     written = columns.names if asked.columns is None else list(asked.columns.values())
     made = [Loss(what, detail) for what, detail in target.further_losses(written)]
     made += _positions(asked, target)
@@ -434,18 +434,18 @@ def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
 
 
 def _positions(asked: Asked, target: Target) -> list[Loss]:
-    """Positions of layers that become numbers, which readers of the result take for those of the model."""
+    """Reports layers named by position: readers of the result would take the positions for layer numbers of the model."""
     counted = [a for a, b in zip(asked.layers, asked.names, strict=True) if a == b and isinstance(a, int)]
     known = "layers" not in asked.store.contents.provenance or "layer_ids" in target.spec.options
     if known or not counted or not target.numbers_layers:
         return []
     shown = ", ".join(map(str, counted))
     text = f"{shown} are positions: {asked.store.format} does not store the layers' numbers in the model"
-    return [Loss("layers", f"{text}. Give them: convert(layers={{{counted[0]}: NUMBER, ...}})")]
+    return [Loss("layers", f"{text}. Pass them: convert(layers={{{counted[0]}: NUMBER, ...}})")]
 
 
 def _renamed(asked: Asked) -> list[Loss]:
-    """Names that are texts and are replaced."""
+    """Reports layer names that are strings and are replaced."""
     pairs = zip(asked.layers, asked.names, strict=True)
     renamed = [f"{plain(a)} becomes {plain(b)}" for a, b in pairs if a != b and isinstance(a, str)]
     more = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
@@ -453,7 +453,7 @@ def _renamed(asked: Asked) -> list[Loss]:
 
 
 def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
-    """Columns, logits and router tensors that the target has no place for, or stores as other types."""
+    """Columns, logits and router tensors that the target cannot store, or stores as other types."""
     store, format = asked.store, asked.format
     made: list[Loss] = []
     if not target.holds_columns:
@@ -467,7 +467,7 @@ def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]
         if store.contents.router_layers:
             made.append(Loss("router", f"{format} cannot store them"))
     else:
-        made += [Loss("columns", said) for said in columns.turned.values()]
+        made += [Loss("columns", detail) for detail in columns.turned.values()]
         if target.only_columns is not None and (lost := without_place(store, asked.columns, target.only_columns)):
             more = ", ..." if len(lost) > 12 else ""
             made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))

@@ -1,7 +1,7 @@
-"""What a conversion will take: bytes, files, memory.
+"""Predicts the bytes, files and memory of a conversion.
 
-Rows are counted exactly. What formats add, metadata, columns, headers and compression, is measured: small conversions are
-made once in a scratch folder, of large ones two samples.
+The size of rows is computed exactly. The effect of metadata, columns, headers and compression is measured in a scratch folder:
+small conversions are written completely, large ones as two samples.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from actshard.work import existing_above
 from actshard.writing.sink import write_memory
 
 WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
-"""A conversion of at most so many bytes of rows and so many files is made in a scratch folder."""
+"""Limits of a conversion that is written completely: bytes of rows, and files."""
 SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
-"""Limits of a sample of a larger one."""
+"""Limits of a sample of a larger conversion."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def predict(
         overflow: ``"refuse"`` or ``"allow"``.
 
     Raises:
-        DtypeError: a value of those that were converted is too large.
+        DtypeError: a converted value is too large.
     """
     has_labels = bool(asked.store.labels is not None and target.holds_labels)
 
@@ -89,7 +89,7 @@ def predict(
 
 
 def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_files: int) -> NDArray[np.int64]:
-    """Examples that take at most so many bytes and files: a run from the middle."""
+    """Returns consecutive examples from the middle that take at most ``most`` bytes and ``most_files`` files."""
     limit = max(1, most_files * count // max(1, files))
     first = count // 2 if count > limit else 0
     ends = np.cumsum(rows[first : first + limit])
@@ -97,7 +97,7 @@ def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_fil
 
 
 def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str) -> tuple[int, int] | None:
-    """(files, bytes) of a conversion that is made and removed; None if a part alone cannot be converted."""
+    """Writes a conversion, removes it, and returns (files, bytes); None if a part alone cannot be converted."""
     with tempfile.TemporaryDirectory(prefix="actshard-plan-") as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(scratch) / "d"
@@ -123,12 +123,12 @@ def blocks_memory(target: Target, largest: int) -> int:
 
 
 def refuse_full(root: Path, size: int, files: int) -> None:
-    """Raises DiskFullError if the file system of a folder, which need not exist, has not the room for a result."""
+    """Raises DiskFullError if a folder's file system has no room for the result. The folder need not exist."""
     above = existing_above(root)
     try:
         free = shutil.disk_usage(above).free
         held = os.statvfs(above)
-    except OSError:  # a file system that does not tell
+    except OSError:  # the file system does not report its free space
         return
     if size > free:
         raise DiskFullError(

@@ -30,7 +30,7 @@ from actshard.layers import Layer
 from actshard.store import Store
 
 _ROWS_LOOKED_AT = 256 << 20
-"""A plan counts overflowing values only if all rows have at most this many bytes."""
+"""A preview counts overflowing values only if all rows have at most this many bytes."""
 
 
 @dataclass(frozen=True)

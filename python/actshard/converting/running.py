@@ -115,12 +115,12 @@ def convert(
     must be decoded. After an interruption, the same call with ``resume=True`` continues after the last committed examples.
 
     Args:
-        src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store. Or a ``datasets.Dataset``: what it holds,
-            with its selection and order of rows, is saved to a hidden folder beside ``dst``, converted, and removed. If it lies
-            in a folder of ``save_to_disk`` already, pass that.
+        src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store. Or a ``datasets.Dataset``: its rows, as
+            selected and ordered, are saved to a hidden folder next to ``dst``, converted, and removed. If ``save_to_disk``
+            already saved it, pass that folder instead.
         dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``. Or a URL: the result is
             written to ``scratch``, uploaded as by :func:`actshard.push`, and removed from ``scratch``.
-        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"`` or another format of :func:`actshard.create`.
         layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``,
             ``{"blocks.5.hook_resid_post": 5}``. None: all.
         examples: integers, a slice or a bool per example: the examples to convert, in this order. None: all.
@@ -146,8 +146,8 @@ def convert(
         storage_options: options of the source's remote store, as for :func:`actshard.open`.
         cache: cache on disk of the source's remote store, as for :func:`actshard.open`.
         target_options: ``storage_options`` of a ``dst`` that is a URL.
-        scratch: local folder for a ``dst`` that is a URL; None: that of temporary files. It takes the whole result until that is
-            uploaded.
+        scratch: local folder for a ``dst`` that is a URL; None: the folder of temporary files. It contains the whole result until
+            the upload ends.
         options: options of the target format; see :func:`actshard.create`.
 
     Returns:
@@ -159,7 +159,7 @@ def convert(
         DtypeError: a finite value is too large for ``dtype``.
         FormatError: ``verify`` found a row that differs.
     """
-    del target_options, scratch  # of URLs: handled by uploads()
+    del target_options, scratch  # only for URLs: handled by uploads()
     began = time.perf_counter()
     if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
@@ -207,9 +207,11 @@ def convert(
         if verify:
             lost = compare(asked, target, path)
         # Computed last: every shard has been read, so lengths are cached.
-        told = tuple(losses(asked, target, known, lost))
+        lost_properties = tuple(losses(asked, target, known, lost))
     dtype = None if target.dtype is None else str(target.dtype)
-    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify, dtype)
+    return Conversion(
+        path, format, asked.count, begun, size, time.perf_counter() - began, lost_properties, verify, dtype
+    )
 
 
 def _settled(asked: Asked, root: Path, **given: Any) -> Target:
@@ -294,7 +296,7 @@ def _write(
 
 
 def write_all(asked: Asked, target: Target, columns: Columns, overflow: str) -> Path:
-    """Converts everything, where nothing is yet."""
+    """Converts the whole request to a new dataset."""
     return _write(asked, target, columns, False, None, overflow)[0]
 
 
@@ -329,10 +331,10 @@ def _refuse_other(asked: Asked, target: Target, path: Path) -> None:
     """Raises ExistsError if a finished dataset differs from the conversion's result in a sample of its examples."""
     last = asked.count - 1
     some = np.unique(np.linspace(0, last, min(asked.count, _COMPARED)).astype(np.int64))
-    said, _ = _difference(asked, target, path, some)
-    if said is not None:
+    difference, _ = _difference(asked, target, path, some)
+    if difference is not None:
         raise ExistsError(
-            f"contains another dataset than this conversion writes: {said}. Choose another folder, or remove this one.",
+            f"contains another dataset than this conversion writes: {difference}. Choose another folder, or remove this one.",
             path=path,
         )
 
@@ -350,9 +352,9 @@ def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Col
     wanted = {asked.columns[name] for name in columns.names}
     lacking, surplus = sorted(wanted - found - alike), sorted(found - wanted - alike)
     if lacking or surplus:
-        said = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
+        difference = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
         raise ExistsError(
-            f"contains another dataset than this conversion writes: {said}. Choose another folder, or remove this one.",
+            f"contains another dataset than this conversion writes: {difference}. Choose another folder, or remove this one.",
             path=path,
         )
 
@@ -365,9 +367,9 @@ def compare(asked: Asked, target: Target, path: Path) -> int:
     Raises:
         FormatError: a row differs; the message names it.
     """
-    said, lost = _difference(asked, target, path, np.arange(asked.count))
-    if said is not None:
-        raise FormatError(said, path=path)
+    difference, lost = _difference(asked, target, path, np.arange(asked.count))
+    if difference is not None:
+        raise FormatError(difference, path=path)
     return lost
 
 
@@ -407,11 +409,11 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
             row = int(np.flatnonzero(~same.all(axis=1))[0])
             pair = int(np.searchsorted(np.cumsum(has), row, "right"))
             layer = asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]
-            said = (
+            difference = (
                 f"example {int(examples[pair])}, layer {plain(layer)}, token "
                 f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}"
             )
-            return said, 0
+            return difference, 0
         at += len(ids)
     return None, sum(lost)
 

@@ -1,4 +1,4 @@
-"""Conversions of objects of other libraries, such as a ``datasets.Dataset``: saved beside the result, converted, and removed."""
+"""Conversions of objects of other libraries, such as a ``datasets.Dataset``: saved next to the result, converted, and removed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saves(convert: F) -> F:
                 "resume: expected a path as src, which can be compared with that of the interrupted call, found "
                 f"{type(src).__name__}; save it first"
             )
-        import tempfile  # imported when it is used: it imports much
+        import tempfile  # imported on use: it imports many modules
 
         above = _arguments.local_path(dst, "dst").absolute().parent
         with boundary(above, "write"):

@@ -1,8 +1,8 @@
-"""A conversion in segments: ranges of examples, or groups of layers, that tasks of a plan write apart and a commit puts together.
+"""A conversion in segments: tasks of a plan write ranges of examples, or groups of layers, separately; a commit combines them.
 
-A segment is what a writer that resumes would write: the target begins at an example, in a state that follows from the lengths of
-the examples before, in a folder of its own (:class:`~actshard.formats.target.Apart`). Put together, the segments are the files
-that one writer leaves before it finishes the dataset; the commit then does what that writer does.
+A segment is written as by a writer that resumes at its first example. The target's state follows from the lengths of the examples
+before, and the segment has a separate folder (:class:`~actshard.formats.target.Apart`). Combined, the segments are the files of
+a single writer before it finishes the dataset. The commit then finishes the dataset as that writer does.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """How the examples of a conversion come in blocks.
+    """How the examples of a conversion are divided into blocks.
 
     Attributes:
         lengths: tokens of the result ``(n, layers)``, or ``(n, 1)`` if all layers have the same; -1 for a lacking layer.
         firsts: the first example of each block.
-        origins: for each block, the first example of its group, with which a reader must begin to cut the same blocks.
+        origins: for each block, the first example of its group. A reader must begin there to get the same blocks.
     """
 
     lengths: NDArray[np.int64]
@@ -78,7 +78,7 @@ class Layout:
 
 
 def balanced(weights: NDArray[np.int64], borders: NDArray[np.int64], tasks: int) -> list[int]:
-    """Firsts of at most ``tasks`` ranges of nearly equal weight, each of them one of ``borders``, which ascend from 0."""
+    """Returns the first numbers of at most ``tasks`` ranges of nearly equal weight. Ranges begin at ``borders``, sorted from 0."""
     ends = np.concatenate([[0], np.cumsum(weights)])
     at = ends[borders]
     wanted = ends[-1] * np.arange(1, tasks) / tasks
@@ -91,11 +91,11 @@ def balanced(weights: NDArray[np.int64], borders: NDArray[np.int64], tasks: int)
 
 @dataclass(frozen=True)
 class Written:
-    """What a segment left in its folder.
+    """The files and results of a written segment.
 
     Attributes:
         table: lengths and columns of its examples.
-        state: of the target, for :meth:`Target.together`.
+        state: the target's state, for :meth:`Target.together`.
         fragments: files that begin within a file of the dataset: (name, first byte, end).
         overflows: finite values that became infinite.
         rows: bytes of rows.
@@ -128,7 +128,7 @@ def write_segment(
         tell: called with (examples done, examples).
 
     Raises:
-        Errors of reading and writing; those of reading name the examples.
+        Errors of reading and writing; errors of reading name the examples.
     """
     first, end, origin = span
     decided = Decided(target, [])
@@ -140,7 +140,7 @@ def write_segment(
     with ThreadPoolExecutor(1, thread_name_prefix="actshard-writer") as pool:
         for whole_ids, whole_counts, unit in blocks(asked, target, origin):
             begin = at
-            at = min(begin + len(whole_ids), end)  # blocks that are no files are cut at the segment's end
+            at = min(begin + len(whole_ids), end)  # blocks that are not whole files are cut at the segment's end
             if begin < first:
                 continue
             ids, counts = whole_ids[: at - begin], whole_counts[: at - begin]
@@ -194,7 +194,7 @@ def _fragments(target: Target) -> list[tuple[str, int, int]]:
 
 
 def apart(target: Target, root: Path, first: int, state: dict[str, Any]) -> Target:
-    """Makes a target write the examples from ``first`` on to files of its own below ``root``."""
+    """Makes a target write the examples from ``first`` on to separate files below ``root``."""
     target.root = root
     target.apart = Apart(target.room)
     target.begin_at(first, state)

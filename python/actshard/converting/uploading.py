@@ -58,7 +58,7 @@ def _refuse_another_format(root: Location, format: str) -> None:
     """Raises ExistsError, before anything is converted, for a dataset at the destination that cannot be the result."""
     try:
         at, name = find(root)
-    except ActshardError:  # what is there is looked at again before the upload
+    except ActshardError:  # the destination is checked again before the upload
         return
     if name != format:
         raise ExistsError(

@@ -24,7 +24,7 @@ class Pushed:
         url: the URL, without credentials.
         format: the dataset's format.
         files, bytes: files of the dataset and their sizes.
-        sent_files, sent_bytes: those that were uploaded; the others were there.
+        sent_files, sent_bytes: number and size of uploaded files; the destination already had the others.
         seconds: duration.
         notes: properties of the dataset that make remote reads slow.
         left_out: hidden files and folders (``.env``, ``.git/``) that were not uploaded.
@@ -59,9 +59,9 @@ def push(
     """Uploads a finished dataset or token cache to ``s3://``, ``gs://``, ``az://`` or ``hf://``.
 
     In a bucket, the files that make the dataset readable are written last, and only if no other object has their name. On the hub
-    all files arrive in one commit. After an interruption or a kill, the same call uploads what is missing or differs: objects carry
-    the SHA-256 of their bytes. Errors and interrupts leave no unfinished multipart upload; those of a killed call are aborted by
-    the next one. A folder without ``README.md`` gets a dataset card, whose license is left to you.
+    all files are in one commit. After an interruption or a kill, the same call uploads only missing or different files: objects
+    store the SHA-256 of their bytes. Errors and interrupts leave no unfinished multipart upload; the next call aborts those of a
+    killed call. A folder without ``README.md`` gets a dataset card; add the license yourself.
 
     Args:
         folder: the dataset's folder, or a folder that contains one dataset. All files below it are uploaded, except hidden ones
@@ -69,11 +69,11 @@ def push(
         url: the folder to write: ``s3://BUCKET/RUN``, ``hf://datasets/ORG/NAME[@BRANCH][/PATH]``.
         storage_options: as for :func:`actshard.open`.
         verify: refuse a dataset in which :func:`actshard.verify` finds an error.
-        overwrite: replace another dataset, or take over from an unfinished push, whose process must have ended: removes everything
-            below the URL that is not part of this dataset, metadata first. A ``README.md`` stays if the folder has none.
-            With False, a ``README.md`` always stays.
-        private: whether a repository of the hub that does not exist yet is private.
-        links: follow links that lead outside of the folder; with False they are refused.
+        overwrite: replace another dataset, or an unfinished push whose process has ended. Removes everything below the URL that
+            is not part of this dataset, metadata first. Keeps an existing ``README.md`` if the folder has none. With False, an
+            existing ``README.md`` is always kept.
+        private: whether a new repository of the hub is private.
+        links: follow links that lead outside of the folder; with False such a link is an error.
         progress: called with (bytes done, total bytes) from time to time.
 
     Returns:
@@ -81,11 +81,11 @@ def push(
 
     Raises:
         ArgumentError: a link leads outside of the folder.
-        FormatError: the dataset has errors, or a file changed meanwhile: then the metadata are not written.
+        FormatError: the dataset has errors, or a file changed during the upload. Then the metadata are not written.
         UnfinishedError: the dataset is not finished.
-        ExistsError: objects of another dataset, also one with equal metadata, or of others are there, and ``overwrite`` is False;
-            or another process uploads to the URL.
-        FileAccessError: the store refuses or fails; the message says what to do.
+        ExistsError: the URL contains other objects, or another dataset, even with equal metadata, and ``overwrite`` is False; or
+            another process uploads to the URL.
+        FileAccessError: the store refuses or fails; the message contains the remedy.
         MissingExtraError: ``hf://`` needs ``pip install 'actshard[hub]'``.
         UnsupportedError: the store cannot be written.
     """
@@ -107,15 +107,15 @@ def push(
         ship = shipment(source, str(root), check, links)
         total = sum(file.size for file in ship.files)
 
-        def tell(done: int) -> None:
+        def report(done: int) -> None:
             if progress is not None:
                 progress(min(done, total), total)
 
         if str(root).startswith("hf://"):
-            sent = push_to_hub(root, ship, overwrite, private, storage_options or {}, tell)
+            sent = push_to_hub(root, ship, overwrite, private, storage_options or {}, report)
         else:
             bucket = Bucket(root, ship, overwrite)
-            bucket.push(tell)
+            bucket.push(report)
             sent = (bucket.sent_files, bucket.sent_bytes)
     return Pushed(
         str(root), ship.format, len(ship.files), total, *sent, time.monotonic() - began, ship.notes, ship.left_out

@@ -1,7 +1,7 @@
 """Uploads a dataset to a bucket: files first, the manifest last.
 
-An object ``.actshard-pushing.json`` lies in the dataset's folder meanwhile. It names the dataset, so that the same push continues
-and another is refused, and actshard does not open a dataset beside it. Other programs find no manifest.
+During the upload, the dataset's folder contains an object ``.actshard-pushing.json``, the marker. It identifies the dataset: the
+same push continues, another push fails, and actshard does not open the folder. Other programs find no manifest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actshard.work import PUSHING
 Bytes = Callable[[int], object]
 Job = tuple[str | bytes, str, bool, int | None, str | None]
 _MOST_REMOVED = 50_000
-"""Names of objects to remove that the marker holds."""
+"""Maximum number of names of objects to remove in the marker."""
 _MARKER_BYTES = 32 << 20
 _CARD_BYTES = 64 << 10
 
@@ -47,7 +47,7 @@ class Bucket:
         self.there: dict[str, int] = {}
         self._etags: dict[str, str] = {}
         self._asked: dict[tuple[str, str], str | None] = {}
-        """Digests by key and ETag: none is asked for twice."""
+        """Digests by key and ETag, so that each is requested once."""
         self._list()
         self.mine = {self.start + file.name: (file.size, ship.digests[file.name]) for file in ship.files}
         self.digests: dict[str, str | None] = {}
@@ -56,10 +56,10 @@ class Bucket:
         self.sent_files = self.sent_bytes = self._done = 0
 
     def push(self, progress: Bytes) -> None:
-        """Uploads what is missing or differs.
+        """Uploads missing and different files.
 
         Raises:
-            ExistsError: other objects are there.
+            ExistsError: the destination contains other objects.
         """
         state = self._state()
         begun = state is not None and state.get("dataset") == self.ship.identity
@@ -76,7 +76,7 @@ class Bucket:
             right = self._right()
         card = self.start + CARD
         if card in self.there and not (self.overwrite or replaces):
-            self.mine.pop(card, None)  # somebody's words
+            self.mine.pop(card, None)  # written by a user
         elif replaces and self._is_generated(card):
             del self.there[card]
         if not finished:
@@ -94,7 +94,7 @@ class Bucket:
                 key = self.start + file.name
                 size = self.there.get(key)
                 digest = self.ship.digests[file.name]
-                known = key in self.digests  # to have other bytes: it is not asked for again
+                known = key in self.digests  # its digest was requested before, and differs
                 jobs.append((str(file.path), key, number > 0 and size is None, None if known else size, digest))
             if number == 0 and self.ship.card is not None and card not in self.there:
                 jobs.append((self.ship.card, card, False, None, None))
@@ -107,7 +107,7 @@ class Bucket:
             self.native.remove([self.marker])
 
     def _is_generated(self, card: str) -> bool:
-        """Whether a ``README.md`` that is to be replaced by another generated one is that of the earlier push, unedited."""
+        """Whether an existing ``README.md``, to be replaced by a generated one, is the unedited one of an earlier push."""
         if self.ship.card is None or card not in self.there:
             return False
         data = self.native.read(card, 0, _CARD_BYTES)
@@ -119,14 +119,16 @@ class Bucket:
             listed = self.native.everything()
         except FileAccessError as error:
             if re.search(r"\b40[13]\b", error.detail):
-                error.detail += ". A push lists what is there: the credentials also need the permission to list names"
+                error.detail += (
+                    ". A push lists the existing objects: the credentials also need the permission to list names"
+                )
                 error.args = (error.detail,)
             raise
         self.there = {key: size for key, size, _ in listed}
         self._etags = {key: etag for key, _, etag in listed}
 
     def _right(self) -> set[str]:
-        """Keys of the dataset's objects that are there with its bytes. Asks for the digests of objects of equal size."""
+        """Keys of the dataset's objects that already have the right bytes. Requests digests of objects of equal size."""
         found = [key for key, (size, _) in self.mine.items() if self.there.get(key) == size]
         self.digests = self._digests(found)
         return {key for key in found if self.digests[key] == self.mine[key][1]}
@@ -142,22 +144,22 @@ class Bucket:
         return [key for key in self.there if key not in self.mine and key not in (self.start + CARD, self.marker)]
 
     def _is_this(self, right: set[str]) -> bool:
-        """Whether a push of this dataset ended here.
+        """Whether a push of this dataset was completed here.
 
-        Objects that are missing, or that another program replaced, do not matter if all others are this dataset's. Equal metadata
-        alone say nothing about the data.
+        Missing objects, and objects that another program replaced, are accepted if all others belong to this dataset. Equal
+        metadata alone are not sufficient.
         """
         card = self.start + CARD
         data = self.mine.keys() - self.manifest.keys() - {card}
         wrong = {key for key in self.mine if key in self.there and key not in right and key != card}
         if not wrong and self.mine.keys() - {card} <= self.there.keys():
             return True
-        # Azure's large blobs carry no digest although push wrote them: they may be another dataset's.
+        # Azure's large blobs have no digest although push wrote them: they may belong to another dataset.
         replaced = not any(self._digests(sorted(wrong)).values()) and not str(self.root).startswith("az:")
         return bool(self.manifest) and self.manifest.keys() <= right and bool(data & right) and (replaced or not wrong)
 
     def _state(self) -> dict[str, object] | None:
-        """What the marker says; None without one."""
+        """The marker's fields; None without a marker."""
         if self.marker not in self.there:
             return None
         try:
@@ -168,7 +170,7 @@ class Bucket:
         return found if isinstance(found, dict) else {}
 
     def _foreign(self, state: dict[str, object] | None) -> list[str]:
-        """Keys of objects that are not part of the dataset, without those that an unfinished push was asked to remove."""
+        """Keys of objects that are not part of the dataset, except those that the unfinished push would remove."""
         removes = state.get("removes") if state is not None else None
         known = removes if isinstance(removes, dict) else {}
         return [key for key in self._others() if known.get(key[len(self.start) :]) != self.there[key]]
@@ -177,7 +179,7 @@ class Bucket:
         if self.overwrite:
             if not self.start:
                 raise ArgumentError(
-                    "overwrite: expected the URL of a folder, found that of a bucket, of which everything would be removed",
+                    "overwrite: expected the URL of a folder, found the URL of a bucket: all its objects would be removed",
                     path=self.root,
                 )
             return
@@ -190,15 +192,15 @@ class Bucket:
         )
 
     def _text(self, replaces: bool) -> bytes:
-        """The marker: the same push removes what it names, and nothing that others put there since."""
+        """The marker. It lists the objects to remove, so that a repeated push removes no objects that were added since."""
         removes = {key[len(self.start) :]: self.there[key] for key in self._others()} if replaces else {}
         if len(removes) > _MOST_REMOVED:
             removes = {}
-        said = {"actshard": 1, "dataset": self.ship.identity, "replaces": replaces, "removes": removes}
-        return json.dumps(said).encode()
+        fields = {"actshard": 1, "dataset": self.ship.identity, "replaces": replaces, "removes": removes}
+        return json.dumps(fields).encode()
 
     def _mark(self, replaces: bool, over: bool) -> None:
-        """Writes the marker, only if none is there unless it takes over, and looks again at what is there."""
+        """Writes the marker, and lists the objects again. ``over``: replaces an existing marker; otherwise there must be none."""
         before = {key: size for key, size in self.there.items() if key != self.marker}
         self.text = self._text(replaces)
         self._send([(self.text, self.marker, not over, None, None)], [0], None)
@@ -209,7 +211,10 @@ class Bucket:
             self._refuse_unless_overwrite(False, sorted(after.keys() - before.keys()))
 
     def _check_marker(self, taken: bool) -> None:
-        """Before the manifest is written: no other push has begun here. If another dataset was here, its push may still run."""
+        """Raises ExistsError if another push has begun here. Called before the manifest is written.
+
+        ``taken``: a dataset was replaced, whose push may still run, so objects are checked too.
+        """
         wrong = self.native.digests([self.marker]) != [hashlib.sha256(self.text).hexdigest()] and (
             self.marker not in {key for key, *_ in self.native.everything()}
             or self.native.read(self.marker, 0, _MARKER_BYTES) != self.text
@@ -228,9 +233,9 @@ class Bucket:
             )
 
     def _remove_others(self, right: set[str], replaces: bool) -> None:
-        """Removes manifests first: they would make a mixture readable.
+        """Removes manifests first: with them, a mixture of two datasets would be readable.
 
-        If it replaces another dataset, also all other objects, of which each could be a chunk that this dataset lacks.
+        If a dataset is replaced, also removes all its other objects: each could be taken for a chunk that this dataset lacks.
         """
         whole = self.mine.keys() - self.manifest.keys() <= right
         wrong = {key for key in self.manifest if key in self.there and not (whole and key in right)}
@@ -251,11 +256,11 @@ class Bucket:
 
     def _send(self, jobs: list[Job], sizes: list[int], progress: Bytes | None) -> None:
         before = self._done
-        told = None if progress is None else lambda done: progress(before + done)
-        for (_, key, *_), size, made in zip(jobs, sizes, self.native.upload(jobs, told), strict=True):
+        report = None if progress is None else lambda done: progress(before + done)
+        for (_, key, *_), size, made in zip(jobs, sizes, self.native.upload(jobs, report), strict=True):
             if made == "refused":
                 raise ExistsError(
-                    "another process wrote another object meanwhile. Choose another URL, or wait for that process.",
+                    "another process wrote a different object during the upload. Choose another URL, or wait for that process.",
                     path=Location(self.root.storage, key),
                 )
             self._done += size

@@ -1,6 +1,6 @@
-"""Which files of a folder are uploaded: no hidden files, nothing from outside of the folder.
+"""Chooses the files of a folder to upload: no hidden files, and no files from outside of the folder.
 
-A hidden file is uploaded if a format has files of its name, or if the dataset's metadata name it.
+A hidden file is uploaded if a format uses its name, or if the dataset's metadata list it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LocalFile:
 
 
 def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tuple[str, ...]]:
-    """Returns the files to upload in the order of names, and the names of those that are left out; folders end with ``/``.
+    """Returns the files to upload, sorted by name, and the names of left-out files and folders; folders end with ``/``.
 
     Args:
         folder: the folder.
@@ -47,10 +47,11 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
         links: whether to follow links that lead outside of the folder.
 
     Raises:
-        ArgumentError: such a link, a link to a folder above it, a broken link, a device, or a name that objects cannot have.
+        ArgumentError: such a link without ``links``, a link to a folder above it, a broken link, a device, or a name that objects
+            cannot have.
     """
     made = _Choice(folder, dataset, links)
-    with boundary(folder, "look at"):
+    with boundary(folder, "list"):
         made.visit(folder, "")
     for file in made.files:
         try:
@@ -65,7 +66,7 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
 
 
 class _Choice:
-    """The files of a folder so far."""
+    """Collects the files of a folder."""
 
     def __init__(self, folder: Path, dataset: str, links: bool) -> None:
         self.folder, self.links = folder, links
@@ -116,14 +117,14 @@ class _Choice:
         target = os.path.realpath(path)
         if not self.links and os.path.commonpath([self.base, target]) != self.base:
             raise ArgumentError(
-                f"leads to {target}, outside of the folder: its files are not published without being asked for. Pass links=True "
-                "(--links) to upload them, or remove the link",
+                f"leads to {target}, outside of the folder: such files are only published on request. Pass links=True (--links) to "
+                "upload them, or remove the link",
                 path=path,
             )
 
 
 def _is_hidden(name: str) -> bool:
-    """Hidden files and folders, and copies that editors make."""
+    """Whether a name is that of a hidden file or folder, or of an editor's backup."""
     return name.startswith(".") or name.endswith("~") or (name.startswith("#") and name.endswith("#"))
 
 

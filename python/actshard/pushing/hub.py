@@ -1,4 +1,4 @@
-"""Uploads a dataset to the Hugging Face hub: one commit, so that the dataset is there as a whole or not at all."""
+"""Uploads a dataset to the Hugging Face hub in one commit, so that it is never incomplete there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from actshard.pushing.planning import CARD, Shipment
 from actshard.storage import Remote
 
 _PER_FOLDER, _PER_COMMIT = 10_000, 25_000
-"""Files that the hub takes (https://huggingface.co/docs/hub/storage-limits)."""
+"""Maximum number of files (https://huggingface.co/docs/hub/storage-limits)."""
 _MOST_OF_GIT = 64 << 20
-"""Files from 10 MB on are never in git itself."""
+"""Upper bound for files that can be in git itself: the hub stores files of 10 MB and more elsewhere."""
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(.+?))?/?")
 
 
@@ -103,20 +103,20 @@ def push_to_hub(
 
 
 def _check_numbers(root: Location, ship: Shipment) -> None:
-    """Raises ArgumentError for more files than the hub takes."""
+    """Raises ArgumentError for more files than the hub accepts."""
     folders = Counter(file.name.rpartition("/")[0] for file in ship.files)
     most, count = max(folders.items(), key=lambda item: item[1], default=("", 0))
     if count > _PER_FOLDER or len(ship.files) > _PER_COMMIT:
         what = f"{count:,} files in {most or 'its folder'}" if count > _PER_FOLDER else f"{len(ship.files):,} files"
         raise ArgumentError(
-            f"the dataset has {what}; the hub takes {_PER_FOLDER:,} in a folder and about {_PER_COMMIT:,} in a commit. Convert it "
-            "to fewer, larger files (another format, or larger chunks)",
+            f"the dataset has {what}; the hub accepts {_PER_FOLDER:,} in a folder and about {_PER_COMMIT:,} in a commit. Convert "
+            "it to fewer, larger files (another format, or larger chunks)",
             path=root,
         )
 
 
 def _parent(api: Any, root: Location, repository: str, branch: str, private: bool) -> str:
-    """The commit to build on. Creates a repository that does not exist, but no branch: its name may be mistyped."""
+    """The parent commit. Creates a missing repository, but no missing branch: its name may be mistyped."""
     passed = ("RepositoryNotFoundError", "RevisionNotFoundError")
     try:
         with _explained(root, passed):
@@ -147,7 +147,7 @@ def _there(native: _native.RemoteStore) -> dict[str, tuple[int, str]]:
 
 
 def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
-    """Whether the hub has a file's bytes: it tells the SHA-256 of large files, and git's digest of the others."""
+    """Whether the hub has a file's bytes. It lists the SHA-256 of large files, and the git digest of others."""
     if size != file.size:
         return False
     if len(oid) == 64:
@@ -159,7 +159,7 @@ def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
 
 
 def _check_digest(operation: Any, digest: str, place: Location) -> None:
-    """Raises FormatError if a file is another one than when it was verified."""
+    """Raises FormatError if a file changed after it was verified."""
     found = getattr(getattr(operation, "upload_info", None), "sha256", None)
     if found is not None and found.hex() != digest:
         raise FormatError("changed while it was uploaded: push again", path=place)
@@ -174,7 +174,7 @@ _SECRETS = (
 
 
 def without_secrets(text: str) -> str:
-    """A message of another library without queries of URLs, authorization headers and tokens."""
+    """Removes queries of URLs, authorization headers and tokens from a message of another library."""
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
@@ -182,7 +182,7 @@ def without_secrets(text: str) -> str:
 
 @contextlib.contextmanager
 def _explained(root: Location, passed: Collection[str] = ()) -> Iterator[None]:
-    """Turns errors of huggingface_hub into one line without its request's headers; those of ``passed`` classes are left."""
+    """Converts errors of huggingface_hub to one line without request headers. Errors of ``passed`` classes are unchanged."""
     try:
         yield
     except ActshardError:
@@ -193,12 +193,12 @@ def _explained(root: Location, passed: Collection[str] = ()) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, MemoryError | RecursionError):
             raise
-        said = without_secrets(str(error)).strip().splitlines()
+        lines = without_secrets(str(error)).strip().splitlines()
         advice = {
             401: "; log in with `hf auth login`, or set HF_TOKEN or storage_options={'token': ...}",
             403: "; the token needs permission to write to this repository",
-            409: "; another commit was made meanwhile: push again",
-            412: "; another commit was made meanwhile: push again",
+            409: "; another commit was made during the upload: push again",
+            412: "; another commit was made during the upload: push again",
         }.get(status or 0, "")
-        line = said[0][:200] if said else type(error).__name__
+        line = lines[0][:200] if lines else type(error).__name__
         raise FileAccessError(f"cannot write: {type(error).__name__}: {line}{advice}", path=root) from None

@@ -34,7 +34,7 @@ class Shipment:
         stages: files in the order of upload. Those of a stage are uploaded before those of the next; the first stage contains all
             files that are not part of the manifest.
         digests: SHA-256 of all files by name.
-        card: a dataset card for a folder without one; None if there is one.
+        card: a generated dataset card; None if the folder has one.
         notes: properties that make remote reads slow.
         left_out: names of hidden files and folders that are not uploaded.
         links: whether links that lead outside of the folder are followed.
@@ -67,7 +67,7 @@ class Shipment:
         return {file.name: self.digests[file.name] for stage in self.stages[1:] for file in stage}
 
     def check_unchanged(self) -> None:
-        """Raises FormatError if the folder's files are not those that were verified. Called before the manifest is written."""
+        """Raises FormatError if files changed since they were verified. Called before the manifest is written."""
         found = {file.name: file for file in choose(self.folder, self.dataset, self.links)[0]}
         wrong = next((file for file in self.files if found.pop(file.name, None) != file), None)
         wrong = wrong or next(iter(found.values()), None)
@@ -80,18 +80,18 @@ class Shipment:
 
 
 def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
-    """Lists what to upload. With ``check`` a dataset with errors is refused.
+    """Lists the files to upload. With ``check``, verifies the dataset first.
 
     Raises:
         FormatError: the dataset has errors.
-        UnfinishedError: it is not finished.
+        UnfinishedError: the dataset is not finished.
     """
     root = existing(folder)
     check_finished_or_tokens(root)
     at, format = find_any(root)
     dataset = at.relative_to(root)
     dataset = "" if dataset == "." else dataset
-    files, left_out = choose(root.local, dataset, links)  # before it is verified, so that later changes are noticed
+    files, left_out = choose(root.local, dataset, links)  # before verification, so that later changes are detected
     if check:
         report = verify(root.local, progress=None)
         if report.errors:
@@ -149,7 +149,7 @@ _CATEGORIES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10*
 
 
 def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], url: str) -> bytes:
-    """A dataset card with the hub's YAML header. The license is left to the user."""
+    """A dataset card with the hub's YAML header, without a license, which the user adds."""
     known = formats.get(format)
     tags = ["actshard", known.holds, format]
     rows = [("format", known.description or format)]

@@ -1,11 +1,11 @@
-"""Private local folders of datasets whose destination is a URL: written there, pushed, removed.
+"""Private local folders for datasets whose destination is a URL. A dataset is written there, pushed, and removed.
 
 .. code-block:: text
 
     <scratch>/actshard-<digest>/<name>    the dataset; the digest is that of the user, the URL, its server and the kind of call
 
-The folder has the same name in the same call of the same user, which continues what an interrupted one left. Errors about it name
-the URL: users never chose its name. Those about what an earlier call left there also name the folder.
+The same call of the same user uses the same folder name, so that it continues an interrupted call. Users do not choose that name,
+so errors about the folder name the URL instead. Errors about the files of an earlier call also name the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from actshard.work import PUSHING
 _ADVICE = re.compile(
     r"(\. Choose another folder|, or remove (it|this one|the folder)\b|, or choose another folder).*", re.DOTALL
 )
-"""What local messages advise to do with a folder."""
+"""Advice about the folder in messages for local folders."""
 
 
 class Scratch:
@@ -40,7 +40,7 @@ class Scratch:
         url: the destination.
         options: its ``storage_options``.
         above: the user's ``scratch=``; None: the folder of temporary files.
-        what: the kind of call, so that two kinds do not continue each other.
+        what: the kind of call. A call only continues a call of the same kind.
 
     Attributes:
         root: the destination.
@@ -54,24 +54,24 @@ class Scratch:
             raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=self.root)
         self.native = self.root.storage.native
         self.above = Path(tempfile.gettempdir()) if above is None else _arguments.local_path(above, "scratch")
-        said = f"{os.getuid()}\n{self.root}\n{self.native.origin()}\n{what}"
-        self._own = self.above / f"actshard-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+        identity = f"{os.getuid()}\n{self.root}\n{self.native.origin()}\n{what}"
+        self._own = self.above / f"actshard-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
         self.folder = self._own / (self.root.name or "dataset")
         self._made_above = False
 
     @property
     def has_work(self) -> bool:
-        """Whether an interrupted call left something."""
+        """Whether an interrupted call left files."""
         return os.path.lexists(self.folder)
 
     def check_free(self, resume: bool, exist_ok: bool) -> None:
-        """Raises ExistsError, before anything is written, if the destination or the scratch folder contains something."""
+        """Raises ExistsError if the destination or the scratch folder is not empty. Called before anything is written."""
         if resume:
             return
         if self.has_work and not exist_ok:
             raise ExistsError(
-                f"an earlier call was interrupted, or its upload failed; its result lies in {self._own}. Pass resume=True "
-                "(--resume) to continue it, or remove that folder to begin anew",
+                f"an earlier call was interrupted, or its upload failed; its result is in {self._own}. Pass resume=True "
+                "(--resume) to continue it, or remove that folder to start again",
                 path=self.root,
             )
         if exist_ok or str(self.root).startswith("hf://"):
@@ -89,7 +89,7 @@ class Scratch:
         """Creates the folder, for this user alone.
 
         Raises:
-            ArgumentError: something else has its name.
+            ArgumentError: another file or folder has its name.
         """
         self._made_above = not self.above.exists()
         with boundary(self.above, "make a folder in"):
@@ -118,22 +118,22 @@ class Scratch:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Errors about the scratch folder name the URL; those about another result in it also name the folder, to be removed."""
+        """Replaces the scratch folder in errors by the URL. Errors about an earlier result in the folder also name the folder."""
         try:
             yield
         except ActshardError as error:
             own = os.fspath(self._own)
-            # as text: errors of the upload have remote locations, of which os.fspath raises
+            # str(): errors of the upload have remote locations, for which os.fspath raises an error
             inside = error.path is not None and str(error.path).startswith(own)
             if inside:
                 error.path = self.root.place
             detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own, str(self.root))
             if inside and isinstance(error, ExistsError):
-                # The advice was about a folder of the user; with a URL before it, it would be to remove what is there.
-                said = _ADVICE.sub("", detail)
-                detail = f"the unfinished result of an earlier call lies in {own} and may be removed. There: {said}"
+                # The advice is for a local folder. After a URL it would mean to remove the destination.
+                detail = _ADVICE.sub("", detail)
+                detail = f"the unfinished result of an earlier call is in {own} and may be removed. There: {detail}"
             if inside and isinstance(error, DiskFullError):
-                detail += f" (in the scratch folder, {self.above}; scratch= chooses another)"
+                detail += f" (in the scratch folder {self.above}; pass scratch= to use another)"
             error.detail, error.args = detail, (detail,)
             if isinstance(error, OSError) and error.filename is not None and str(error.filename).startswith(own):
                 error.filename = str(self.root)

@@ -4,19 +4,19 @@
 
     <folder>/.actshard-staged.json         source, revision, layers, and the source's files with sizes and ETags
     .<folder>.actshard-stage/lock          the process that downloads
-                             plan.json     the source's files, as the download began
-                             new/          the copy so far: whole files only
+                             plan.json     the source's files at the start of the download
+                             new/          the copy so far: complete files only
                              parts/        files that are being downloaded
                              old/          the copy that is being replaced
                              plan-<id>/    tasks of a plan that stages to this folder (actshard.plan.staging)
-    .<folder>.actshard-kept-<n>            a replaced copy with files of the user that could not be carried over
+    .<folder>.actshard-kept-<n>            a replaced copy with files of the user that could not be moved
 
-A folder under its final name is complete: ``new`` is renamed to it at the end. Files of the user in a copy that is replaced are
-moved into the new one.
+A folder with its final name is complete: ``new`` is renamed at the end. When a copy is replaced, the user's files in it are moved
+to the new copy.
 
-- ``marker``: what a staged folder tells about itself
+- ``marker``: the description of a staged copy in its folder
 - ``listing``: the files of a source
-- ``folder``: turns of processes, and replacing one copy by another
+- ``folder``: the lock of the working folder, and replacing one copy by another
 - ``copying``: copying files
 """
 
@@ -45,7 +45,7 @@ from actshard.work import PUSHING, STAGED, make_folder, refuse_staging, remove, 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 
 MARKER = STAGED
-"""File in a staged folder that tells where it is from."""
+"""File in a staged folder that records its source."""
 
 
 def stage(
@@ -57,11 +57,11 @@ def stage(
     check: bool = True,
     progress: StageProgress | None = None,
 ) -> Staged:
-    """Copies a dataset of activations or tokens to a local folder, completely, once.
+    """Copies a complete dataset of activations or tokens to a local folder.
 
-    A second call lists the source's files, compares sizes and versions (ETags) with those of the copy, and downloads what changed.
-    Call it in every process of a node: one downloads, the others wait for it. The folder appears when it is complete; after a
-    kill, the next call continues with the files that are missing. Files of your own in the folder stay when the copy is replaced.
+    A second call lists the source's files, compares sizes and versions (ETags) with those of the copy, and downloads only changed
+    files. Call it in every process of a node: one downloads, the others wait for it. The folder appears when it is complete. After
+    a kill, the next call continues with the missing files. Your own files in the folder stay when the copy is replaced.
 
     Args:
         url: URL or path of the dataset, as for :func:`actshard.open`, or of a token cache. A web server cannot list files:
@@ -71,17 +71,18 @@ def stage(
         layers: names of layers. Only their rows are read, and the copy is a dataset of these layers in the same format. None copies
             all files as they are.
         storage_options: as for :func:`actshard.open`.
-        check: False returns a complete copy without a request, however old it is. So does ``HF_HUB_OFFLINE=1`` for the hub.
+        check: False returns an existing complete copy without a request, even if it is outdated, as does ``HF_HUB_OFFLINE=1`` for
+            the hub.
         progress: called with (what, bytes done, total bytes); for ``layers`` with (what, examples done, total examples).
 
     Returns:
         A :class:`Staged`; open its ``path``.
 
     Raises:
-        ExistsError: the folder contains something else, or a copy of another source or of other layers; or the new copy has a file
-            of the same name as one of your own in it; or a file of the copy was changed after it was staged.
-        DiskFullError: there is not enough free space. Nothing was downloaded.
-        UnsupportedError: a web server; or ``layers`` of a format that actshard does not write.
+        ExistsError: the folder contains other files, or a copy of another source or of other layers; or one of your own files in
+            it has the name of a file of the new copy; or a file of the copy was changed after it was staged.
+        DiskFullError: there is not enough free space. No file was downloaded.
+        UnsupportedError: the URL is on a web server; or ``layers`` is given for a format that actshard does not write.
         Errors of :func:`actshard.open`.
     """
     target = target_of(folder)
@@ -133,7 +134,7 @@ def _staged(
         return done
     make_folder(target.parent)
     with turn(work) as waited:
-        refuse_staging(target)  # a plan that began meanwhile
+        refuse_staging(target)  # a plan may have begun in the meantime
         recover(target, work / "new", work / "old")
         done = complete(source, target, layers, listed)
         if done is None and (waited or listed is None):
@@ -174,7 +175,7 @@ def _download(
     keep(base, wanted, old)
     link(base, wanted, target, source)
     missing = {n: size for n, (size, _) in wanted.items() if size_of(f"{base}/{n}") != size}
-    LOG.info("%s: %d of %d files are read, the others are there", source, len(missing), len(wanted))
+    LOG.info("%s: reading %d of %d files; the copy has the others", source, len(missing), len(wanted))
     check_space(target, sum(missing.values()))
     write_marker(work / "plan.json", marker)
     copy(place, missing, base, work / "parts", tell)
@@ -186,17 +187,17 @@ def _download(
 
 
 def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | None) -> tuple[Location, str, Marker]:
-    """The dataset at or below a source: its place, its format, and the marker that a copy of it gets.
+    """Returns the location and format of the dataset at or below a source, and the marker for its copy.
 
     Raises:
-        UnfinishedError: it is being written.
+        UnfinishedError: the dataset is being written.
         ArgumentError, UnsupportedError: ``layers`` of a dataset whose layers cannot be copied.
         Errors of :func:`actshard.open`.
     """
     if not _holds_cache(listed):
         check_finished(source)
     place, name = find_any(source)
-    if (place / PUSHING).exists():  # a token cache's ledger is uploaded last, but may be there from before
+    if (place / PUSHING).exists():  # a token cache's ledger is uploaded last, but an earlier one may exist
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=place
         )
@@ -243,7 +244,7 @@ def _convert(
 
 
 def put_layers(marker: Marker, done: Conversion, fetched: int | None, target: Path, new: Path, old: Path) -> Staged:
-    """As :func:`put`, for a dataset of some layers that was converted into ``new``; ``fetched`` None: its own size."""
+    """As :func:`put`, for a dataset of some layers that was converted into ``new``. ``fetched=None``: the size of the result."""
     inside = done.path.relative_to(new).as_posix()
     files = {f: size for f, (size, _) in list_files(Location.of(done.path)).items()}
     made = replace(marker, inside="" if inside == "." else inside, losses=[str(loss) for loss in done.losses])

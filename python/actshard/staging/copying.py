@@ -1,4 +1,4 @@
-"""Copies files of a source whole, and compares them with the listing."""
+"""Copies complete files of a source, and compares them with the listing."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from actshard.staging.marker import Listed, Marker, read_marker
 from actshard.work import STAGED, make_folder, remove
 
 _PIECE = 64 << 20
-"""Longest range of one copy: large files are downloaded in several ranges at once."""
+"""Maximum length of a range: large files are downloaded as several concurrent ranges."""
 _BATCH = 512 << 20
 _FILES = 512
-"""Bytes and files between two calls of ``progress``."""
+"""Maximum bytes and ranges between two calls of ``progress``."""
 _STEP, _AT_ONCE = 8 << 20, 32
-"""As in copying.rs of the core: bytes that one thread reads at once, and threads."""
+"""As in copying.rs of the core: bytes per read, and number of threads."""
 _SLACK = 64 << 20
 """Free space that must remain on the disk."""
 
 StageProgress = Callable[[str, int, int], object]
 
 _Range = tuple[str, Path, int, int, bool]
-"""Name, temporary file, offset, length, and whether it is the file's last."""
+"""Name, temporary file, offset, length, and whether it is the file's last range."""
 
 
 def keep(base: Path, wanted: Listed, plan: Marker | None) -> None:
-    """Removes from an interrupted copy all files that the source does not have in the same version."""
+    """Removes from an interrupted copy all files whose version differs from the source's."""
     if plan is None:
         remove(base)
     for folder, _, names in os.walk(base):
@@ -47,7 +47,7 @@ def keep(base: Path, wanted: Listed, plan: Marker | None) -> None:
 
 
 def link(base: Path, wanted: Listed, target: Path, source: Location) -> None:
-    """Links unchanged files of the copy that is replaced. Files are replaced, never changed, so both may be open."""
+    """Hard-links unchanged files from the copy to be replaced. Files are replaced, never modified, so both copies may be open."""
     for name, near in unchanged(wanted, target, source).items():
         far = base / name
         if not far.exists():
@@ -57,7 +57,7 @@ def link(base: Path, wanted: Listed, target: Path, source: Location) -> None:
 
 
 def unchanged(wanted: Listed, target: Path, source: Location) -> dict[str, str]:
-    """Files of the copy in a folder that are as the source's, and were not written since: path by name."""
+    """Maps names to paths of files of an existing copy that equal the source's and were not modified since."""
     marker = read_marker(target / STAGED)
     if marker is None or not is_same(marker, source, None):
         return {}
@@ -69,7 +69,7 @@ def unchanged(wanted: Listed, target: Path, source: Location) -> dict[str, str]:
 
 
 def check_space(target: Path, wanted: int) -> None:
-    """Raises DiskFullError unless so many bytes are free."""
+    """Raises DiskFullError unless ``wanted`` bytes are free."""
     free = shutil.disk_usage(target.parent).free
     if wanted and wanted + min(_SLACK, wanted) > free:
         raise DiskFullError(
@@ -78,7 +78,7 @@ def check_space(target: Path, wanted: int) -> None:
 
 
 def copy(place: Location, missing: Mapping[str, int], base: Path, parts: Path, tell: StageProgress) -> None:
-    """Downloads files, each under a temporary name until it is whole."""
+    """Downloads files, each under a temporary name until it is complete."""
     total, done = sum(missing.values()), 0
     folders = {base, *((base / name).parent for name in missing)}
     for folder in sorted(folders):
@@ -88,7 +88,7 @@ def copy(place: Location, missing: Mapping[str, int], base: Path, parts: Path, t
     for batch in _batches(missing, parts):
         ranges: Any = [(place / name, part, at, length) for name, part, at, length, _ in batch]
         _native.copy_ranges(ranges)
-        # A file has its name only when it is on the disk: a later call trusts its size.
+        # Synced before renaming: a later call only checks the file's size.
         _native.sync_files(list(dict.fromkeys(part for _, part, *_ in batch)))
         for name, part, _, length, last in batch:
             done += length
@@ -113,7 +113,7 @@ def _batches(missing: Mapping[str, int], parts: Path) -> Iterator[list[_Range]]:
 
 
 def most_in_memory(sizes: Sequence[int]) -> int:
-    """Bytes of the buffers of :func:`copy`: the core copies so many ranges at once, each in steps."""
+    """Maximum bytes of the core's buffers in :func:`copy`: the core copies up to 32 ranges at once, in steps of 8 MiB."""
     pieces = sorted(
         (min(size, _STEP) for size in sizes for _ in range(max(1, -(-min(size, _BATCH) // _PIECE)))), reverse=True
     )
@@ -121,9 +121,9 @@ def most_in_memory(sizes: Sequence[int]) -> int:
 
 
 def check_versions(again: Callable[[], Location], base: Path, below: str, copied: Listed) -> None:
-    """Compares files with a new listing where reading does not notice a replacement: local ones, and empty ones."""
+    """Compares files with a new listing if reading does not detect a replacement: local files, and empty files."""
     source = again()
-    if str(source).startswith("hf://"):  # of one commit
+    if str(source).startswith("hf://"):  # all files are of one commit
         return
     asked = {n: entry for n, entry in copied.items() if source.is_local or entry[0] == 0}
     if not asked:
@@ -137,7 +137,7 @@ def check_versions(again: Callable[[], Location], base: Path, below: str, copied
 
 
 def check_digests(base: Path, tags: Mapping[str, str]) -> None:
-    """Compares files of the hub with their SHA-256, where it is their tag (large files)."""
+    """Compares files of the hub with their SHA-256, if that is their tag (large files)."""
     for name, tag in tags.items():
         digest = re.search(r"\b[0-9a-f]{64}\b", tag)
         if digest and _native.digest_file(base / name)[1] != digest.group():

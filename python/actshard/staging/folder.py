@@ -1,4 +1,4 @@
-"""The staged folder and its working folder: turns of processes, whether a copy is complete, and replacing one by another."""
+"""The staged folder and its working folder: locking, checking whether a copy is complete, and replacing one by another."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from actshard.work import STAGED, Lock, make_folder, remove, sync_folders, sync_
 
 
 def target_of(folder: Any) -> Path:
-    """The folder that a user named, checked; variables of the environment are expanded."""
+    """Checks the user's ``folder`` and returns its path. Environment variables are expanded."""
     if isinstance(folder, str):
         folder = os.path.expandvars(folder)
         left = re.search(r"\$(?:\w+|\{[^}]*\})", folder)
         if left:
-            raise ArgumentError(f"folder: expected a variable of the environment, found none named {left.group()}")
+            raise ArgumentError(f"folder: expected an environment variable, found none named {left.group()}")
     path = _arguments.local_path(folder, "folder")
     if not path.name:
         raise ArgumentError("folder: expected a folder below /, found /")
@@ -70,7 +70,7 @@ def _release(lock: Lock, work: Path) -> None:
 
 
 def leave(work: Path) -> None:
-    """Removes a working folder, unless it holds a part of a copy, or another process has its turn."""
+    """Removes a working folder, unless it contains a part of a copy, or another process has locked it."""
     lock = Lock(work)
     with contextlib.suppress(ActshardError):
         if work.is_dir():
@@ -102,11 +102,13 @@ def _refuse(error: OSError) -> None:
 
 
 def _discard(old: Path, target: Path) -> None:
-    """Removes a copy that was replaced. Files of the user are moved to the new one; what cannot be moved is kept beside it."""
+    """Removes a replaced copy. Moves the user's files to the new copy; files that cannot be moved are kept next to it."""
     if not os.path.lexists(old):
         return
     others = _others(old)
-    if others and read_marker(old / STAGED) is not None:  # else a file of the old copy could be taken for the user's
+    if (
+        others and read_marker(old / STAGED) is not None
+    ):  # otherwise files of the old copy could be mistaken for the user's
         for name in others:
             place = target / name
             if not os.path.lexists(place):
@@ -126,7 +128,7 @@ def _kept(target: Path, number: int) -> Path:
 
 
 def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, listed: Listed | None) -> Staged | None:
-    """The copy in the folder, if it is whole, and equal to the listing; None: it is not compared."""
+    """Returns the copy in the folder if it is complete and equals ``listed`` (None: not compared); else None."""
     marker = read_marker(target / STAGED)
     if marker is None or not is_same(marker, source, layers) or not marker.is_whole(target):
         return None
@@ -136,7 +138,7 @@ def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, l
 
 
 def is_same(marker: Marker, source: Location, layers: tuple[Layer, ...] | None) -> bool:
-    """Whether a marker is of this source and these layers."""
+    """Whether a marker describes a copy of this source and these layers."""
     origin = origin_of(source)
     elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
     named = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
@@ -175,7 +177,7 @@ def _is_working_folder(target: Path) -> bool:
 
 
 def _check_others(new: Path, target: Path) -> None:
-    """Raises if files of the user in the folder could not be carried over into the new copy."""
+    """Raises ExistsError if the user's files in the folder cannot be moved to the new copy."""
     others, marker = _others(target), read_marker(target / STAGED)
     if others and marker is None:
         raise ExistsError("contains files that were not staged. Choose another folder", path=target)
@@ -193,7 +195,7 @@ def _check_others(new: Path, target: Path) -> None:
     if taken:
         listed = ", ".join(taken[:20]) + (f" and {len(taken) - 20} more" if len(taken) > 20 else "")
         raise ExistsError(
-            f"contains files of yours whose names the new copy needs: {listed}. Move them, or choose another folder",
+            f"contains your own files with names that the new copy needs: {listed}. Move them, or choose another folder",
             path=target,
         )
 
@@ -204,7 +206,7 @@ def _are_equal(marker: Marker, name: str, new: Path, target: Path) -> bool:
 
 
 def _is_taken(new: Path, name: str, above: str) -> bool:
-    """Whether the new copy has a name, or a file where that of a user needs a folder."""
+    """Whether the new copy contains ``name``, or a file with the name of a folder that ``name`` needs."""
     return (
         os.path.lexists(new / above) if name == above else os.path.lexists(new / above) and not (new / above).is_dir()
     )
@@ -215,7 +217,7 @@ def _above(name: str) -> list[str]:
 
 
 def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new: Path, old: Path) -> Staged:
-    """Gives the copy in ``new`` its name, in place of an older one, which is ``old`` for a moment."""
+    """Renames ``new`` to the target. An older copy is first renamed to ``old``, and then removed."""
     times = {name: state_of(f"{new}/{marker.inside}/{name}")[1] or 0 for name in files}
     made = replace(marker, files=files, times=times)
     if not made.is_whole(new):

@@ -1,4 +1,4 @@
-"""The files of a source, and what else identifies it."""
+"""The files of a source, its revision, and its server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def list_files(source: Location) -> Listed:
 
 def _walk(folder: Location, above: str, found: Listed, depth: int) -> None:
     if depth > _DEEPEST:
-        raise FormatError(f"expected at most {_DEEPEST} folders below each other", path=folder)
+        raise FormatError(f"expected at most {_DEEPEST} levels of folders", path=folder)
     for entry in folder.entries():
         if entry.name.startswith(".actshard"):  # working files of writers; markers of staged copies
             continue
@@ -46,7 +46,7 @@ def within(listed: Listed, below: str) -> Listed:
 
 
 def revision_of(source: Location) -> str | None:
-    """The commit of a dataset of the hub."""
+    """The commit of a dataset of the hub; None for other sources."""
     return source.storage.native.revision if isinstance(source.storage, Remote) else None
 
 
@@ -56,7 +56,7 @@ def received(source: Location) -> int:
 
 
 def origin_of(source: Location) -> str | None:
-    """A digest of endpoint and account. None if it is not known, and for the hub: there the commit identifies the files."""
+    """A digest of endpoint and account. None if unknown, and for the hub, where the commit identifies the files."""
     if not isinstance(source.storage, Remote) or str(source).startswith("hf://"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The marker of a staged copy: where it is from, and the files of the source and of the copy as they were."""
+"""The marker of a staged copy: its source, and the recorded files of the source and of the copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Staged:
         revision: the commit of a dataset of the hub; else None.
         layers: the staged layers; None: all.
         files: number of files of the copy.
-        bytes: their total size.
+        bytes: total size of these files.
         fetched: bytes that this call read from the source's files; 0 if the copy was complete.
         losses: properties of the source that a copy of some layers lacks.
     """
@@ -48,48 +48,48 @@ class Staged:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a staged folder holds."""
+    """The description of a staged copy."""
 
     source: str
     revision: str | None
     layers: list[Layer] | None
     below: str
-    """The dataset, relative to the source."""
+    """The dataset's path relative to the source."""
     inside: str
-    """The dataset, relative to the staged folder; empty: the folder."""
+    """The dataset's path relative to the staged folder; empty: the folder itself."""
     listed: Listed
     files: dict[str, int]
     """Sizes of the copy's files."""
     losses: list[str]
     times: dict[str, int] = field(default_factory=dict)
-    """Times of modification of the copy's files, in nanoseconds."""
+    """Modification times of the copy's files, in nanoseconds."""
     origin: str | None = None
-    """A digest of the server, where URLs of two servers can be equal."""
+    """A digest of the server, if URLs of different servers can be equal."""
 
     def result(self, target: Path, fetched: int = 0) -> Staged:
-        """As returned to users."""
+        """Returns the public result."""
         layers = None if self.layers is None else tuple(self.layers)
         size = sum(self.files.values())
         path = target / self.inside if self.inside else target
         return Staged(path, self.source, self.revision, layers, len(self.files), size, fetched, tuple(self.losses))
 
     def is_whole(self, target: Path) -> bool:
-        """Whether all files of the copy are there, with their sizes."""
+        """Whether all files of the copy exist with their sizes."""
         base = os.path.join(target, self.inside)  # noqa: PTH118 -- many files: Path would cost time
         return all(size_of(f"{base}/{name}") == size for name, size in self.files.items())
 
     def is_as_staged(self, target: Path, name: str) -> bool:
-        """Whether a file was not written since it was staged."""
+        """Whether a file was not modified since it was staged."""
         return state_of(f"{target}/{self.inside}/{name}") == (self.files.get(name), self.times.get(name))
 
     def changed(self, target: Path) -> list[str]:
-        """Files of the copy that were written since they were staged."""
+        """Files of the copy that were modified since they were staged."""
         base = target / self.inside
         return [n for n in self.files if not self.is_as_staged(target, n) and os.path.lexists(base / n)]
 
 
 def read_marker(path: Path) -> Marker | None:
-    """A marker or plan; None if there is none, or it is damaged."""
+    """Reads a marker or plan; None if there is none, or if it is damaged."""
     try:
         made = json.loads(path.read_bytes())
         if made.pop("actshard") != _VERSION:
@@ -106,14 +106,14 @@ def read_marker(path: Path) -> Marker | None:
 
 
 def write_marker(path: Path, marker: Marker) -> None:
-    """Writes what :func:`read_marker` reads."""
+    """Writes a marker for :func:`read_marker`."""
     write_json(
         path, {"actshard": _VERSION, **{n: getattr(marker, n) for n in marker.__dataclass_fields__}}, indent=None
     )
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file; -1 if there is none."""
+    """Size of a file in bytes; -1 if there is no file."""
     try:
         return os.stat(path).st_size  # noqa: PTH116 -- called for each of many files: Path would cost time
     except OSError:
@@ -121,7 +121,7 @@ def size_of(path: str) -> int:
 
 
 def state_of(path: str) -> tuple[int | None, int | None]:
-    """Bytes and time of modification of a file; None if there is none."""
+    """Size in bytes and modification time of a file; (None, None) if there is no file."""
     try:
         found = os.stat(path)  # noqa: PTH116 -- called for each staged file: Path would cost time
     except OSError:

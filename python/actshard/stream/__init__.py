@@ -32,16 +32,16 @@ from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
 Shuffle = Literal["window", "exact"] | None
 
 _UNIT = 4 << 20
-"""Bytes that a window asks a remote store for at a time, if its rows lie side by side."""
+"""Bytes that a window requests from a remote store at a time, if its rows are contiguous."""
 _MANY = 1_000
-"""Requests that are worth a warning."""
+"""Number of requests per epoch from which a warning is issued."""
 _BLOCK = 8 << 20
-"""Bytes of rows whose norms are computed at a time."""
+"""Bytes of rows that are read at a time to compute norms."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
 _DOORS = frozenset({"state", "loop", "afresh", "batches_from", "resumes"})
-"""Names for the other modules of this package, which ``dir()`` leaves out."""
+"""Internal names for other modules of this package; ``dir()`` omits them."""
 
 
 def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
@@ -61,7 +61,10 @@ def select_rows(
     min_token: Any,
     each: int = 1,
 ) -> tuple[Any, dict[str, int]]:
-    """A stream's selection, and the rows that ``min_token`` and ``max_norm`` leave out, ``each`` for a token."""
+    """Returns a stream's selection, and the numbers of rows that ``min_token`` and ``max_norm`` leave out.
+
+    ``each``: rows per token, which is the number of layers of an interleaved stream.
+    """
     first, limit = position_floor(min_token), parsed(max_norm)
     left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
     if not first and limit is None:
@@ -123,8 +126,8 @@ class Stream(Epochs[Batch]):
     Attributes:
         epoch: the current epoch, or the next one if no loop is active.
         batch_size, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.stream`.
-        left_out: rows of an epoch, over all ranks, that ``"min_token"`` and ``"max_norm"`` leave out, and those that ``max_norm``
-            leaves out because they are ``"not_finite"``. An aligned row counts once.
+        left_out: numbers of rows of an epoch, over all ranks, that are left out: by ``"min_token"``, by ``"max_norm"``, and by
+            ``max_norm`` because they are ``"not_finite"``. An aligned row counts once.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class Stream(Epochs[Batch]):
         self._buffers = None if buffers is None else list(buffers)
         if self._buffers is not None and len(self._buffers) < 2:
             raise ArgumentError(
-                f"buffers: expected at least 2, of {self._shape} {asked}: you hold one while the next is filled"
+                f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
@@ -219,7 +222,7 @@ class Stream(Epochs[Batch]):
         row = int(np.prod(self._shape[1:])) * self.store.dtype.itemsize
         read = self.num_rows * row
         price = (
-            f'{self.store.path}: shuffle="exact" asks a remote store for single rows: up to {self.num_rows:,} requests an '
+            f'{self.store.path}: shuffle="exact" requests single rows from a remote store: up to {self.num_rows:,} requests per '
             f'epoch for {read / 1e6:,.1f} MB. shuffle="window" reads them in about {-(-read // _UNIT):,} requests.'
         )
         warnings.warn(ActshardWarning(price, code="remote-exact"), stacklevel=4)
@@ -241,7 +244,7 @@ class Stream(Epochs[Batch]):
 
     @property
     def window(self) -> int:
-        """Number of rows that fit in ``memory``. An epoch has the fewest windows of at most this many rows."""
+        """Maximum number of rows of a window, which fit in ``memory``. An epoch has as few windows as possible."""
         return int(self._native.window)
 
     def locate(self, rows: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -280,8 +283,8 @@ class Stream(Epochs[Batch]):
     def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
         return RowLoop(self, first, every, held)
 
-    def _added(self, theirs: dict[str, Any]) -> set[str]:
-        return _SINCE_2 if "dataset" not in theirs else set()
+    def _added(self, saved: dict[str, Any]) -> set[str]:
+        return _SINCE_2 if "dataset" not in saved else set()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -360,7 +363,7 @@ class RowLoop(Loop[Batch]):
         self._source = stream
         self._layers = array_of(stream.layers)
         self._overflows = 0
-        # Held until the loop ends, as the files are, even if the store is closed.
+        # Kept in memory until the loop ends, like the open files, even if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
         self._hold = held is not None
         self._ring = stream._ring() if held is None else held
@@ -407,10 +410,10 @@ class RowLoop(Loop[Batch]):
         assert self._ring is not None
         assert self._source._buffers is not None
         at = activations.__array_interface__["data"][0]
-        for array, theirs in zip(self._ring, self._source._buffers, strict=True):
-            if array.__array_interface__["data"][0] == at and hasattr(theirs, "__getitem__"):
-                whole = len(activations) == len(array) or len(theirs) != len(array)
-                return theirs if whole else theirs[: len(activations)]
+        for array, buffer in zip(self._ring, self._source._buffers, strict=True):
+            if array.__array_interface__["data"][0] == at and hasattr(buffer, "__getitem__"):
+                whole = len(activations) == len(array) or len(buffer) != len(array)
+                return buffer if whole else buffer[: len(activations)]
         return activations
 
 

@@ -1,10 +1,9 @@
 """Rows that a stream leaves out for their position or their norm: ``min_token=`` and ``max_norm=``.
 
-First tokens of texts are often attention sinks, and some rows have an L2 norm hundreds of times that of all others; either kind
-dominates statistics and losses. The norms of a layer are computed once per store, in one pass over the layer's rows with the
-stream's own reader, so memory is bounded; 8 bytes per stored token are kept. Squares are summed in float64 in a fixed
-tree of additions, so norms are bitwise equal on all machines. Rows whose squares float64 does not hold are multiplied by a power of
-two first.
+First tokens of texts are often attention sinks, and some rows have an L2 norm hundreds of times larger than all others. Both
+dominate statistics and losses. The norms of a layer are computed once per store, in one pass with the stream's own reader, so
+memory is bounded; 8 bytes per stored token are kept. Squares are summed in float64 in a fixed tree of additions, so norms are
+bitwise equal on all machines. Rows whose squares overflow or underflow float64 are first multiplied by a power of two.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float64]]] = 
 
 
 _SQUARABLE = (1e-280, 1e280)
-"""Sums of squares that float64 holds with all their digits."""
+"""Range of sums of squares that float64 represents with full precision."""
 
 
 def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """L2 norms of ``(n, d_model)`` rows; NaN or infinite if, and only if, the row has such values."""
+    """L2 norms of ``(n, d_model)`` rows; NaN or infinite exactly if the row has such values."""
     with np.errstate(all="ignore"):
         sums = _sums(rows * rows)
         made: NDArray[np.float64] = np.sqrt(sums)
@@ -61,10 +60,10 @@ def _sums(squares: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def parsed(max_norm: Any) -> tuple[float, bool] | None:
-    """``max_norm`` as (number, whether it is a multiple of the median); None if it is not given.
+    """Parses ``max_norm`` to (number, whether it is a multiple of the median); None if it is None.
 
     Raises:
-        ArgumentError: it is neither a positive number nor like ``"10x median"``.
+        ArgumentError: it is neither a positive number nor a string such as ``"10x median"``.
     """
     if max_norm is None:
         return None
@@ -79,7 +78,7 @@ def parsed(max_norm: Any) -> tuple[float, bool] | None:
 def within(
     store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool], read: ReadRows
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two flags per stored token: whether the norm is finite in every layer, and whether it is at most ``max_norm`` as well."""
+    """Two flags per stored token: norms are finite in every layer; norms are finite and at most ``max_norm`` in every layer."""
     if store.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
         raise DtypeError(
             f"max_norm: expected rows of float16, bfloat16, float32 or float64, found {store.dtype}", path=store.path

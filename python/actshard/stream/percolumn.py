@@ -1,4 +1,4 @@
-"""Columns of the table beside the rows of a batch: one value per example, or a list with one entry per token."""
+"""Columns of the table for the rows of a batch: one value per example, or a list with one entry per token."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ _TAKEN = {
 
 
 class TokenValues:
-    """A column of lists with an entry per token: its entries, and each example's first.
+    """A column of lists with one entry per token.
 
     Attributes:
-        values: all entries.
-        first: ``(num_examples,)`` int64: the index of the entry of stored token 0. It is one below the example's first entry if
-            special tokens have none.
-        ends: ``(num_examples,)`` int64: the index behind the last entry.
+        values: the entries of all examples.
+        first: ``(num_examples,)`` int64: the index of the entry of stored token 0. If special tokens have no entries, it is below
+            the index of the example's first entry.
         skipped: stored tokens without an entry, at the start of each example.
     """
 
@@ -120,7 +119,7 @@ def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any]
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         lists: Any = column.cast(pa.large_list(kind.value_type)).combine_chunks()
-        if isinstance(lists, pa.ChunkedArray):  # of no chunks
+        if isinstance(lists, pa.ChunkedArray):  # a column without chunks
             lists = pa.array([], lists.type)
         if lists.null_count or lists.values.null_count:
             raise FormatError(f"column {name!r}: expected a list of numbers per example, found null", path=store.path)

@@ -1,7 +1,7 @@
 """The layers of a stream, and its ``center=``, ``scale=``, ``divide=`` and ``normalize=`` as numbers for the core.
 
-The core computes ``(row - center) * scale`` or ``(row - center) / divide`` while it copies, or scales rows to a norm. Everything
-else is translated here.
+The core computes ``(row - center) * scale`` or ``(row - center) / divide`` while it copies, or scales rows to a norm. This module
+converts all other arguments to that form.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def rescaling(
 ) -> dict[str, Any]:
     """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
-    ``selection``: tokens, ignored labels and mask of the stream, for the names of statistics.
+    ``selection``: tokens, ignored labels and mask of the stream, used if an argument is a name such as ``"mean"``.
 
     Raises:
         ArgumentError: an argument is invalid, or two of them exclude each other.
-        Errors of :meth:`actshard.Store.stats`, for names of statistics that are not kept.
+        Errors of :meth:`actshard.Store.stats`, if named statistics were not saved.
     """
     d_model, n = store.d_model, len(layers)
     center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, selection)
@@ -89,7 +89,7 @@ def rescaling(
     norm = _norm_of(store, scale)
     if is_deviation(scale) or is_deviation(center):
         raise ArgumentError(
-            "scale: expected a factor, found stats.std, and rows are multiplied by it. "
+            "scale: expected a factor, found stats.std. Rows are multiplied by scale. "
             "Use normalize=stats, divide=stats.std or scale=stats.inverse_std."
         )
     return {
@@ -109,7 +109,7 @@ def _named(
     normalize: Any,
     selection: tuple[Any, Sequence[int], Any],
 ) -> tuple[Any, Any, Any, Any]:
-    """The arguments, with numbers in place of the names of statistics: "mean", "std", "mean-sqrt-d", "stats"."""
+    """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
     for name, value, known in (
         ("center", center, "mean"),
         ("divide", divide, "std"),
@@ -138,7 +138,7 @@ def _named(
 
 
 def _to_mean_square(store: Readable, each: Sequence[Stats], offsets: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """One factor per layer that gives its rows, without ``offsets``, a mean squared norm of d_model; 1 for rows of zeros.
+    """One factor per layer, so that its rows minus ``offsets`` have a mean squared norm of d_model; 1 if these are zero.
 
     Source: Conerly et al., "Update on how we train SAEs", Transformer Circuits, April 2024.
     """
@@ -152,7 +152,7 @@ def _to_mean_square(store: Readable, each: Sequence[Stats], offsets: NDArray[np.
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`rescaling` made, as plain values for a stream's state."""
+    """The result of :func:`rescaling` as plain values for a stream's state."""
     made: dict[str, Any] = {}
     for name in ("center", "scale", "divide"):
         if options[name] is not None:
@@ -176,7 +176,7 @@ def _stats_of(normalize: Any, layers: Sequence[Layer]) -> list[Stats]:
     for stats, layer in zip(each, layers, strict=True):
         if stats.layer is not None and stats.layer != layer:
             raise ArgumentError(
-                f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. If that is meant, pass "
+                f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. To use them, pass "
                 "center=stats.mean, divide=stats.std"
             )
     return list(each)

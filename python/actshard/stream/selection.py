@@ -110,7 +110,7 @@ def select(
     """Returns the selection in the form that ``_native.Stream`` expects. ``also``: one more flag per stored token.
 
     Raises:
-        ArgumentError: an invalid word or mask.
+        ArgumentError: an invalid value or mask.
         NotStoredError: the dataset has no labels or special tokens, or the layers store different tokens.
         FileAccessError: not enough memory for one flag per example.
     """
@@ -228,7 +228,7 @@ def _unlabelled(
 
 
 def asked(store: Readable, keep: Mask) -> Mask:
-    """Calls ``keep`` with the table, if it is a function; a text is the name of a list column."""
+    """Returns the result of ``keep(store.table)`` if it is a function or the name of a list column, else ``keep``."""
     if isinstance(keep, str):
         keep = nonzero(keep)
     if not callable(keep):

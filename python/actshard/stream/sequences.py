@@ -1,8 +1,8 @@
 """Streams of whole sequences: packed one after the other, or padded to one length.
 
-The core decides which lengths share a batch (``_native.Packing``: first-fit decreasing, once for all epochs) and which sequence
-takes which place in an epoch. A batch is then one parallel read, made on a thread ahead of the loop. Position, states,
-workers and pickling are those of all streams (:mod:`actshard.epochs`).
+The core (``_native.Packing``) assigns lengths to batches, once for all epochs (first-fit decreasing), and sequences to these
+places, for each epoch. A batch is then one parallel read, on a thread ahead of the loop. Position, states, workers and pickling
+work as for all streams (:mod:`actshard.epochs`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TooLong = Literal["error", "truncate", "split", "drop"]
 _AHEAD = 2
 """Batches that are ready or being read while the loop uses one."""
 _STORED_WINDOW = 128
-"""Batches of a window in stored order: sequences are packed with neighbours."""
+"""Number of batches in a window for stored order: sequences are packed with others of their window."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SequenceBatch:
     """A batch of whole sequences.
 
-    Packed, n is the number of tokens and arrays of tokens are ``(n,)``, sequence after sequence. Padded, they are ``(b, T)``: b
-    sequences, T the longest of them.
+    If packed, arrays of tokens have the shape ``(n,)``, sequence after sequence, where n is the number of tokens. If padded, they
+    have the shape ``(b, T)``, where b is the number of sequences and T the length of the longest.
 
     Attributes:
         activations: ``(n, d_model)`` or ``(b, T, d_model)``, with an axis of layers before the last one if the stream has a list
@@ -96,14 +96,14 @@ class SequenceBatch:
 class SequenceStream(Epochs[SequenceBatch]):
     """Batches of whole sequences. :meth:`Store.sequences_stream` creates it and documents the arguments.
 
-    Loops, states, workers and pickling are those of :class:`~actshard.Stream`.
+    Loops, states, workers and pickling work as for :class:`~actshard.Stream`.
 
     Attributes:
         epoch: the current epoch, or the next one if no loop is active.
         batch_tokens, pack, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.sequences_stream`.
-        left_out: number of ``"examples"`` that ``too_long="drop"`` leaves out, and of ``"tokens"`` in them or cut from examples;
-            tokens that ``"min_token"`` and ``"max_norm"`` leave out, and those that ``max_norm`` leaves out because they are
-            ``"not_finite"``.
+        left_out: ``"examples"``: number of examples that ``too_long="drop"`` leaves out. ``"tokens"``: number of tokens in these,
+            or cut from other examples. ``"min_token"``, ``"max_norm"``: numbers of tokens that these arguments leave out;
+            ``"not_finite"``: those that ``max_norm`` leaves out because of NaN or infinite values.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class SequenceStream(Epochs[SequenceBatch]):
                 self.left_out = {"examples": count if dropped else 0, "tokens": gone}
                 examples, lengths = (examples[~long], lengths[~long]) if dropped else (examples, lengths.clip(max=most))
                 did = f"{count} examples are left out" if dropped else f"{count} examples are cut"
-                said = f"{self.store.path}: {did}, with {gone} tokens: longer than batch_tokens={most} (too_long={too_long!r})"
-                warnings.warn(ActshardWarning(said, code="sequences-too-long"), stacklevel=4)
+                text = f"{self.store.path}: {did}, with {gone} tokens: longer than batch_tokens={most} (too_long={too_long!r})"
+                warnings.warn(ActshardWarning(text, code="sequences-too-long"), stacklevel=4)
         self._examples, self._lengths = examples, lengths
 
     def _packed(self) -> _native.Packing:
@@ -211,7 +211,7 @@ class SequenceStream(Epochs[SequenceBatch]):
         if self.shuffle is None:
             most = _STORED_WINDOW * self.batch_tokens
             window = min(most, max(window, self.batch_tokens)) if self._native.decodes else most
-        # What the plan depends on besides lengths and arguments: memory=, and how the files are decoded.
+        # The packing also depends on memory= and on how the files are decoded.
         self._planned: dict[str, Any] = {} if self.shuffle == "exact" else {"window": window}
         if units is not None:
             self._planned["units"] = hashlib.sha256(units.tobytes()).hexdigest()[:16]
@@ -234,7 +234,7 @@ class SequenceStream(Epochs[SequenceBatch]):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences of all ranks: examples with tokens, or their pieces with ``too_long="split"``."""
+        """Number of sequences of all ranks: examples with tokens, or, with ``too_long="split"``, their pieces."""
         return len(self._lengths)
 
     @property
@@ -244,7 +244,7 @@ class SequenceStream(Epochs[SequenceBatch]):
 
     @property
     def fill(self) -> float:
-        """Tokens of all sequences, relative to ``batch_tokens`` times the number of batches of all ranks."""
+        """Tokens of all sequences, divided by ``batch_tokens`` times the number of batches of all ranks."""
         batches = int(self._packing.all_batches)
         return self.num_tokens / (batches * self.batch_tokens) if batches else 1.0
 
@@ -327,7 +327,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
         self._source = stream
         self._layers = array_of(stream.layers)
         self._warned = False
-        # Held until the loop ends, as the files are, even if the store is closed.
+        # Kept in memory until the loop ends, like the open files, even if the store is closed.
         self._labels, self._columns = stream.store.labels, stream._columns.read()
         super().__init__(stream, first, every)
 
@@ -393,7 +393,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
 
 
 _Found = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]
-"""Numbers of sequences, activations, tokens."""
+"""Sequence numbers, activations, tokens."""
 
 
 class _Sequences:
@@ -401,7 +401,7 @@ class _Sequences:
 
     def __init__(self, stream: SequenceStream, epoch: int) -> None:
         self._stream, self._epoch = stream, epoch
-        # The binding's own: a stream that is unpickled or closed meanwhile changes nothing here.
+        # References to the binding's objects: this loop is unaffected if the stream is closed or replaced during it.
         self._native, self._packing = stream._native, stream._packing
 
     def numbers(self, batch: int) -> NDArray[np.int64]:
@@ -433,7 +433,7 @@ class _Sequences:
 
 
 class _Pool(_Sequences):
-    """Reads a window of rows that must be decoded at once, in stored order, so that each unit is decoded once."""
+    """Reads a whole window of rows in stored order, so that each unit is decoded once."""
 
     def __init__(self, stream: SequenceStream, epoch: int, every: int) -> None:
         super().__init__(stream, epoch)

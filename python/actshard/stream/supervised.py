@@ -51,21 +51,21 @@ class ColumnTokens:
 def up_to_last(column: str, *, at_least: int = 1) -> ColumnTokens:
     """Keeps each example's tokens up to the last one whose entry in a list column is not 0, for ``keep=`` of streams.
 
-    ``keep=up_to_last("loss_mask")`` packs what a draft model is trained on with the context that it needs, and leaves out the rest:
-    what follows the last supervised token, padding that a cache does not mark, and examples without supervised tokens.
+    ``keep=up_to_last("loss_mask")`` keeps the supervised tokens of a draft model with the context before them. It leaves out tokens
+    after the last supervised one, padding that a cache does not mark, and examples without supervised tokens.
 
     Args:
         column: a list column of ``store.table`` with a number or bool per stored (or content) token, e.g. ``"loss_mask"``.
         at_least: examples with fewer entries other than 0 keep no token (DeepSpec: ``min_loss_tokens``, 14 by default there).
 
     Raises:
-        ArgumentError: ``column`` is not a text, or ``at_least`` is not an integer of 0 or more.
+        ArgumentError: ``column`` is not a str, or ``at_least`` is not an integer of 0 or more.
     """
     return ColumnTokens(_named(column), True, _arguments.whole(at_least, "at_least", 0))
 
 
 def nonzero(column: str) -> ColumnTokens:
-    """Keeps the tokens whose entry in a list column is not 0: what ``keep="loss_mask"`` means."""
+    """Keeps the tokens whose entry in a list column is not 0, as ``keep="loss_mask"`` does."""
     return ColumnTokens(_named(column), False)
 
 

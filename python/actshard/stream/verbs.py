@@ -55,8 +55,8 @@ class StreamVerbs:
             batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
             shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): reads pieces of examples, of at
                 least 64 KiB, in random order into a window of ``memory`` bytes, and returns the window's rows in random order
-                while the next window is filled. ``"exact"``: a pseudo-random permutation of all rows; needs no memory, but a disk
-                with fast random reads.
+                while the next window is filled. ``"exact"``: a pseudo-random permutation of all rows; needs no memory, but fast
+                random reads.
             seed: seed of all random orders, together with the epoch.
             epoch: number of the first epoch. Each epoch has another order; the number increments after each.
             tokens: ``"content"`` (all except special tokens), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
@@ -64,32 +64,32 @@ class StreamVerbs:
             keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
                 2-D bool array, the name of a list column (``"loss_mask"``: tokens whose entry is not 0), or a function of
                 :attr:`Store.table` that returns flags, such as :func:`actshard.up_to_last`.
-            max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers: a
-                number, or ``"10x median"``: 10 times the median of the norms of the layer's content rows with finite norms,
-                whatever else is selected (the mean of the middle two, if their number is even). Rows with NaN or infinite
-                values are left out too. Reads each layer once per store, when the stream is made, and keeps 8 bytes per row.
-                ``stream.left_out`` counts.
+            max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers, and
+                rows with NaN or infinite values. A number, or ``"10x median"``: 10 times the layer's median norm. The median is
+                over all content rows with finite norms, regardless of the selection (the mean of the middle two for an even
+                number). Reads each layer once per store, when the stream is created, and keeps 8 bytes per row in memory.
+                ``stream.left_out`` gives the number of rows left out.
             min_token: leaves out tokens before this position in their example (``batch.tokens``): 1 leaves out first tokens, which
                 are often attention sinks.
             interleave: for several layers: False returns ``(b, n_layers, d_model)``, each row with all its layers; True returns
                 ``(b, d_model)``, each row of one layer, named in ``batch.layers``.
             drop_last: drop an incomplete last batch.
             rank: index of this process's share, 0 to ``world_size - 1``.
-            world_size: number of shares. Shares are disjoint, together contain all rows, and have equally many batches. Except
-                with ``shuffle="window"``, the first k batches of all ranks together contain the same rows for all
-                ``world_size`` with the same ``batch_size * world_size``.
+            world_size: number of shares. Shares are disjoint, together contain all rows, and have equally many batches. If
+                ``batch_size * world_size`` is the same, the first k batches of all ranks together contain the same rows for any
+                ``world_size``, except with ``shuffle="window"``.
             dtype: dtype of the batches, as in :meth:`Store.gather`.
             center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row. ``"mean"``: each layer's mean over the rows
-                that ``tokens``, ``ignore_labels`` and ``keep`` select, as :meth:`Store.stats` computes it; read from files if
-                ``store.stats(layer, save=True)`` kept it. The names below work alike.
+                that ``tokens``, ``ignore_labels`` and ``keep`` select, as computed by :meth:`Store.stats`, or saved earlier by
+                ``store.stats(layer, save=True)``. The names of statistics below work in the same way.
             scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
                 ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model); rows of zeros, and rows with NaN or infinite
-                values, stay as they are. ``"mean-sqrt-d"``: one factor per layer, so that the mean squared norm of its rows, less
-                ``center``, is d_model.
-            divide: like ``scale``, but each row is divided by it; ``"std"``: by each column's standard deviation, and by 1 where
-                that is 0. The arithmetic of all of these is float32, or float64 if the
-                stored rows or the batches are, or if a number is beyond float32's range.
-            normalize: ``store.stats(layer)``, a list with one of each layer, or ``"stats"`` for those of the stream's rows:
+                values, are unchanged. ``"mean-sqrt-d"``: one factor per layer, so that the mean squared norm of its rows minus
+                ``center`` is d_model.
+            divide: like ``scale``, but each row is divided by it; ``"std"``: by each column's standard deviation, or by 1 if that
+                is 0. All of this is computed in float32, or in float64 if the stored rows or the batches are float64, or if a
+                number exceeds float32's range.
+            normalize: ``store.stats(layer)``, a list with one of them per layer, or ``"stats"`` for those of the stream's rows:
                 subtracts the mean and divides by the standard deviation, so that columns have mean 0 and variance 1. Columns
                 without variance are only centred.
             memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
@@ -158,33 +158,33 @@ class StreamVerbs:
     ) -> SequenceStream:
         """Returns a stream of batches of whole sequences: for probes, draft models and transformers on activations.
 
-        An example is never split or cut unless ``too_long`` says so. Every epoch and every rank has ``len(stream)`` batches. Which
-        lengths share a batch is decided once, from the lengths alone; which examples of these lengths, and the order of batches,
-        differ in each epoch.
+        An example is only split or cut if ``too_long`` requests it. Every epoch and every rank has ``len(stream)`` batches. The
+        lengths in each batch are fixed when the stream is created. The examples with these lengths, and the order of batches,
+        change in each epoch.
 
         Args:
             layer: a name from :attr:`Store.layers`, a list of names, or ``"all"``.
-            batch_tokens: tokens of a batch, at most; with padding, if sequences are padded.
-            pack: True: sequences lie one after the other, ``(n, d_model)``, and attention is kept apart by
-                ``batch.offsets`` or ``batch.segment_ids``. False: sequences of similar length are padded to the longest,
+            batch_tokens: maximum tokens of a batch; includes padding, if sequences are padded.
+            pack: True: sequences are concatenated, ``(n, d_model)``; ``batch.offsets`` or ``batch.segment_ids`` keep attention
+                within sequences. False: sequences of similar length are padded to the longest,
                 ``(b, T, d_model)``.
             fixed_shape: pad packed batches to ``batch_tokens`` rows, for compilers that need fixed shapes.
             too_long: examples of more than ``batch_tokens`` tokens: ``"error"``; ``"truncate"`` keeps their first tokens;
                 ``"split"`` makes sequences of at most ``batch_tokens`` tokens; ``"drop"`` leaves them out.
-                ``stream.left_out`` counts what is lost.
+                ``stream.left_out`` gives the numbers of lost examples and tokens.
             columns: columns of :attr:`Store.table` for ``batch.columns``: numbers, one per example or a list with one per token
-                (stored or content), such as ``input_ids`` or ``loss_mask``. Held in memory.
-            shuffle: ``None``: nearly stored order; sequences are packed with neighbours. ``"exact"``: a random permutation;
-                each sequence is one read. ``"window"``: for data that is decoded in units (a shard, a chunk): random units make
-                a window of ``memory`` bytes, which is read at once. Windows keep their members in all epochs.
+                (stored or content), such as ``input_ids`` or ``loss_mask``. Kept in memory.
+            shuffle: ``None``: nearly stored order; nearby sequences are packed together. ``"exact"``: a random permutation; each
+                sequence is one read. ``"window"``: for data that is decoded in units (a shard, a chunk): random units form
+                windows of ``memory`` bytes, which are read at once. Windows consist of the same sequences in all epochs.
             seed: seed of all random orders, together with the epoch.
             epoch: number of the first epoch.
             tokens: ``"content"`` (all except special tokens) or ``"all"``.
             keep: as in :meth:`Store.stream`. Tokens that are left out leave no gap.
             max_norm: as in :meth:`Store.stream`; tokens that are left out leave no gap.
             min_token: as in :meth:`Store.stream`.
-            drop_last: leave out the batches that not every rank gets (fewer than ``world_size``). Otherwise some batches are
-                halved, so that all ranks have equally many.
+            drop_last: drop the batches (fewer than ``world_size``) that cannot be divided equally among ranks. Otherwise some
+                batches are halved, so that all ranks have equally many.
             rank: index of this process's share, 0 to ``world_size - 1``.
             world_size: number of shares, which are disjoint.
             dtype: dtype of the batches, as in :meth:`Store.gather`.

@@ -58,13 +58,13 @@ def verify(
 ) -> Report:
     """Checks a dataset against all rules of its format, and with ``deep`` also every value.
 
-    Changes no file and executes no pickle. Reports all findings, not only the first. For a URL the findings are those of the same
-    files in a local folder; a web server cannot list files, so files that the metadata do not name are not looked for.
+    Changes no file and executes no pickle. Reports all findings, not only the first. Findings for a URL equal those for a local
+    copy, except on a web server: it cannot list files, so files that the metadata do not list are not checked.
 
     Args:
-        path: path or URL of the dataset, as for :func:`actshard.open`, or a store. Of a filtered store, the files
-            of the whole dataset are checked, and with ``deep`` the values of its examples, which are numbered as in the dataset.
-            Of a joined store (:func:`actshard.concat`), each part is checked, with its own paths and numbers.
+        path: path or URL of the dataset, as for :func:`actshard.open`, or a store. For a filtered store, checks the files of the
+            whole dataset, and with ``deep`` the values of the chosen examples, numbered as in the dataset. For a joined store
+            (:func:`actshard.concat`), checks each part, with the part's paths and numbers.
         format: name of the format, as for :func:`actshard.open`; None detects it.
         deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
         progress: called with (what, done, total) from time to time.
@@ -78,8 +78,8 @@ def verify(
     Raises:
         MissingFileError: the path does not exist.
         ArgumentError: ``format`` is not a known format, or does not use ``layout``.
-        ClosedError: with ``deep``, the store was closed, or the one that it was filtered from.
-        NoMemoryError, InterruptedReadError: the check could not be finished; nothing is known about the rest of the files.
+        ClosedError: ``deep`` is True, and the store, or the store that it was filtered from, was closed.
+        NoMemoryError, InterruptedReadError: the check was not finished; the other files were not checked.
     """
     deep, store = _arguments.switch(deep, "deep"), path if isinstance(path, Store) else None
     if store is not None:
@@ -121,7 +121,7 @@ def of_path(
     remote: tuple[Any, Any] = (None, None),
     values: Values | None = None,
 ) -> Report:
-    """:func:`verify` of a path. ``values`` is called instead of the check of every value, if that would be made. Internal."""
+    """:func:`verify` of a path. ``values`` replaces the check of every value, and is called if that check is due. Internal."""
     root = existing_anywhere(path, *remote)
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:

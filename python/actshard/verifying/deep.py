@@ -17,11 +17,11 @@ from actshard.store import Store
 
 _FEW = 8
 _PLACES = 16
-"""Places of each kind that a scan keeps."""
+"""Maximum number of positions that a scan records for each kind of problem."""
 _ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
 _NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
-"""For each dtype, (narrower dtype, number of trailing zero bits that all values have if they came from it). float16 is not listed:
-it has a smaller range, which trailing bits do not show."""
+"""Narrower dtypes of each dtype, with the number of trailing bits that are zero in all values of the narrower dtype. float16 is not
+listed: its smaller range does not show in trailing bits."""
 
 
 def check_values(store: Store, report: Report, tell: Any) -> None:
@@ -32,20 +32,20 @@ def check_values(store: Store, report: Report, tell: Any) -> None:
 def scan(
     store: Store, layer: Layer, tell: Any, examples: tuple[int, int] | None = None, wide: bool | None = None
 ) -> dict[str, Any] | ActshardError:
-    """Scans a layer, or some of its examples; ``wide`` if stored types differ, None if that is found out. Or returns the error."""
+    """Scans a layer, or some of its examples. Returns the scan, or the error. ``wide``: stored types differ; None: check this."""
     group = store.group_of(layer)
-    told = partial(_tell, tell, group, len(store.layers))
+    progress = partial(_tell, tell, group, len(store.layers))
     try:
-        return store.rows.scan(group, told, examples=examples, wide=wide)
+        return store.rows.scan(group, progress, examples=examples, wide=wide)
     except ActshardError as error:
         return error
 
 
 def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
-    """The scan of a layer, from that of its examples before (None: there are none) and that of the next. Hashes are left out.
+    """Combines the scans of two consecutive ranges of a layer's examples, except hashes. ``before`` is None for the first range.
 
-    Differences of a range are to its own first row. OR-ed with the difference of both first rows they are those to the first
-    row of all: a bit is set if any two rows differ in it. Arrays of ``before`` are changed in place and returned, so that
+    Differences of a range are relative to its own first row. OR-ed with the difference of both first rows, they are relative to the
+    first row of all: a bit is set if any two rows differ in it. Arrays of ``before`` are modified in place and returned, so that
     any number of ranges needs the memory of two.
     """
     if before is None:
@@ -75,7 +75,7 @@ def first_row(found: dict[str, Any]) -> NDArray[np.uint64]:
 
 
 def together(all_before: NDArray[np.uint64] | None, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of each example's rows in several layers, from that in the layers before and that in the next."""
+    """Combines each example's hash over the previous layers (None: there are none) with its hash in the next layer."""
     if all_before is None:
         return hashes
     with np.errstate(over="ignore"):
@@ -88,7 +88,7 @@ def add_findings(
     report: Report,
     hashes: NDArray[np.uint64] | None = None,
 ) -> None:
-    """Adds what the scans of all layers, in order, have found. ``hashes``: those of all layers; None: the scans have them."""
+    """Adds the findings of the scans of all layers, in order. ``hashes``: over all layers; None: combined from the scans."""
     every = hashes
     readable = True
     for layer, found in zip(store.layers, scans, strict=True):

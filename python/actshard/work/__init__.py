@@ -1,6 +1,6 @@
 """Crash safety: locks, journals and atomic file writes.
 
-Writers of datasets, merges and builds of token caches use it; finding uses it to tell finished datasets from unfinished ones.
+Used by writers of datasets, merges and builds of token caches, and by ``finding`` to detect unfinished datasets.
 
 .. code-block:: text
 

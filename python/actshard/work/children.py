@@ -1,4 +1,4 @@
-"""What processes that start others need to know."""
+"""Helpers for starting child processes."""
 
 from __future__ import annotations
 

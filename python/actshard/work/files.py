@@ -24,7 +24,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def write_json_at_once(path: Path, value: Any, indent: int | None = 2) -> None:
-    """As :func:`write_json`, for a file that several processes may write at the same time: the temporary name is the call's own."""
+    """As :func:`write_json`, for a file that several processes may write at the same time: temporary names are unique."""
     write_bytes_at_once(path, as_json(value, indent))
 
 
@@ -46,7 +46,7 @@ def write_bytes_at_once(path: Path, data: bytes) -> None:
 
 
 def as_json(value: Any, indent: int | None = 2) -> bytes:
-    """What :func:`write_json` writes."""
+    """Returns the bytes that :func:`write_json` writes."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # lone surrogates, which JSON can only escape
@@ -90,7 +90,7 @@ def remove_made(root: Path, patterns: Iterable[str]) -> None:
 
 
 def existing_above(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists: its file system is that of what will be made there."""
+    """The path, or its nearest existing parent, which is on the file system where the path will be created."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

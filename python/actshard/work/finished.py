@@ -28,7 +28,7 @@ def count_parts(root: Path | Location) -> int | None:
         return sum(1 for entry in parts.entries() if PART.fullmatch(entry.name))
     except (MissingFileError, NotAFileError):  # no parts, or a merge has just removed them
         return None
-    except UnsupportedError:  # only what is asked for by name is known
+    except UnsupportedError:  # the server cannot list names
         return None
 
 
@@ -38,7 +38,7 @@ def is_merging(root: Path | Location) -> bool:
 
 
 def planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> Path | None:
-    """The working folder of a plan, other than ``own``, that is not committed and writes a dataset to this folder, or None."""
+    """The working folder, other than ``own``, of an uncommitted plan that writes a dataset to this folder; else None."""
     folder = Location.at(root)
     return _plan_in(folder.local / FOLDER, prefix, own) if folder.is_local else None
 
@@ -50,20 +50,20 @@ def _plan_in(work: Path, prefix: str, own: Path | None) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise from_os(error, work, "look at") from error
+        raise from_os(error, work, "list") from error
     return next((work / name for name in names if work / name != own and (work / name / PLAN).exists()), None)
 
 
 def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> None:
-    """Raises UnfinishedError for a folder with a plan, other than that of the working folder ``own``, that is not committed.
+    """Raises UnfinishedError for a folder with an uncommitted plan, unless the plan's working folder is ``own``.
 
-    A copy that a plan stages anew stays a dataset until the commit replaces it.
+    A staged copy that a plan updates remains a dataset until the commit replaces it.
     """
     work = planned(root, prefix, own)
     if work is not None:
         raise UnfinishedError(
             f"contains tasks of a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "
-            "commit finishes it. To give it up, remove that folder",
+            "commit finishes it. To discard it, remove that folder",
             path=root,
         )
     folder = Location.at(root)
@@ -72,12 +72,12 @@ def refuse_planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path |
 
 
 def refuse_staging(target: Path, own: Path | None = None) -> None:
-    """Raises UnfinishedError for a folder to which a plan, other than that of the working folder ``own``, stages a copy."""
+    """Raises UnfinishedError for a folder to which an uncommitted plan stages a copy, unless its working folder is ``own``."""
     work = _plan_in(staging_folder(target), PLAN_FOLDER, own) if target.name else None
     if work is not None:
         raise UnfinishedError(
             f"is staged by a plan that is not committed: see actshard status {work / PLAN}; when all tasks are done, actshard "
-            "commit finishes it. To give it up, remove that folder",
+            "commit finishes it. To discard it, remove that folder",
             path=target,
         )
 
@@ -109,7 +109,7 @@ def unfinished(root: Path | Location) -> Journal | None:
     if not folder.is_local:
         return None
     journal = Journal(folder.local)
-    with boundary(journal.path, "look at"):  # an unreadable journal is an error: the dataset may be unfinished
+    with boundary(journal.path, "access"):  # an unreadable journal is an error: the dataset may be unfinished
         if journal.exists():
             with contextlib.suppress(ActshardError):
                 journal.read()

@@ -1,7 +1,7 @@
 """The journal of a dataset that is being written.
 
-A line is written after its data are synced to the disk, so all data that the journal counts exist, whenever the writer dies. An
-incomplete last line is ignored.
+A line is written after its data are synced to the disk, so that all data that the journal counts exist even if the writer is
+killed. An incomplete last line is ignored.
 """
 
 from __future__ import annotations

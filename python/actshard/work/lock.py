@@ -27,7 +27,7 @@ _held_lock = threading.Lock()
 
 
 def _host() -> str:
-    import socket  # which imports much, and only writers lock
+    import socket  # imports many modules, and only writers need it
 
     return socket.gethostname()
 
@@ -61,7 +61,7 @@ class Lock:
             return None
         except OSError as error:
             raise from_os(error, self.path, "open") from error
-        mine = False
+        has_lock = False
         try:
             try:
                 # A record lock: forked children do not inherit it.
@@ -74,22 +74,22 @@ class Lock:
                 # Without lock support in the file system, the file's process and host decide.
                 taken = taken or self._is_alive(file)
             if taken:
-                said = self._who(file)
+                owner = self._who(file)
                 raise LockedError(
-                    f"another writer is writing here{said}. Wait for it, or stop it.", path=self.path.parent.parent
+                    f"another writer is writing here{owner}. Wait for it, or stop it.", path=self.path.parent.parent
                 )
             if not self._is_there(file):
                 return None
             who = {"pid": os.getpid(), "host": _host(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(who).encode(), 0)
-            mine = True
+            has_lock = True
         except ActshardError:
             raise
         except OSError as error:
             raise from_os(error, self.path, "lock") from error
         finally:
-            if not mine:
+            if not has_lock:
                 with contextlib.suppress(OSError):
                     os.close(file)
         return file
@@ -129,10 +129,10 @@ class Lock:
         """Releases the lock. May be called again."""
         if self._file is not None:
             with _held_lock:
-                mine = _held.get(self._key) == os.getpid()
-                if mine:
+                owned = _held.get(self._key) == os.getpid()
+                if owned:
                     del _held[self._key]
-            if mine:  # not a forked child's copy
+            if owned:  # not a forked child's copy
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, 0)
             with contextlib.suppress(OSError):

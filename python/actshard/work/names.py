@@ -17,17 +17,17 @@ EMPTY = ".empty.json"
 MERGING = "merging.json"
 """File in the working folder that describes an unfinished merge."""
 PLAN_FOLDER, DUMPS_PLAN_FOLDER = "plan-", "dumps-plan-"
-"""Beginnings of the names of working folders of plans, in the working folder of a dataset, or of a folder of datasets."""
+"""Prefixes of working folders of plans, in the working folder of a dataset, or of a folder of datasets."""
 PLAN = "plan.json"
-"""The file that makes a folder the working folder of a plan; it is removed first when the plan was committed."""
+"""The file that marks a folder as the working folder of a plan. It is removed first after the plan was committed."""
 PUSHING = ".actshard-pushing.json"
-"""Object beside a remote dataset that is being written, or whose writer was killed."""
+"""Marker object in the folder of a remote dataset that is being written, or whose writer was killed."""
 BUILDING = ".actshard-build"
 """The working folder of an unfinished token cache."""
 STAGED = ".actshard-staged.json"
-"""File in a staged copy that tells where it is from."""
+"""File in a staged copy that records its source."""
 
 
 def staging_folder(target: Path) -> Path:
-    """The working folder of a staged copy, beside it."""
+    """The working folder of a staged copy, next to it."""
     return target.with_name(f".{target.name}.actshard-stage")

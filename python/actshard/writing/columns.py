@@ -1,7 +1,7 @@
 """Column types of a dataset that is being written. The first examples fix the types of all later ones.
 
-Unsupported columns are refused on append, not when the dataset is finished, when it would be too late to correct them.
-A type with only null values so far, also inside lists and dicts, stays open. A dict may get new fields.
+Unsupported columns are refused on append, because it would be too late to correct them when the dataset is finished.
+A type that has only had null values, also inside lists and dicts, is still undetermined. A dict may get new fields.
 """
 
 from __future__ import annotations
@@ -178,9 +178,11 @@ def _merged_field(known: pa.Field, new: pa.Field, *, wide: bool) -> pa.Field | N
     import pyarrow as pa
 
     kind = merged(known.type, new.type, wide=wide)
-    told = {k: v for k, v in (known.metadata or {}).items() if k == b"dtype"}
-    tells = {k: v for k, v in (new.metadata or {}).items() if k == b"dtype"}
-    if kind is None or (told != tells and not pa.types.is_null(new.type) and not pa.types.is_null(known.type)):
+    known_dtype = {k: v for k, v in (known.metadata or {}).items() if k == b"dtype"}
+    new_dtype = {k: v for k, v in (new.metadata or {}).items() if k == b"dtype"}
+    if kind is None or (
+        known_dtype != new_dtype and not pa.types.is_null(new.type) and not pa.types.is_null(known.type)
+    ):
         return None
     return (known if not pa.types.is_null(known.type) else new).with_type(kind)
 
@@ -202,10 +204,10 @@ def merged(known: pa.DataType, new: pa.DataType, *, wide: bool) -> pa.DataType |
         value = merged(known.value_type, new.value_type, wide=wide)
         return None if value is None or known.list_size != new.list_size else pa.list_(value, known.list_size)
     if is_.is_struct(known) and is_.is_struct(new):
-        mine, other = pa.schema(list(known)), pa.schema(list(new))
-        if len(set(mine.names)) < len(mine.names) or len(set(other.names)) < len(other.names):
+        before, other = pa.schema(list(known)), pa.schema(list(new))
+        if len(set(before.names)) < len(before.names) or len(set(other.names)) < len(other.names):
             return None
-        both = joined(mine, other, wide=wide)
+        both = joined(before, other, wide=wide)
         return None if both is None else pa.struct(list(both))
     whole = [is_.is_integer(t) for t in (known, new)]
     real = [is_.is_floating(t) for t in (known, new)]

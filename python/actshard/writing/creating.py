@@ -50,11 +50,11 @@ def make_target(
     if not _arguments.is_one_of(format, known):
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
     root = _arguments.local_path(path)
-    told: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, Any]] = {}
     for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
             # Normalised through JSON (tuples become lists), because resume compares them with values read back.
-            told[name] = _as_json(dict(given))
+            plain[name] = _as_json(dict(given))
         except FormatError as error:
             raise ArgumentError(f"{name}: expected JSON values: {error.detail}") from error
         except (TypeError, ValueError, RecursionError) as error:
@@ -90,13 +90,13 @@ def make_target(
         layers=names,
         d_model=int(d_model),
         dtype=None if dtype is None else _arguments.dtype(dtype)[0],
-        metadata=told["metadata"],
+        metadata=plain["metadata"],
         num_examples=None if num_examples is None else int(num_examples),
         tokens=None if tokens_per_example is None else int(tokens_per_example),
         shard_bytes=None if shard_bytes is None else max(1, _arguments.size(shard_bytes, "shard_bytes")),
         part=part,
         whole=whole,
-        options=told["options"],
+        options=plain["options"],
         created=created,
     )
     return formats.get(format).target()(spec)
@@ -141,19 +141,19 @@ def create(
     Args:
         path: the dataset's folder. For saev the folder of dumps (``.../saev/shards`` for saev itself): the dataset is
             ``path/<HASH>``, which :attr:`Writer.path` contains after closing. Or a URL, ``s3://``, ``gs://``, ``az://`` or
-            ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` when it is closed, and removed
-            there. That takes as much disk as the dataset.
+            ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` on closing, and removed from
+            ``scratch``, which needs disk space for the whole dataset.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"``, ``"hf_arrow"``, ``"npy"``, ``"safetensors"``, or a format of
             draft models, such as ``"deepspec"``.
-        layers: names of the layers, in the order of the arrays' layer axis: integers, or texts for formats that store
+        layers: names of the layers, in the order of the arrays' layer axis: integers, or strings for formats that store
             them (zarr, hf_arrow).
         d_model: elements per row.
         dtype: dtype to store; appended arrays are cast to it. None: the dtype of the first append, without any cast.
         metadata: values that the format stores: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
             attributes; the pickle shards' ``extraction_config``; lmprobe's ``lmprobe:`` keys.
-        num_examples: total number of examples, if known. A different number at the end is an error. saev's name is then known
-            from the start.
-        tokens_per_example: for formats with the same number of tokens per example (saev); None: that of the first example.
+        num_examples: total number of examples, if known. A different number at the end is an error. The name of a saev dataset is
+            then known from the start.
+        tokens_per_example: for formats with the same number of tokens per example (saev); None: the number of the first example.
         pad: fill short examples with zeros, if the format requires equal lengths.
         truncate: cut long examples, if the format requires equal lengths or has a maximum.
         overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity.
@@ -164,7 +164,7 @@ def create(
         exist_ok: accept a finished dataset instead of raising: ``writer.complete`` is True and nothing can be appended.
         storage_options: options of a URL, as for :func:`actshard.open`.
         scratch: folder for the dataset of a URL until it is uploaded; None: the folder of temporary files. ``resume`` continues
-            what an interrupted call left in the same ``scratch``, the upload included.
+            an interrupted call with the same ``scratch``, including its upload.
         options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
             pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``. hf_arrow: ``rows``.
@@ -176,7 +176,7 @@ def create(
         ArgumentError, DtypeError: invalid arguments, or arguments that the format does not support.
         ExistsError: ``path`` contains another dataset, or this one, finished (see ``exist_ok``) or not (see ``resume``).
         LockedError: another writer is writing this dataset.
-        FormatError: a saev folder whose metadata do not match its hash.
+        FormatError: ``path`` contains a saev folder whose metadata do not match its hash.
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')

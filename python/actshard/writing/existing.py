@@ -50,7 +50,7 @@ def _finished(target: Target) -> Path | None:
 
 
 def _refuse_beside(root: Path, target: Target) -> None:
-    """Raises if a part would lie beside an unfinished merge or a whole dataset: neither could then be opened or merged."""
+    """Raises if the folder of a part contains an unfinished merge or a whole dataset: neither could then be opened or merged."""
     from actshard import formats
 
     if is_merging(root):

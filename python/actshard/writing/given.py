@@ -1,7 +1,7 @@
 """Normalises the arguments of ``append``: activations as numpy arrays, everything else as one Arrow table.
 
-Blocks wait in memory until they are written, so everything except the activations, which the writer copies itself, is copied here:
-the caller may reuse its arrays after the call. Arrow data are immutable and not copied.
+Blocks wait in memory until they are written, but the caller may reuse its arrays after the call. So all arrays are copied here,
+except activations, which the writer copies itself. Arrow data are immutable and not copied.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def _name(name: Any) -> str:
 
 def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     """Keeps only the metadata in which :func:`list_column` records a dtype that Arrow lacks."""
-    said = (field.metadata or {}).get(b"dtype")
-    return None if said is None else {b"dtype": said}
+    name = (field.metadata or {}).get(b"dtype")
+    return None if name is None else {b"dtype": name}
 
 
 def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
@@ -218,7 +218,7 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
         column = as_numpy(column)
     try:
         if hasattr(column, "__array__"):
-            # copy() of a masked array keeps the mask, which Arrow makes nulls of; np.array() loses it.
+            # copy() of a masked array keeps the mask, which Arrow converts to nulls; np.array() drops it.
             column = column.copy() if isinstance(column, np.ndarray) else np.asarray(column).copy()
         if isinstance(column, np.ndarray) and column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1]:
             return list_column(name, column)

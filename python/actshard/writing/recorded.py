@@ -56,7 +56,7 @@ def lengths_in(tables: Iterable[pa.Table], layers: int) -> NDArray[np.int64]:
 def columns_in(tables: Iterable[pa.Table], folder: Path) -> tuple[pa.Table | None, list[str]]:
     """Columns of the examples of tables, and names of those whose types differ and became text; None if there are no columns.
 
-    ``folder`` is where the tables lie, for messages.
+    ``folder`` contains the tables; used in messages.
     """
     import pyarrow as pa
 

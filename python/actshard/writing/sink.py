@@ -39,7 +39,7 @@ COMMIT_BYTES = 1 << 30
 MEMORY = 192 << 20
 """Maximum bytes of three blocks; if they are larger, two are used."""
 _WRITES = 4 * (4 << 20)
-"""Buffers of the core's concurrent writes, for rows that lie otherwise aligned in memory than in the file (write/pieces.rs)."""
+"""Bytes of the core's buffers for concurrent writes of rows whose alignment in memory differs from the file (write/pieces.rs)."""
 _PAGE = 4096
 """Alignment of blocks in bytes: direct writes copy other memory first."""
 
@@ -96,7 +96,7 @@ class Sink:
             raise
         self.committed = self._handed = self.journal.examples
         blocks = blocks_of(target)
-        # All blocks may wait: those of a shard that was decoded whole come faster than a disk writes.
+        # All blocks may wait: blocks of a decoded shard are filled faster than a disk writes them.
         self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(blocks)
         self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()
         for _ in range(blocks):
@@ -271,9 +271,9 @@ class Sink:
         """Finishes a part without examples. Its marker file tells merge that the part is not missing."""
         spec = self.target.spec
         assert spec.part is not None
-        said = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
+        fields = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
         whole = self.journal.folder / "empty.json"
-        write_json(whole, {**said, "d_model": spec.d_model, "part": list(spec.part)})
+        write_json(whole, {**fields, "d_model": spec.d_model, "part": list(spec.part)})
         rename(whole, spec.path / EMPTY)
         sync_folders([spec.path])
         self._forget()
@@ -298,7 +298,7 @@ class Sink:
         except ActshardError as error:
             # Only if the name is taken: other errors, e.g. a full disk, are raised unchanged and the same call continues.
             if os.path.lexists(place):
-                raise ExistsError(f"cannot give the finished dataset its name: {error.detail}", path=place) from error
+                raise ExistsError(f"cannot rename the finished dataset: {error.detail}", path=place) from error
             raise
         self.journal.moved(place)
 
@@ -407,8 +407,8 @@ class Sink:
         lengths = self._lengths_so_far()
         every, mixed = columns_in(self.journal.tables(), self.journal.folder)
         for name in mixed:
-            said = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
-            warnings.warn(ActshardWarning(f"{self.target.root}: {said}", code="mixed-column-types"), stacklevel=2)
+            text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
+            warnings.warn(ActshardWarning(f"{self.target.root}: {text}", code="mixed-column-types"), stacklevel=2)
         return lengths, every
 
 

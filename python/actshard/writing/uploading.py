@@ -15,9 +15,9 @@ from actshard.writing.writer import Writer
 
 
 class UploadingWriter(Writer):
-    """As :class:`Writer`; :meth:`close` finishes the dataset in the scratch folder, uploads it and removes it there.
+    """As :class:`Writer`; :meth:`close` finishes the dataset in the scratch folder, uploads it, and removes it from there.
 
-    A dataset that is finished in the scratch folder, whose upload failed, is uploaded when it is resumed.
+    If the upload of a finished dataset failed, resuming uploads it.
     """
 
     def __init__(self, target: Target, scratch: Scratch, **settings: Any) -> None:
@@ -77,11 +77,11 @@ class UploadingWriter(Writer):
 
 
 def _there(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Location | None:
-    """The finished dataset at the destination, if this call accepts one and does not continue another.
+    """The finished dataset at the destination, if this call accepts it and has no scratch folder to continue; else None.
 
     Raises:
-        ExistsError: the destination contains other objects, and the call neither continues nor accepts a dataset.
-        UnfinishedError: it contains an unfinished upload, whose scratch folder is not here.
+        ExistsError: the destination contains other objects, and neither ``resume`` nor ``exist_ok`` is given.
+        UnfinishedError: the destination contains an unfinished upload, whose scratch folder is not on this machine.
     """
     scratch.check_free(settings["resume"], settings["exist_ok"])
     if scratch.has_work or not (settings["resume"] or settings["exist_ok"]):
@@ -91,7 +91,7 @@ def _there(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Locati
             return None
         check_finished(scratch.root)
         at, name = find(scratch.root)
-    except (MissingFileError, UnknownFormatError):  # what is there is looked at again before the upload
+    except (MissingFileError, UnknownFormatError):  # the destination is checked again before the upload
         return None
     if name != target.format:
         raise ExistsError(f"contains another dataset: format: expected {target.format}, found {name}", path=at)

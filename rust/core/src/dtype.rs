@@ -75,7 +75,7 @@ pub struct Cast<'a> {
     pub convert: Option<Conversion>,
     /// Bytes per number to reverse first; 1 if the byte order is native.
     swap: usize,
-    /// The value of `swap` for byte-swapped input: bytes per number (a complex element holds two).
+    /// The value of `swap` for byte-swapped input: bytes per number (a complex element has two).
     number: usize,
     from: DType,
     to: DType,
@@ -141,7 +141,7 @@ impl<'a> Cast<'a> {
         self.swap == 1 && self.convert.is_none()
     }
 
-    /// Copies or converts whole elements; `src` and `dst` hold equally many.
+    /// Copies or converts whole elements; `src` and `dst` have equally many.
     #[inline]
     pub fn apply(&self, src: &[u8], dst: &mut [u8]) {
         self.apply_with(src, dst, Stores::Cached);
@@ -163,7 +163,7 @@ impl<'a> Cast<'a> {
         }
     }
 
-    /// Counts in the input, block by block while it is in the cache: the output may have been streamed past it.
+    /// Counts in the input, block by block while it is in the cache: the output may have been streamed past the cache.
     fn convert_counting(
         &self,
         convert: Conversion,
@@ -209,7 +209,7 @@ impl<'a> Cast<'a> {
     }
 }
 
-/// The type as kernels know it.
+/// The corresponding type of the kernels.
 fn float(dtype: DType) -> Option<Float> {
     match dtype {
         DType::F16 => Some(Float::F16),
@@ -227,7 +227,7 @@ fn overflow_from(from: DType, to: DType) -> Option<u64> {
     match (from, to) {
         (F32, F16) => Some(0x477f_f000),
         (F32, BF16) => Some(0x7f7f_8000),
-        // Bfloat16 has no 65,520.
+        // 65,520 is not a bfloat16 number; this is the next one.
         (BF16, F16) => Some(0x4780),
         (F64, F16) => Some(0x40ef_fe00_0000_0000),
         (F64, BF16) => Some(0x47ef_f000_0000_0000),

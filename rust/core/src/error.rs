@@ -43,7 +43,7 @@ pub enum Kind {
     DiskFull,
     /// The dataset is closed.
     Closed,
-    /// Not enough memory for what a dataset or an argument requires.
+    /// A dataset or an argument requires more memory than is available.
     NoMemory,
 }
 
@@ -154,7 +154,7 @@ pub struct Error {
     pub finding: Option<Finding>,
     /// The system's error number, if the system reported one.
     pub errno: Option<i32>,
-    /// What was expected and what was found.
+    /// The expected and the found values, as text.
     pub detail: String,
     /// An error raised by the caller's own callback; this error only carries it back to the caller.
     pub carried: Option<Carried>,

@@ -1,4 +1,4 @@
-//! The rows of a dataset in any layout: the type that a binding holds.
+//! The rows of a dataset in any layout: the type that a binding uses.
 
 pub mod chosen;
 mod part;
@@ -36,7 +36,7 @@ use crate::source::Io;
 use crate::source::mmap::Paging;
 use crate::threads::{Stop, Watch};
 
-/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
+/// The files and the layout of a dataset. An enum and not a trait object: the gather is compiled for each layout.
 #[allow(clippy::large_enum_variant, reason = "one per dataset")]
 pub enum Rows {
     /// Files of equal shape, addresses by arithmetic.
@@ -167,7 +167,8 @@ impl Rows {
         }
     }
 
-    /// Begins to read the shard of an example that is needed next, if shards are read whole; `None` forgets it. Only a hint.
+    /// Begins to read the shard of an example that is needed next, if shards are read whole; `None` drops the shard
+    /// that was read ahead. Only a hint.
     pub fn read_ahead(&self, example: Option<i64>) {
         match (self, example) {
             (Rows::Shards(shards, _), Some(example)) => shards.read_ahead(example),

@@ -16,7 +16,7 @@ use crate::{detach, errors};
 /// A table of row addresses, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Addresses {
-    /// What examples are added to; `None` once a dataset has it.
+    /// The table being built; `None` once a dataset owns it.
     pub builder: Mutex<Option<TableBuilder>>,
 }
 

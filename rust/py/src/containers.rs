@@ -65,13 +65,13 @@ impl StoredArray {
         self.place.dtype.name()
     }
 
-    /// NpyElements along each axis.
+    /// Elements along each axis.
     #[getter]
     fn shape(&self) -> Vec<u64> {
         self.place.shape.clone()
     }
 
-    /// NpyElements from one index to the next along each axis.
+    /// Elements from one index to the next along each axis.
     #[getter]
     fn strides(&self) -> Vec<u64> {
         self.place.strides.clone()

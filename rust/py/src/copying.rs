@@ -32,7 +32,8 @@ pub fn copy_ranges(py: Python<'_>, ranges: Vec<(NamedPlace, PathBuf, u64, u64)>)
     })
 }
 
-/// Bytes and objects in the folder of a cache on disk, and the limit of its last user; None if the folder is no cache.
+/// Bytes and objects in the folder of a cache on disk, and the limit of its last user; None if the folder is not a
+/// cache.
 #[pyfunction]
 pub fn disk_cache_info(py: Python<'_>, folder: PathBuf) -> PyResult<Option<(u64, u64, u64)>> {
     detach::guarded(py, || {
@@ -43,7 +44,7 @@ pub fn disk_cache_info(py: Python<'_>, folder: PathBuf) -> PyResult<Option<(u64,
     })
 }
 
-/// Removes what the folder of a cache on disk holds, except blocks that are being downloaded; false if it is no cache.
+/// Removes the content of a cache folder on disk, except blocks that are being downloaded; false if it is not a cache.
 #[pyfunction]
 pub fn clear_disk_cache(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
     detach::guarded(py, || {

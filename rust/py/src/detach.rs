@@ -18,8 +18,8 @@ use crate::errors;
 const LOOK: Duration = Duration::from_millis(20);
 /// Maximum interval: the latency of Ctrl-C next to a thread that never releases the GIL for long.
 const LONGEST: Duration = Duration::from_secs(1);
-/// A check takes the GIL, which another thread may hold for its whole switch interval. The next check comes after this many
-/// times the last wait, so waits take at most a twentieth of the time.
+/// A check takes the GIL, which another thread may hold for its whole switch interval. The next check is made after
+/// this many times the last wait, so waits take at most a twentieth of the time.
 const WAITS: u32 = 20;
 /// The last wait for the GIL, in ns, over all threads.
 static WAITED: AtomicU64 = AtomicU64::new(0);
@@ -27,7 +27,8 @@ static WAITED: AtomicU64 = AtomicU64::new(0);
 pub static LOOKS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Whether this thread runs signal handlers, and the process in which that was found out: after a fork it may differ.
+    /// Whether this thread runs signal handlers, and the process in which that was determined: after a fork it may
+    /// differ.
     static MAIN: Cell<Option<(u32, bool)>> = const { Cell::new(None) };
 }
 
@@ -42,7 +43,7 @@ struct Lookout {
 impl Lookout {
     fn new(py: Python<'_>) -> Lookout {
         if MAIN.get().is_none() {
-            // Asked here, with the GIL; later it would have to be waited for.
+            // Determined here, with the GIL; later it would have to wait for the GIL.
             MAIN.set(Some((std::process::id(), is_main_thread(py))));
         }
         Lookout { from: Instant::now(), interval: interval(), called: false }
@@ -122,7 +123,7 @@ pub fn guarded<T>(py: Python<'_>, work: impl FnOnce() -> PyResult<T>) -> PyResul
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(errors::raise(py, &internal(&*panic))))
 }
 
-/// Whether this thread runs signal handlers; true if Python cannot tell.
+/// Whether this thread runs signal handlers; true if that cannot be determined.
 fn is_main_thread(py: Python<'_>) -> bool {
     let ask = || -> PyResult<bool> {
         let threading = py.import("threading")?;
@@ -133,10 +134,10 @@ fn is_main_thread(py: Python<'_>) -> bool {
 }
 
 fn internal(panic: &(dyn Any + Send)) -> Error {
-    let said = panic
+    let message = panic
         .downcast_ref::<&str>()
         .map(ToString::to_string)
         .or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "no message".to_string());
-    Error::new(Kind::Internal, format!("a fault of actshard, please report it: {said}"))
+    Error::new(Kind::Internal, format!("a bug in actshard; please report it: {message}"))
 }

@@ -19,8 +19,8 @@ use crate::{buffer, detach, errors};
 /// The rows of a dataset: files, layout and dtype.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Rows {
-    /// `None` once closed. Locked only with the GIL held, and only to copy or take the pointer: no thread waits for it, and a
-    /// fork cannot happen while it is locked.
+    /// `None` once closed. Locked only under the GIL, and only to copy or take the pointer: no thread waits for it, and
+    /// a fork cannot happen while it is locked.
     rows: Mutex<Option<Arc<Dataset>>>,
     row: Row,
     examples: u64,
@@ -49,7 +49,8 @@ impl RowArguments<'_, '_> {
     }
 }
 
-/// Where a gather writes, as Python passes it: the caller's array, the dtype, and a list for the number of overflows.
+/// The destination of a gather, as Python passes it: the caller's array, the dtype, and a list for the number of
+/// overflows.
 pub struct Destination<'a, 'py> {
     pub out: Option<&'a Bound<'py, PyAny>>,
     pub dtype: Option<&'a Bound<'py, PyAny>>,
@@ -150,7 +151,7 @@ impl Rows {
         }
         let counter = &AtomicU64::new(0);
         let cast = cast.counting(counter);
-        let tell = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {
+        let report = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {
             (Some(list), found @ 1..) => list.append(found),
             _ => Ok(()),
         };
@@ -160,7 +161,7 @@ impl Rows {
                 return Err(errors::raise(py, &Error::new(Kind::Internal, "a new array that cannot be written")));
             };
             detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
-            tell(counter)?;
+            report(counter)?;
             return Ok(array.into_any());
         };
         let mut claim = buffer::Claim::new(&self.writable(py, out, &descr, dims, size)?, "out")?;
@@ -170,7 +171,7 @@ impl Rows {
         }
         let into = Out::Dense(claim.as_mut());
         detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, into, watch))?;
-        tell(counter)?;
+        report(counter)?;
         Ok(out.clone())
     }
 

@@ -78,7 +78,7 @@ fn safetensors_header(py: Python<'_>, path: NamedPlace) -> PyResult<HeaderTuple>
     })
 }
 
-/// Checks the header of a safetensors file held in memory.
+/// Checks the header of a safetensors file in memory.
 #[pyfunction]
 fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
     detach::guarded(py, || detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple)))
@@ -219,7 +219,7 @@ fn header_reasons() -> Vec<&'static str> {
     safetensors::Reason::ALL.iter().map(|r| r.name()).collect()
 }
 
-/// Whether a path lies on a network or user-space file system.
+/// Whether a path is on a network or user-space file system.
 #[pyfunction]
 fn is_network(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
     detach::guarded(py, || {

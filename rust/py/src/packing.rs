@@ -1,4 +1,4 @@
-//! Which sequences share a batch, for Python.
+//! Batches of whole sequences, for Python.
 
 use actshard_core::stream::packing::{PackedSequences, PackingSettings};
 use numpy::{PyArray1, PyReadonlyArray1};
@@ -15,7 +15,7 @@ pub struct SequencePacking {
 
 #[pymethods]
 impl SequencePacking {
-    /// Plans batches of sequences of these lengths. `units` are the bounds of sequences that are read together, if they are.
+    /// Plans batches of sequences of these lengths. `units` are the bounds of sequences that are read together, if any.
     #[new]
     #[pyo3(signature = (lengths, units, *, budget, pack, shuffle, seed, world_size, drop_last, window))]
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]

@@ -96,7 +96,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         match self.sized(self.tree.root())? {
             (_, size) if size > allowed => Err(Error::new(
                 Kind::Format,
-                format!("values that repeat each other: more than {allowed} bytes when all are visited"),
+                format!("values shared many times: more than {allowed} bytes if each use is counted"),
             )
             .into()),
             (made, _) => Ok(made),
@@ -107,8 +107,8 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         Ok(self.sized(id)?.0)
     }
 
-    /// A value, and its size with shared values repeated: 26 nested lists that each hold the previous one twice are 26 objects,
-    /// but 2^26 values when traversed.
+    /// A value, and its size with shared values repeated: 26 nested lists that each contain the previous one twice are
+    /// 26 objects, but 2^26 values when traversed.
     fn sized(&mut self, id: Id) -> Result<(Bound<'py, PyAny>, u64), Failed> {
         if let Some((made, size)) = self.made.get(&id) {
             return Ok((made.clone(), *size));

@@ -17,11 +17,12 @@ use pyo3::types::{PyBool, PyBytes};
 use crate::{detach, errors};
 use actshard_remote::store::Standing;
 
-/// Body, key, whether another object must not be replaced, the size of the one that is there, and the SHA-256 of the bytes.
+/// Body, key, whether another object must not be replaced, the size of the existing object, and the SHA-256 of the
+/// bytes.
 type Job<'py> = (Bound<'py, PyAny>, String, bool, Option<u64>, Option<String>);
 
 /// Time between two calls of `progress`.
-const TOLD: Duration = Duration::from_millis(200);
+const REPORT_EVERY: Duration = Duration::from_millis(200);
 
 /// The store of a URL.
 pub type AnyStore = actshard_remote::RemoteStore;
@@ -33,7 +34,7 @@ pub struct RemoteStore {
     pub store: Arc<AnyStore>,
 }
 
-/// What [`RemoteStore::fetch`] finds.
+/// The result of [`RemoteStore::fetch`] for an object.
 enum FetchedObject {
     Bytes(Vec<u8>),
     Absent,
@@ -94,7 +95,7 @@ impl RemoteStore {
             let made = detach::detached(py, |watch| {
                 let store = actshard_remote::RemoteStore::open(url, actshard_remote::Options::new(options))?;
                 let Some((folder, limit)) = &cache else { return Ok(store) };
-                // Others may hold the lock of the cache.
+                // Another process may hold the lock of the cache.
                 let open =
                     |_: usize, store: actshard_remote::RemoteStore, _: &threads::Stop| store.cached(folder, *limit);
                 let made = threads::map_each_waiting([store], 1, &open, watch)?.pop();
@@ -114,7 +115,7 @@ impl RemoteStore {
         })
     }
 
-    /// Why the cache on disk is not used, once.
+    /// The reason why the cache on disk is not used; None after the first call.
     fn cache_warning(&self, py: Python<'_>) -> PyResult<Option<String>> {
         detach::guarded(py, || Ok(self.store.cache().and_then(DiskCache::take_warning)))
     }
@@ -128,7 +129,7 @@ impl RemoteStore {
         })
     }
 
-    /// URL, options, revision and the names that are known, for other processes. Contains secrets.
+    /// URL, options, revision and known names, for other processes. Contains secrets.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         detach::guarded(py, || Ok(PyBytes::new(py, &self.store.state().map_err(|error| errors::raise(py, &error))?)))
     }
@@ -185,8 +186,8 @@ impl RemoteStore {
         detach::guarded(py, || Ok(self.store.name().to_string()))
     }
 
-    /// The size and version of an object, (None, None) for a folder, None for nothing. If the server refuses to say, the error's
-    /// reason is "absent-or-denied".
+    /// The size and version of an object, (None, None) for a folder, None for nothing. If the server denies access, the
+    /// error's reason is "absent-or-denied".
     fn stat(&self, py: Python<'_>, key: &str) -> PyResult<Option<(Option<u64>, Option<String>)>> {
         detach::guarded(py, || {
             detach::detached(py, |watch| {
@@ -228,9 +229,9 @@ impl RemoteStore {
         })
     }
 
-    /// Writes objects from files or bytes: each with its key, whether another object must not be replaced, the size of the one
-    /// that is there, and the SHA-256 that a file's bytes must have. `progress` is called with the number of bytes so far. Returns
-    /// "sent", "there" or "refused" for each.
+    /// Writes objects from files or bytes: each with its key, whether another object must not be replaced, the size of
+    /// the existing object, and the SHA-256 that a file's bytes must have. `progress` is called with the number of
+    /// bytes so far. Returns "sent", "there" or "refused" for each.
     fn upload(&self, py: Python<'_>, jobs: Vec<Job<'_>>, progress: Option<Py<PyAny>>) -> PyResult<Vec<&'static str>> {
         detach::guarded(py, || {
             let job = |(body, key, only_new, found, sha256): Job<'_>| {
@@ -242,14 +243,15 @@ impl RemoteStore {
             };
             let jobs = jobs.into_iter().map(job).collect::<PyResult<Vec<UploadJob>>>()?;
             let sent = AtomicU64::new(0);
-            let (mut told, mut raised) = (Instant::now(), None);
+            let (mut reported, mut raised) = (Instant::now(), None);
             let made = detach::detached(py, |watch| {
                 let mut look = || {
                     let stops = watch();
-                    let Some(progress) = progress.as_ref().filter(|_| told.elapsed() >= TOLD && !stops) else {
+                    let Some(progress) = progress.as_ref().filter(|_| reported.elapsed() >= REPORT_EVERY && !stops)
+                    else {
                         return stops;
                     };
-                    told = Instant::now();
+                    reported = Instant::now();
                     let called = Python::attach(|py| progress.call1(py, (sent.load(Ordering::Relaxed),)).map(drop));
                     raised = called.err();
                     raised.is_some()
@@ -268,7 +270,7 @@ impl RemoteStore {
         })
     }
 
-    /// Removes objects; those that are not there are removed.
+    /// Removes objects; objects that do not exist count as removed.
     fn remove(&self, py: Python<'_>, keys: Vec<String>) -> PyResult<()> {
         detach::guarded(py, || {
             detach::detached(py, |watch| threads::wait_for(&|stop| self.store.remove(&keys, stop), watch))
@@ -289,8 +291,8 @@ impl RemoteStore {
         })
     }
 
-    /// Whole objects, all asked for at once: their bytes, None for those that do not exist, and False for those of more than
-    /// `most` bytes.
+    /// Whole objects, all requested at once: their bytes, None for those that do not exist, and False for those of more
+    /// than `most` bytes.
     fn fetch<'py>(&self, py: Python<'py>, keys: Vec<String>, most: u64) -> PyResult<Vec<Bound<'py, PyAny>>> {
         detach::guarded(py, || {
             let found = detach::detached(py, |watch| self.fetched(&keys, most, watch))?;
@@ -303,7 +305,7 @@ impl RemoteStore {
         })
     }
 
-    /// Asks the server whether a known object is still there, and the same.
+    /// Fails unless a known object still exists unchanged on the server.
     fn look(&self, py: Python<'_>, key: &str) -> PyResult<()> {
         detach::guarded(py, || {
             let location = self.store.location(key);

@@ -404,8 +404,9 @@ impl Rows {
         })
     }
 
-    /// Some of the dataset's examples, renumbered from 0, as a handle of its own: `(first, step, count)`, or int64 numbers as
-    /// bytes, which are not copied. Numbers are those of the whole dataset, also if this is a choice already.
+    /// Some of the dataset's examples, renumbered from 0, as a separate handle: `(first, step, count)`, or int64
+    /// numbers as bytes, which are not copied. Numbers are those of the whole dataset, even if this is already a
+    /// choice.
     fn choose(&self, py: Python<'_>, examples: ChosenBy) -> PyResult<Rows> {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;
@@ -549,8 +550,8 @@ impl Rows {
         })
     }
 
-    /// Begins to read the shard of an example that is needed next, if shards are read whole; None forgets it. Only a hint: never
-    /// raises, and does nothing after `close`.
+    /// Begins to read the shard of an example that is needed next, if shards are read whole; None drops the shard that
+    /// was read ahead. Only a hint: never raises, and does nothing after `close`.
     fn read_ahead(&self, py: Python<'_>, example: Option<i64>) -> PyResult<()> {
         detach::guarded(py, || {
             let Ok(dataset) = self.dataset(py) else { return Ok(()) };
@@ -723,7 +724,8 @@ impl Rows {
         detach::guarded(py, || summing::scan_of(py, self, group, (examples, wide), progress))
     }
 
-    /// What `sums` of a range of leaves takes, without reading it: bytes read (None: not known), memory. `total`: rows of all.
+    /// The cost of `sums` of a range of leaves, without reading it: bytes read (None: unknown), memory. `total`: rows
+    /// of all.
     fn sum_needs<'py>(
         &self,
         py: Python<'py>,
@@ -736,7 +738,8 @@ impl Rows {
         detach::guarded(py, || summing::sum_needs_of(py, self, (group, wide), tokens, leaves.0..leaves.1, total))
     }
 
-    /// What `scan` of a range of examples takes, without reading it: bytes read (None: not known), memory. `total`: bytes of all.
+    /// The cost of `scan` of a range of examples, without reading it: bytes read (None: unknown), memory. `total`:
+    /// bytes of all.
     fn scan_needs(
         &self,
         py: Python<'_>,

@@ -218,7 +218,7 @@ impl Stream {
         detach::guarded(py, || Ok(PyArray1::from_vec(py, detach::detached(py, |_| Ok(self.core.plan.before()))?)))
     }
 
-    /// Bounds of the examples that are decoded together; None if each is read on its own.
+    /// Bounds of the examples that are decoded together; None if examples are read separately.
     fn unit_bounds<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<i64>>>> {
         detach::guarded(py, || {
             Ok(match detach::detached(py, |_| self.core.rows.units())? {
@@ -326,10 +326,10 @@ impl AsMut<[u8]> for BatchMemory {
 /// Batches being read ahead.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Batches {
-    /// `None` once stopped. Locked only with the GIL held, and only to copy or take the pointer: never while waiting for a
+    /// `None` once stopped. Locked only under the GIL, and only to copy or take the pointer: never while waiting for a
     /// batch, when a signal handler on the same thread may stop these batches.
     ahead: Mutex<Option<Arc<Ahead<BatchMemory>>>>,
-    /// Buffers that the consumer holds.
+    /// Buffers that the consumer is using.
     given: Mutex<Vec<Lent>>,
     /// Whether buffers are returned for reuse by `release`, and not by the next call of `next`.
     hold: bool,

@@ -20,8 +20,8 @@ use crate::handle::Rows;
 use crate::stream::{Tokens, selection};
 use crate::{detach, errors};
 
-/// Runs long work that calls `tell` with the number of rows done; an exception of `progress` stops it and is raised.
-fn told<T: Send>(
+/// Runs long work that calls `report` with the number of rows done; an exception of `progress` stops it and is raised.
+fn with_progress<T: Send>(
     py: Python<'_>,
     progress: Option<Bound<'_, PyAny>>,
     work: impl FnOnce(&mut dyn FnMut(u64), Watch<'_>) -> Result<T> + Send,
@@ -30,7 +30,7 @@ fn told<T: Send>(
     let mut raised: Option<PyErr> = None;
     let made = detach::detached(py, |watch| {
         let stop = std::cell::Cell::new(false);
-        let mut tell = |done: u64| {
+        let mut report = |done: u64| {
             if let Some(progress) = &progress
                 && let Err(error) = Python::attach(|py| progress.call1(py, (done,)).map(drop))
             {
@@ -38,7 +38,7 @@ fn told<T: Send>(
                 stop.set(true);
             }
         };
-        let made = work(&mut tell, &mut || stop.get() || watch());
+        let made = work(&mut report, &mut || stop.get() || watch());
         if stop.get() { Err(Error::new(Kind::Interrupted, "interrupted")) } else { made }
     });
     match raised {
@@ -50,12 +50,12 @@ fn told<T: Send>(
 /// Whether rows are read as float64 because stored types differ: yes, no, or None if they do.
 type Wide = Option<bool>;
 
-/// The dataset, with rows as float64 if asked for.
+/// The dataset, with rows as float64 if requested.
 fn read_wide(dataset: Arc<Dataset>, wide: Wide) -> Arc<Dataset> {
     if wide == Some(true) { dataset.read_as(DType::F64).map_or(dataset, Arc::new) } else { dataset }
 }
 
-/// Does work on a dataset; on the same as float64 if types turn out to differ.
+/// Calls `work` with a dataset; again with its rows as float64 if their types differ.
 fn widened<T>(dataset: &Dataset, wide: Wide, mut work: impl FnMut(&Dataset) -> Result<T>) -> Result<T> {
     match work(dataset) {
         Err(error) if wide.is_none() && error.kind == Kind::DType => match dataset.read_as(DType::F64) {
@@ -83,8 +83,8 @@ pub fn stats_of<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let dataset = summed(py, rows, None)?;
     let selection = selection(py, dataset.examples(), tokens)?;
-    let made = told(py, progress, |tell, watch| {
-        widened(&dataset, None, |dataset| stats::stats(dataset, group, &selection, tell, watch))
+    let made = with_progress(py, progress, |report, watch| {
+        widened(&dataset, None, |dataset| stats::stats(dataset, group, &selection, report, watch))
     })?;
     as_dict(py, &made)
 }
@@ -105,11 +105,12 @@ pub fn sums_of<'py>(
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
     let dataset = summed(py, rows, Some(wide))?;
     let selection = selection(py, dataset.examples(), tokens)?;
-    let made = told(py, progress, |tell, watch| stats::sums(&dataset, group, (&selection, leaves), tell, watch))?;
+    let made =
+        with_progress(py, progress, |report, watch| stats::sums(&dataset, group, (&selection, leaves), report, watch))?;
     as_dicts(py, &made)
 }
 
-/// `Rows.sum_needs`: bytes that sums of leaves read (None: not known) and their memory.
+/// `Rows.sum_needs`: bytes that sums of leaves read (None: unknown) and their memory.
 pub fn sum_needs_of<'py>(
     py: Python<'py>,
     rows: &Rows,
@@ -124,7 +125,7 @@ pub fn sum_needs_of<'py>(
     Ok((made.read, made.memory))
 }
 
-/// `Rows.scan_needs`: bytes that a scan of some examples reads (None: not known) and its memory.
+/// `Rows.scan_needs`: bytes that a scan of some examples reads (None: unknown) and its memory.
 pub fn scan_needs_of(
     py: Python<'_>,
     rows: &Rows,
@@ -190,7 +191,7 @@ fn as_dict<'py>(py: Python<'py>, sums: &Stats) -> PyResult<Bound<'py, PyDict>> {
     Ok(out)
 }
 
-/// The inverse of what [`as_dict`] tells of a summary. Lists may come from a file: those longer than a summary's are refused.
+/// The inverse of [`as_dict`] for a summary. Lists may come from a file: those longer than a summary's are refused.
 fn summary_of(py: Python<'_>, node: &Bound<'_, PyDict>, zeros: Vec<u64>) -> PyResult<Summary> {
     let get = |name: &str| node.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_owned()));
     let refused = |detail: String| Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
@@ -278,9 +279,9 @@ pub fn scan_of<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let dataset = read_wide(rows.dataset(py)?, wide);
     let examples = examples.map_or(0..dataset.examples(), |(from, to)| from..to);
-    let (dtype, made) = told(py, progress, |tell, watch| {
+    let (dtype, made) = with_progress(py, progress, |report, watch| {
         widened(&dataset, wide, |dataset| {
-            let made = scan::scan(dataset, group, examples.clone(), tell, watch)?;
+            let made = scan::scan(dataset, group, examples.clone(), report, watch)?;
             Ok((dataset.row().dtype, made))
         })
     })?;

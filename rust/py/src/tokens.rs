@@ -87,15 +87,14 @@ fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<V
     let members = i64::try_from(most).unwrap_or(i64::MAX);
     let one = |n: &i64| {
         let at = if *n < 0 { n.saturating_add(members) } else { *n };
-        u64::try_from(at)
-            .ok()
-            .filter(|at| *at < most)
-            .ok_or_else(|| errors::raise(py, &Error::new(Kind::OutOfRange, format!("{what} {n}: there are {most}"))))
+        u64::try_from(at).ok().filter(|at| *at < most).ok_or_else(|| {
+            errors::raise(py, &Error::new(Kind::OutOfRange, format!("{what} {n} is out of range: there are {most}")))
+        })
     };
     numbers.iter().map(one).collect()
 }
 
-/// Runs work that may wait for a network, on a thread of its own if it does, so that an interrupt ends the wait.
+/// Runs work that may wait for a network, on a separate thread if it does, so that an interrupt ends the wait.
 fn patient<T: Send>(
     py: Python<'_>,
     far: bool,
@@ -194,7 +193,8 @@ impl TokenField {
         cache: &BlockCache,
     ) -> PyResult<TokenField> {
         detach::guarded(py, || {
-            let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
+            let io = Io::from_name(io)
+                .ok_or_else(|| argument(py, format!("io: expected 'mmap' or 'pread', found '{io}'")))?;
             let store = remote_store(parts.iter().map(|(place, _)| place)).map_err(|e| errors::raise(py, &e))?;
             let store = store.unwrap_or_else(|| Arc::new(Local { io }));
             let part = |(place, counts): (NamedPlace, _)| FieldShard { folder: place.location, counts };
@@ -250,8 +250,9 @@ impl TokenField {
     fn elements<'py>(&self, py: Python<'py>, start: u64, n: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
         detach::guarded(py, || {
             let Some(end) = start.checked_add(n).filter(|end| *end <= self.field.num_elements()) else {
-                let held = self.field.num_elements();
-                let detail = format!("elements {start} to {}: the field has {held}", start.saturating_add(n));
+                let found = self.field.num_elements();
+                let end = start.saturating_add(n);
+                let detail = format!("elements {start} to {end} are out of range: the field has {found}");
                 return Err(errors::raise(py, &Error::new(Kind::OutOfRange, detail)));
             };
             self.copied(py, ElementRange { start, end })
@@ -307,21 +308,21 @@ impl TokenField {
         })
     }
 
-    /// Every problem of the files: kind, finding code if more exact, detail, path, byte offset, and whether something is only
-    /// missing. At most the first 10,000.
+    /// Every problem of the files: kind, finding code if more exact, detail, path, byte offset, and whether data is
+    /// only missing. At most the first 10,000.
     fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
         detach::guarded(py, || {
             const MOST: usize = 10_000;
             detach::detached(py, |watch| {
                 let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
-                let mut tell = |e: Error, absent: bool| {
+                let mut report = |e: Error, absent: bool| {
                     let path = e.location.as_ref().map(|l| errors::path_of(l).into());
                     let problem = (e.kind.code(), e.finding.map(Finding::code), e.detail, path, e.offset, absent);
                     if known.len() < MOST && known.insert(problem.clone()) {
                         found.push(problem);
                     }
                 };
-                self.field.check(deep, &mut tell, watch)?;
+                self.field.check(deep, &mut report, watch)?;
                 Ok(found)
             })
         })
@@ -416,7 +417,9 @@ pub fn pack_rows<'py>(
     detach::guarded(py, || {
         const ROWS: u64 = 1 << 18;
         const FAR_ROWS: u64 = 1 << 22;
-        let how = Overlong::from_name(overlong).ok_or_else(|| argument(py, format!("slice_strategy: {overlong:?}")))?;
+        let how = Overlong::from_name(overlong).ok_or_else(|| {
+            argument(py, format!("slice_strategy: expected 'left', 'right', 'raise' or 'drop', found '{overlong}'"))
+        })?;
         let fields: Vec<Arc<Field>> = fields.iter().map(|f| Arc::clone(&f.field)).collect();
         let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
         let at_once = if fields.iter().any(|f| f.is_far()) { FAR_ROWS } else { ROWS };

@@ -79,7 +79,7 @@ pub fn sync_files(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
     detach::guarded(py, || detach::detached(py, |watch| write::sync(&paths, watch)))
 }
 
-/// Renames all files below folders into `root`, but some. Returns the folders whose entries changed.
+/// Renames all files below folders into `root`, except some. Returns the folders whose entries changed.
 #[pyfunction]
 pub fn move_files(py: Python<'_>, folders: Vec<PathBuf>, root: PathBuf, but: Vec<PathBuf>) -> PyResult<Vec<PathBuf>> {
     detach::guarded(py, || {
@@ -88,7 +88,7 @@ pub fn move_files(py: Python<'_>, folders: Vec<PathBuf>, root: PathBuf, but: Vec
     })
 }
 
-/// Removes folders and what is in them, as far as the system lets it.
+/// Removes folders and their contents, as far as the system permits.
 #[pyfunction]
 pub fn remove_folders(py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<()> {
     detach::guarded(py, || detach::detached(py, |watch| write::remove_folders(&folders, watch)))

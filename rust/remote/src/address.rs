@@ -5,7 +5,7 @@ use actshard_core::location::Location;
 use actshard_core::{Error, Kind, Result};
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 
-/// Characters of a key that a URL's path cannot hold as they are.
+/// Characters of a key that must be escaped in a URL's path.
 const IN_PATH: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -139,7 +139,7 @@ impl StoreUrl {
     }
 }
 
-/// Why a text cannot be a bucket, or a host.
+/// The reason why a text is invalid as a bucket or a host.
 fn not_a_bucket(provider: Provider, scheme: &str, bucket: &str) -> Option<&'static str> {
     if provider == Provider::Http {
         // Names in other scripts are sent in their ASCII form.
@@ -154,7 +154,7 @@ fn not_a_bucket(provider: Provider, scheme: &str, bucket: &str) -> Option<&'stat
 fn hub(rest: &str) -> Result<StoreUrl> {
     let expected = "expected hf://datasets/ORG/NAME[@REVISION][/PATH]";
     let plain = |text: &str| text.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c));
-    // What else is there may be a secret.
+    // Other text may be a secret.
     let named = |text: &str| if text.split('/').all(plain) { text.to_string() } else { String::new() };
     let Some(rest) = rest.strip_prefix("datasets/") else {
         let what = named(rest.split('/').next().unwrap_or_default());

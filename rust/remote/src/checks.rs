@@ -31,7 +31,7 @@ const URLS: &[&str] = &[
 ];
 /// Names of files, and the content of one. The library reports those that it cannot read.
 const TEXTS: &[&str] = &["service_account", "service_account_key", "application_credentials", "profile"];
-/// An empty value of these means none.
+/// An empty value of these options means no value.
 const MAY_BE_EMPTY: &[&str] = &["token", "session_token"];
 
 /// Parses a word for true or false.
@@ -43,7 +43,8 @@ pub fn switch(text: &str) -> Option<bool> {
     }
 }
 
-/// Why a value cannot be that of an option; `None` if it can. `name` is the option's name without its provider's prefix.
+/// The reason why a value is invalid for an option; `None` if it is valid. `name` is the option's name without its
+/// provider's prefix.
 pub fn why_not(name: &str, value: &str) -> Option<&'static str> {
     if value.is_empty() {
         return (!MAY_BE_EMPTY.contains(&name)).then_some("expected a value, found an empty text");
@@ -66,7 +67,7 @@ pub fn why_not(name: &str, value: &str) -> Option<&'static str> {
     }
 }
 
-/// Why a text cannot be the value of a header.
+/// The reason why a text is invalid as the value of a header.
 pub fn not_a_header(value: &str) -> Option<&'static str> {
     if value.contains(char::is_control) {
         return Some("expected one line of text, found a line break or another control character");
@@ -77,7 +78,7 @@ pub fn not_a_header(value: &str) -> Option<&'static str> {
     (!value.is_ascii()).then_some("expected ASCII text, found other characters")
 }
 
-/// Why a text cannot be the address of a server.
+/// The reason why a text is invalid as the address of a server.
 pub fn not_an_address(value: &str) -> Option<&'static str> {
     let expected = "expected a URL such as https://HOST or http://HOST:PORT";
     let scheme = value.split_once("://").map(|(scheme, _)| scheme.to_ascii_lowercase());
@@ -89,7 +90,7 @@ pub fn not_an_address(value: &str) -> Option<&'static str> {
     let parsed = value.parse().map(|uri| *request.uri_mut() = uri);
     match (Url::parse(value), parsed) {
         (Ok(url), Ok(())) if !url.username().is_empty() || url.password().is_some() => {
-            Some("expected a URL without a user name: pass credentials as options of their own")
+            Some("expected a URL without a user name: pass credentials as separate options")
         }
         (Ok(url), Ok(())) if url.has_host() && request.uri().host().is_some_and(|host| !host.is_empty()) => None,
         _ => Some(expected),

@@ -1,11 +1,11 @@
-//! Time that a process was seen to wait: not that for which it was stopped, or its machine was suspended.
+//! The time that a process waits, without the time for which it was stopped or its machine was suspended.
 
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
-/// The longest sleep. What passes beyond two of them before a task goes on was no wait for a server.
+/// The longest sleep. Time beyond two sleeps before a task continues does not count as waiting for a server.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Counts the time that a task waits.

@@ -22,7 +22,7 @@ pub enum Cause {
     Broken,
     /// The object is not the one that was opened.
     Changed,
-    /// The object that was opened is not there any more.
+    /// The object that was opened no longer exists.
     Gone,
     /// The answer contradicts the request.
     Protocol,
@@ -37,17 +37,17 @@ pub enum Cause {
 pub struct Failure {
     /// Its kind.
     pub cause: Cause,
-    /// The server's own word for it: S3's `<Code>`, the hub's `X-Error-Code`.
+    /// The server's error code: S3's `<Code>`, the hub's `X-Error-Code`.
     pub code: Option<String>,
     /// The details, in one line.
     pub text: String,
-    /// The server's wish: not before this time.
+    /// The time that the server asks to wait.
     pub after: Option<Duration>,
-    /// The region of the bucket, if the server said.
+    /// The region of the bucket, if the server reported it.
     pub region: Option<String>,
-    /// The object's size, if the server said.
+    /// The object's size, if the server reported it.
     pub size: Option<u64>,
-    /// Whether it came from another host, after a redirect.
+    /// Whether it is from another host, after a redirect.
     pub is_away: bool,
     /// Whether the service names its reasons, but gave none: the answer is another server's, for example a proxy's.
     pub is_foreign: bool,
@@ -124,7 +124,7 @@ impl Failure {
             HttpErrorKind::Connect => Cause::Connect,
             _ => Cause::Broken,
         };
-        // The innermost source says most: "Connection refused", "dns error".
+        // The innermost source is the most specific: "Connection refused", "dns error".
         let mut texts = vec![error.to_string()];
         let mut source = error.source();
         while let Some(inner) = source {
@@ -139,7 +139,7 @@ impl Failure {
         Failure::new(cause, shown(&text))
     }
 
-    /// The innermost text of an error: the others say where it happened. May be long, and contain options.
+    /// The innermost text of an error: the others describe where it occurred. May be long, and contain options.
     pub fn chain(error: &(dyn StdError + 'static)) -> String {
         let mut last = error;
         while let Some(inner) = last.source() {
@@ -198,8 +198,8 @@ impl Failure {
         matches!(code, "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" | "TokenRefreshRequired")
     }
 
-    /// Whether the service says that there is no such object. A bucket or a dataset that is not there says nothing about the
-    /// object, and neither does a proxy: absent chunks have fill values, so a wrong answer would be read as rows.
+    /// Whether the service reports that the object does not exist. Reports of a missing bucket or dataset, and answers
+    /// of a proxy, do not count: absent chunks have fill values, so a wrong answer would be read as rows.
     pub fn is_absence(&self) -> bool {
         matches!(self.status(), Some(404 | 410))
             && !self.is_foreign
@@ -209,12 +209,13 @@ impl Failure {
             )
     }
 
-    /// Whether it is a 404 without the service's word for it.
+    /// Whether it is a 404 or 410 without an error code.
     pub fn is_unnamed(&self) -> bool {
         matches!(self.status(), Some(404 | 410)) && self.code.is_none()
     }
 
-    /// Whether the server refuses a name. It may not exist: servers that do not let it be listed do not say.
+    /// Whether the server denies access to a name. The name may not exist: servers that deny listing do not distinguish
+    /// the two.
     pub fn is_denial(&self) -> bool {
         let credentials = [
             "InvalidAccessKeyId",
@@ -273,7 +274,7 @@ impl Failure {
         Error::new(kind, text).at(location)
     }
 
-    /// What to do about a status.
+    /// Advice for a status.
     fn advice(&self, status: u16) -> &'static str {
         match (status, self.code.as_deref()) {
             (_, Some("GatedRepo")) => {
@@ -305,7 +306,7 @@ impl Failure {
     }
 }
 
-/// A failure of ours in the sources of an error.
+/// A [`Failure`] among the sources of an error.
 fn own(error: &(dyn StdError + 'static)) -> Option<Failure> {
     let mut source = Some(error);
     while let Some(inner) = source {

@@ -31,7 +31,7 @@ static HELD: AtomicU64 = AtomicU64::new(0);
 pub struct HeadShare(u64);
 
 impl HeadShare {
-    /// A share of so many bytes, if they are left.
+    /// A share of this many bytes, if they are available.
     pub fn take(bytes: u64) -> Option<HeadShare> {
         let fits = |held: u64| held.checked_add(bytes).filter(|held| *held <= HEADS);
         HELD.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok().then_some(HeadShare(bytes))
@@ -42,7 +42,7 @@ impl HeadShare {
         self.0
     }
 
-    /// Gives back all but so many bytes.
+    /// Returns all but this many bytes.
     pub fn shrink(&mut self, bytes: u64) {
         HELD.fetch_sub(self.0.saturating_sub(bytes), Ordering::Relaxed);
         self.0 = self.0.min(bytes);
@@ -55,22 +55,22 @@ impl Drop for HeadShare {
     }
 }
 
-/// The first bytes of an object, which came when it was opened.
+/// The first bytes of an object, received when it was opened.
 #[derive(Clone, Debug)]
 pub struct Head {
     pub(crate) bytes: Bytes,
     pub(crate) _share: Arc<HeadShare>,
 }
 
-/// An open object of a store. It holds no connection.
+/// An open object of a store. It keeps no connection.
 #[derive(Debug)]
 pub struct RemoteObject {
     pub(crate) link: Arc<Link>,
     pub(crate) location: Location,
     pub(crate) key: String,
-    /// What was known when it was opened.
+    /// The facts about it when it was opened.
     pub(crate) opened: ObjectFacts,
-    /// Its first bytes, if they came when it was opened; dropped by the first read past them.
+    /// Its first bytes, if they were received when it was opened; dropped by the first read past them.
     pub(crate) head: ForkLock<Option<Head>>,
 }
 
@@ -83,7 +83,7 @@ impl RemoteObject {
         Ok(())
     }
 
-    /// Copies what the first bytes contain of a range; returns the length.
+    /// Copies the part of a range that is in the first bytes; returns its length.
     fn copy_head(&self, at: u64, into: &mut [u8]) -> usize {
         let Some(head) = self.head.with(|head| head.clone()).flatten() else { return 0 };
         let Some(found) = usize::try_from(at).ok().and_then(|at| head.bytes.get(at..)) else { return 0 };

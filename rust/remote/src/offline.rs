@@ -1,4 +1,5 @@
-//! Listings of hub datasets beside a cache on disk, so that what was read once opens without a network (`HF_HUB_OFFLINE`).
+//! Listings of hub datasets, stored next to a cache on disk, so that data that was read once opens without a network
+//! (`HF_HUB_OFFLINE`).
 
 use std::fs;
 use std::io::Write as _;
@@ -13,7 +14,7 @@ use crate::known::{Known, PackedKnown};
 
 /// The version of this form. Others are ignored.
 const VERSION: u32 = 1;
-/// A longer name is not a file name everywhere.
+/// Some file systems do not support longer names.
 const LONGEST_NAME: usize = 200;
 /// The longest listing that is read, in bytes.
 const LONGEST: u64 = 1 << 30;
@@ -25,17 +26,18 @@ struct Remembered {
     known: PackedKnown,
 }
 
-/// The file of a dataset's listing: server, dataset, revision as asked for, and folder. None if that is too long for a name.
+/// The file of a dataset's listing: server, dataset, requested revision, and folder. None if that is too long for a
+/// name.
 pub fn file_of(cache: &Path, origin: &str, dataset: &str, revision: &str, folder: &str) -> Option<PathBuf> {
     let name = [origin, dataset, revision, folder].map(name_of).join("+");
     (name.len() <= LONGEST_NAME).then(|| cache.join(LISTINGS).join(name))
 }
 
-/// Writes the listing at a commit. Like everything of a cache, without it only the network is needed: errors are not told.
+/// Writes the listing at a commit. Errors are ignored: without the file, only the network is needed.
 pub fn remember(file: &Path, commit: &str, known: &Known) {
     let found = Remembered { version: VERSION, commit: commit.to_string(), known: known.pack() };
     let (Ok(bytes), Some(folder)) = (serde_json::to_vec(&found), file.parent()) else { return };
-    // Under a name of its own first: other threads and processes write the same file.
+    // Under a unique name first: other threads and processes write the same file.
     static WRITTEN: AtomicU64 = AtomicU64::new(0);
     let own = folder.join(format!("new-{}-{}", std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed)));
     let written = fs::create_dir_all(folder).and_then(|()| {

@@ -1,4 +1,4 @@
-//! `storage_options`: object_store's words in any case, and fsspec's names for the most common ones.
+//! `storage_options`: object_store's names in any letter case, and fsspec's names for the most common ones.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,7 +32,7 @@ pub struct RequestLimits {
     pub patience: Duration,
     /// Time to connect.
     pub connect: Duration,
-    /// Time without a byte after which an answer is given up.
+    /// Time without a byte after which an answer is abandoned.
     pub stall: Duration,
     /// Idle time after which a connection is closed.
     pub idle: Duration,
@@ -66,7 +66,7 @@ impl Default for RequestLimits {
     }
 }
 
-/// Options in the words of one provider.
+/// Options under the names of one provider.
 #[derive(Clone, Default)]
 pub struct ProviderSettings {
     /// object_store's names with their values.
@@ -212,7 +212,7 @@ impl Options {
         self.0.clone().into_iter().collect()
     }
 
-    /// The options in a provider's words. Unknown names are errors.
+    /// The options under a provider's names. Unknown names are errors.
     pub fn settings(&self, provider: Provider) -> Result<ProviderSettings> {
         let mut made = ProviderSettings::default();
         for (key, value) in &self.0 {
@@ -239,7 +239,7 @@ impl Options {
     }
 }
 
-/// An option in object_store's words, which has fewer words for true.
+/// An option for object_store, which accepts fewer words for true.
 fn setting(name: String, value: &str) -> (String, String) {
     let word = why_not(&name, "?").filter(|why| *why == "expected true or false").and_then(|_| switch(value));
     let value = word.map_or_else(|| value.to_string(), |on| on.to_string());
@@ -277,7 +277,7 @@ fn unknown(provider: Provider, key: &str) -> Error {
     let mut near: Vec<(usize, &str)> = own.chain(LIMITS).map(|name| (distance(key, name), *name)).collect();
     near.sort_unstable();
     let near: Vec<&str> = near.into_iter().take(3).map(|(_, name)| name).collect();
-    refused(key, &format!("unknown option; the nearest are {}", near.join(", ")))
+    refused(key, &format!("unknown option; the most similar options are {}", near.join(", ")))
 }
 
 /// Edits that change one text into another.
@@ -329,7 +329,7 @@ fn connection(text: &str) -> Result<Vec<(String, String)>> {
 }
 
 impl RequestLimits {
-    /// Sets a limit; false if the name is that of none.
+    /// Sets a limit; false if no limit has this name.
     fn set(&mut self, name: &str, value: &str) -> Result<bool> {
         let seconds =
             || duration(value).ok_or_else(|| refused(name, "expected a time such as 30, \"30s\" or \"500ms\""));
@@ -348,7 +348,7 @@ impl RequestLimits {
             }
             "proxy_url" => self.proxy = Some(Secret(value.to_string())),
             "user_agent" => self.agent = value.to_string(),
-            // An http endpoint is a user's decision already; the others describe what is done anyway.
+            // The user has already chosen http with the endpoint; the other options describe the behaviour anyway.
             "allow_http" | "http1_only" | "randomize_addresses" => {}
             _ => return Ok(false),
         }

@@ -1,5 +1,5 @@
-//! Reads ranges of one object into memory: slow requests are sent twice, broken bodies go on at the byte where they broke, and
-//! every answer must belong to the object that was opened.
+//! Reads ranges of one object into memory: slow requests are sent twice, broken bodies continue at the byte where they
+//! broke, and every answer must belong to the object that was opened.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const PROGRESS: usize = 64 << 10;
 /// The shortest wait for more of a body before another request is made.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// One object, and how to ask for it.
+/// One object, and the means to request it.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
     /// The protocol.
@@ -38,11 +38,11 @@ pub struct Reading<'a> {
     pub key: &'a str,
     /// The object as it was opened; `None` before.
     pub opened: Option<&'a ObjectFacts>,
-    /// What the store knows: each answer is compared with it, so that two readers do not see two versions.
+    /// The store's known facts: each answer is compared with them, so that two readers do not see two versions.
     pub known: &'a ForkLock<Known>,
 }
 
-/// The first bytes of an object, and what came with them.
+/// The first bytes of an object, and the facts in their answer.
 pub struct Beginning {
     /// The bytes.
     pub bytes: Vec<u8>,
@@ -52,7 +52,7 @@ pub struct Beginning {
     pub date: Option<ServerDate>,
 }
 
-/// What is said where a fork lost what a store knows.
+/// The failure if a fork lost a store's known facts.
 pub fn lost() -> Failure {
     Failure::new(Cause::Refused, "was being opened when this process was forked: open it again")
 }
@@ -63,7 +63,7 @@ impl<'a> Reading<'a> {
         Ok(self.known.with(|known| known.latest(self.key, opened)).ok_or_else(lost)?.expected())
     }
 
-    /// One answer, checked against what is known of the object and against the answers before.
+    /// One answer, checked against the known facts about the object and the earlier answers.
     async fn ask(self, range: Range<u64>) -> Result<Answer, Failure> {
         let expected = self.expected()?;
         let end = Instant::now() + self.limits.patience;
@@ -165,7 +165,7 @@ impl<'a> Reading<'a> {
         Ok(())
     }
 
-    /// Asks for a byte of an object that is known: fails unless it is there, and the same.
+    /// Requests one byte of a known object: fails unless the object still exists unchanged.
     pub async fn still(self) -> Result<(), Failure> {
         match self.opened.map(|opened| opened.size) {
             Some(0) => self.first(0..1).await.map(drop),
@@ -173,7 +173,7 @@ impl<'a> Reading<'a> {
         }
     }
 
-    /// The first bytes of an object that nothing is known of.
+    /// The first bytes of an unknown object.
     pub async fn open(self, most: u64) -> Result<Beginning, Failure> {
         let (mut broken, mut clock, mut progress) = (0, Clock::default(), Progress::default());
         loop {
@@ -210,7 +210,7 @@ impl<'a> Pieces<'a> {
         made
     }
 
-    /// Adds a piece behind the others.
+    /// Adds a piece after the others.
     pub fn push(&mut self, piece: &'a mut [u8]) {
         self.len += piece.len();
         self.pieces.push(piece);
@@ -243,7 +243,7 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// The time that was waited when a body last was [`PROGRESS`] further.
+/// The waited time when a body last advanced by [`PROGRESS`], and its bytes then.
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress(Option<(Duration, usize)>);
 
@@ -252,7 +252,7 @@ impl Progress {
         Progress(Some((clock.waited(), done)))
     }
 
-    /// Takes note of the bytes so far; whether the last step takes longer than a limit.
+    /// Records the bytes so far; returns whether the last step takes longer than a limit.
     fn is_late(&mut self, done: usize, clock: &Clock, limit: Duration) -> bool {
         match self.0 {
             Some((since, from)) if done < from + PROGRESS => clock.waited() - since > limit,
@@ -264,7 +264,7 @@ impl Progress {
     }
 }
 
-/// What a store and its objects share.
+/// The state that a store and its objects share.
 #[derive(Debug)]
 pub struct Link {
     /// The protocol.
@@ -273,7 +273,7 @@ pub struct Link {
     pub pace: Arc<Pace>,
     /// Limits of requests.
     pub limits: RequestLimits,
-    /// What is known of the objects.
+    /// The known facts about the objects.
     pub known: ForkLock<Known>,
 }
 

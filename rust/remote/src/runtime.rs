@@ -1,9 +1,9 @@
 //! The threads that do input and output, one set per process.
 //!
-//! tokio does not survive a fork. The runtime therefore belongs to a process id: a child builds its own at its first request
-//! and leaks its parent's, which must neither be used nor dropped there. The same holds for anything that keeps connections:
-//! [`PerProcess`]. Callers run their own futures on their own thread, so that a body is written straight into the caller's
-//! memory, and look at their [`Stop`] every [`LOOK`].
+//! tokio does not survive a fork. The runtime therefore belongs to a process id: a child builds its own at its first
+//! request and leaks its parent's, which must neither be used nor dropped there. The same applies to anything that
+//! keeps connections: [`PerProcess`]. Callers run their own futures on their own thread, so that a body is written
+//! straight into the caller's memory, and check their [`Stop`] every [`LOOK`].
 
 use std::fmt;
 use std::future::Future;
@@ -20,7 +20,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Bytes in flight in this process.
 pub const IN_FLIGHT: u64 = 256 << 20;
-/// One unit of [`IN_FLIGHT`], and the least that a request counts as: at most 256 requests are in flight.
+/// One unit of [`IN_FLIGHT`], and the minimum size that a request counts as: at most 256 requests are in flight.
 const UNIT: u64 = 1 << 20;
 /// Threads that drive the connections. Two carry 2 GB/s over TLS.
 const WORKERS: usize = 2;
@@ -70,8 +70,8 @@ fn build() -> Option<Runtime> {
     Builder::new_multi_thread().worker_threads(WORKERS).thread_name("actshard-io").enable_all().build().ok()
 }
 
-/// Runs a future on the calling thread until it is done; `None` if `stop` was set before, an error
-/// if nobody waits for this thread any more. Dropping a request closes its connection.
+/// Runs a future on the calling thread until it is done; `None` if `stop` was set before, an error if the caller no
+/// longer waits for this thread. Dropping a request closes its connection.
 pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
     let runtime = io().made.get_or_init(build).as_ref();
     let runtime = runtime.ok_or_else(|| Error::new(Kind::Access, "cannot start the threads for network requests"))?;
@@ -79,7 +79,7 @@ pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
         let mut future = pin!(future);
         while !stop.is_set() {
             if is_abandoned() {
-                // An error, because the caller only takes its own stop for a reason to have no answer.
+                // An error, because the caller expects `None` only after its own stop.
                 return Err(interrupted());
             }
             if let Ok(made) = tokio::time::timeout(LOOK, future.as_mut()).await {
@@ -90,14 +90,14 @@ pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
     })
 }
 
-/// Runs a future on the calling thread for at most so long. No stop ends it, nor that nobody waits for this thread any more: it
-/// undoes what a stopped call began.
+/// Runs a future on the calling thread for at most this time. It does not end at a stop, or when the caller no longer
+/// waits: it undoes the work of a stopped call.
 pub fn wait_at_most<F: Future>(future: F, most: Duration) -> Option<F::Output> {
     let runtime = io().made.get_or_init(build).as_ref()?;
     runtime.block_on(async { tokio::time::timeout(most, future).await.ok() })
 }
 
-/// Waits until a request for so many bytes fits into [`IN_FLIGHT`], and counts it until the permit is dropped.
+/// Waits until a request for this many bytes fits into [`IN_FLIGHT`], and counts it until the permit is dropped.
 pub async fn reserve(bytes: u64) -> Option<SemaphorePermit<'static>> {
     let units = bytes.div_ceil(UNIT).clamp(1, IN_FLIGHT / UNIT) as u32;
     io().budget.acquire_many(units).await.ok()

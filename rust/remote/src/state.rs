@@ -1,4 +1,4 @@
-//! What travels in a pickled store.
+//! The content of a pickled store.
 
 use std::path::PathBuf;
 

@@ -1,7 +1,8 @@
 //! Writes files to a bucket: small ones in one request, others in parts, many requests at once.
 //!
-//! Every object carries the SHA-256 of its bytes, so that a later run recognises it, and so that a request whose answer was lost
-//! is not repeated if it arrived. No error and no stop leaves an unfinished upload: its parts would be paid for, unseen.
+//! Every object carries the SHA-256 of its bytes, so that a later run recognises it, and so that a request whose answer
+//! was lost is not repeated if it arrived. Errors and stops leave no unfinished upload: its invisible parts would be
+//! billed.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -36,16 +37,17 @@ const PARTS: u64 = 9_999;
 /// Files at once, and parts of one file.
 const FILES: usize = 32;
 const PARTS_AT_ONCE: usize = 8;
-/// Requests at once, in units of this many bytes: 128 MiB on the way suit fast links, and end in time on slow ones.
+/// Requests at once, in units of this many bytes: 128 MiB in flight use a fast link fully, and finish in time on a slow
+/// one.
 const UNIT: u64 = 4 << 20;
 const UNITS: u64 = 32;
 /// Bytes of a file that are read at once to compute its digest.
 const PIECE: u64 = 64 << 20;
-/// Time to remove unfinished uploads after an error, and after a stop, when somebody waits for the end.
+/// Time to remove unfinished uploads after an error, and after a stop, when the user waits for the end.
 const CLEANUP: Duration = Duration::from_secs(30);
 const CLEANUP_STOPPED: Duration = Duration::from_secs(5);
 
-/// Where an object's bytes come from.
+/// The source of an object's bytes.
 #[derive(Clone, Debug)]
 pub enum UploadBody {
     /// A local file.
@@ -63,20 +65,20 @@ pub struct UploadJob {
     pub key: String,
     /// Whether an object of the same key and other content must not be replaced.
     pub only_new: bool,
-    /// The size of the object of this key that is there, if one is.
+    /// The size of the existing object of this key, if any.
     pub found: Option<u64>,
-    /// The SHA-256 that its bytes had when they were checked: others are not written.
+    /// The SHA-256 of its bytes when they were checked: other bytes are not written.
     pub sha256: Option<String>,
 }
 
-/// What became of an [`UploadJob`].
+/// The result of an [`UploadJob`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uploaded {
     /// It was written.
     Sent,
-    /// The same bytes were there.
+    /// The same bytes already existed.
     There,
-    /// Other bytes are there, and `only_new` was asked for.
+    /// Other bytes exist, and `only_new` was requested.
     Refused,
 }
 
@@ -111,7 +113,7 @@ fn part_bytes(size: u64) -> u64 {
     size.div_ceil(PARTS).next_multiple_of(1 << 20).max(PART)
 }
 
-/// Reads exactly so many bytes; on a thread that may block.
+/// Reads exactly this many bytes, on a thread that may block.
 async fn read(file: &Arc<File>, at: u64, len: u64, location: &Location) -> Result<Bytes> {
     let file = Arc::clone(file);
     let none = || Error::new(Kind::NoMemory, format!("no memory for {len} bytes")).at(location);
@@ -183,14 +185,14 @@ impl<'a> Uploader<'a> {
         let made = wait(all, stop).and_then(|made| made.ok_or_else(interrupted)?);
         let left = self.begun.with(std::mem::take).unwrap_or_default();
         if !left.is_empty() {
-            // Not ended by what ended the uploads.
+            // Not stopped together with the uploads.
             let stopped = stop.is_set() || is_abandoned();
             wait_at_most(self.abort_all(left), if stopped { CLEANUP_STOPPED } else { CLEANUP });
         }
         made
     }
 
-    /// Removes objects; those that are not there are removed.
+    /// Removes objects; objects that do not exist count as removed.
     pub fn remove(&self, keys: &[String], stop: &Stop) -> Result<()> {
         let all = stream::iter(keys).map(|key| self.removed(key)).buffer_unordered(FILES).try_collect::<Vec<()>>();
         wait(all, stop)?.ok_or_else(interrupted)?.map(drop)
@@ -212,7 +214,7 @@ impl<'a> Uploader<'a> {
         wait(all, stop)?.ok_or_else(interrupted)?
     }
 
-    /// The SHA-256 that objects carry; `None` for those that are not there, or were written otherwise.
+    /// The SHA-256 that objects carry; `None` for objects that do not exist or were written by other means.
     pub fn digests(&self, keys: &[String], stop: &Stop) -> Result<Vec<Option<String>>> {
         let one = |key| async move {
             let found = self.puts.head(key).await;
@@ -228,7 +230,7 @@ impl<'a> Uploader<'a> {
         ended.or_else(gone).map_err(|failure| failure.writing(&(self.name)(key)))
     }
 
-    /// Sends a request that does the same when it arrives twice, until it succeeds or no attempt is left.
+    /// Sends an idempotent request until it succeeds or no attempt is left.
     async fn repeated<T, F: Future<Output = Result<T, Failure>>>(&self, ask: impl Fn() -> F) -> Result<T, Failure> {
         let mut attempts = Attempts::new(self);
         loop {
@@ -279,7 +281,7 @@ impl<'a> Uploader<'a> {
         made
     }
 
-    /// Waits until a request of so many bytes may be sent.
+    /// Waits until a request of this many bytes may be sent.
     async fn pass(&self, bytes: u64) -> (Option<SemaphorePermit<'_>>, Option<SemaphorePermit<'static>>) {
         let units = bytes.div_ceil(UNIT).clamp(1, UNITS / 2) as u32;
         (self.gate.acquire_many(units).await.ok(), reserve(bytes).await)
@@ -316,7 +318,7 @@ impl<'a> Uploader<'a> {
                 }
             }
             if only_new && failure.status() == Some(501) {
-                // The server knows no conditions; nothing was there a moment ago.
+                // The server does not support conditions; no object existed a moment ago.
                 only_new = false;
                 continue;
             }
@@ -378,7 +380,7 @@ impl<'a> Uploader<'a> {
                     return Ok(id);
                 }
                 Err(failure) => {
-                    // An answer that was lost names an upload that nobody would end.
+                    // A lost answer may name an upload that would never be ended.
                     if failure.is_temporary() {
                         self.abort_all(vec![(key.to_string(), None)]).await;
                     }
@@ -420,7 +422,7 @@ impl<'a> Uploader<'a> {
     }
 }
 
-/// What is there under a key.
+/// The existing content of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FoundContent {
     Nothing,
@@ -428,7 +430,7 @@ enum FoundContent {
     Other,
 }
 
-/// Something that was to be removed is not there.
+/// Counts an object that does not exist as removed.
 fn gone(failure: Failure) -> Result<(), Failure> {
     if failure.status() == Some(404) { Ok(()) } else { Err(failure) }
 }

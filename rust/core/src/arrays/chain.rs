@@ -1,9 +1,9 @@
 //! Decodes the codec chains of Zarr arrays within limits.
 //!
-//! zarrs parses the metadata and decodes array-to-array codecs; bytes are decompressed here, for three reasons. A chunk's decoded
-//! size follows from its shape, so decoding stops there (zarrs' decoders stop only when memory ends). Every inner chunk is
-//! decoded whole, so its checksum is verified (zarrs' partial decoders skip a trailing crc32c). Input after the end of
-//! compressed data is an error, as in numcodecs.
+//! zarrs parses the metadata and decodes array-to-array codecs; bytes are decompressed here, for three reasons. A
+//! chunk's decoded size follows from its shape, so decoding stops there (zarrs' decoders stop only when memory runs
+//! out). Every inner chunk is decoded whole, so its checksum is verified (zarrs' partial decoders skip a trailing
+//! crc32c). Input after the end of compressed data is an error, as in numcodecs.
 //!
 //! A shard that cannot be read chunk by chunk, because it is compressed as a whole or inside another shard, is decoded whole.
 
@@ -367,7 +367,7 @@ pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
     Ok(made.len() as u64)
 }
 
-/// A size that data of this encoded length may well have.
+/// A plausible decoded size for data of this encoded length.
 fn likely(encoded: usize) -> u64 {
     (encoded as u64).saturating_mul(16).max(1 << 20)
 }

@@ -27,7 +27,7 @@ use crate::threads::{self, Watch};
 /// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
 
-/// Bytes of the indexes of shards whose chunks are read together, and of an entry in one.
+/// Maximum bytes of shard indexes for chunks that are read together, and bytes of one index entry.
 const INDEXES: u64 = 64 << 20;
 const ENTRY: u64 = 16;
 
@@ -73,7 +73,7 @@ type IndexKey = (u64, Version);
 pub struct CodedArray {
     /// Whether chunks are the inner chunks of shards.
     inner: bool,
-    /// The array, or why it cannot be read.
+    /// The array, or the reason why it cannot be read.
     array: Result<ParsedArray>,
     store: Arc<dyn Store>,
     indexes: Cache<Entries, IndexKey>,
@@ -272,7 +272,7 @@ impl CodedArray {
         CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY), plain }
     }
 
-    /// The form of inner chunks that can be read in place: numbers in C order, with or without a checksum behind them.
+    /// The form of inner chunks that can be read in place: numbers in C order, optionally followed by a checksum.
     pub fn plain(&self) -> Option<Numbers> {
         self.plain
     }
@@ -332,7 +332,7 @@ impl CodedArray {
         numbers(decode_unit(encoded, chain, location)?, len, location)
     }
 
-    /// Chunks that are read together: as many as have their shards' indexes in [`INDEXES`].
+    /// Chunks that are read together: their shards' indexes fit in [`INDEXES`].
     fn groups<'i, 'a>(&self, parsed: &ParsedArray, mut indices: &'i [&'a [u64]]) -> Vec<&'i [&'a [u64]]> {
         let Some(ArrayShards { codec, .. }) = self.shards(parsed) else { return vec![indices] };
         let entries = codec.counts.iter().fold(1u64, |n, count| n.saturating_mul(*count));
@@ -388,7 +388,7 @@ impl Decode for CodedArray {
     }
 }
 
-/// The form of inner chunks, if they are numbers without other codecs than a checksum.
+/// The form of inner chunks, if they are plain numbers with at most a checksum.
 fn plain_inner_chunks(metadata: &[u8], shard: &ShardCodec) -> Option<Numbers> {
     let value: serde_json::Value = serde_json::from_slice(metadata).ok()?;
     let codecs = value.get("codecs")?.as_array()?.first()?.get("configuration")?.get("codecs")?.as_array()?;
@@ -469,7 +469,7 @@ pub fn read_whole(
     if bytes.is_none_or(|n| n > most) {
         return Err(Error::new(Kind::Format, format!("shape {shape:?} is too large to read")).at(folder));
     }
-    // Files of an older, larger array may be left over. What is listed twice is one chunk.
+    // Files of an older, larger array may be left over. A chunk that is listed twice is read once.
     let (grid, mut seen) = (parsed.array.chunk_grid_shape(), BTreeSet::new());
     let is_inside = |indices: &[u64]| indices.len() == grid.len() && indices.iter().zip(grid).all(|(i, n)| i < n);
     there.retain(|indices| is_inside(indices) && seen.insert(indices.clone()));

@@ -121,10 +121,10 @@ impl IndexForm {
             return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()).into());
         };
         if let Ok(crc) = <[u8; 4]>::try_from(crc) {
-            let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(pairs));
-            if told != found {
+            let (stored, found) = (u32::from_le_bytes(crc), crc32c::crc32c(pairs));
+            if stored != found {
                 return Err(format!(
-                    "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file is truncated or damaged"
+                    "the checksum of the shard's index is {found:08x}, expected {stored:08x}: the file is truncated or damaged"
                 )
                 .into());
             }

@@ -1,8 +1,8 @@
 //! Zstd chunks decoded in one call, straight into the result.
 //!
-//! The stream decoder has a window of its own, from which every byte is copied once more, and a chunk's decoder touches fresh
-//! memory. A context is kept per thread instead: 150 KiB. Whatever fails here, for any reason, is decoded again by the stream
-//! decoder, which reports it.
+//! The stream decoder has a separate window, from which every byte is copied once more, and a decoder per chunk touches
+//! fresh memory. A context is kept per thread instead: 150 KiB. If decoding fails here for any reason, the stream
+//! decoder decodes the chunk again and reports the error.
 
 use std::cell::RefCell;
 
@@ -14,10 +14,10 @@ thread_local! {
     static CONTEXT: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// The frames' content; None unless it has at most `limit` bytes, which are allocated first.
+/// The frames' content; `None` unless it has at most `limit` bytes, which are allocated first.
 pub(super) fn decode(encoded: &[u8], limit: u64) -> Option<Vec<u8>> {
     if encoded.is_empty() {
-        return None; // no frames decode to nothing in one call; the stream decoder refuses them
+        return None; // decoding no frames in one call gives no bytes; the stream decoder rejects an empty input
     }
     let mut made = reserve(limit).ok()?;
     let decoded = CONTEXT.try_with(|context| {

@@ -1,11 +1,11 @@
 //! A cache of decoded units with a memory budget; one thread decodes each unit.
 //!
-//! Evicts the least recently used first. An evicted unit lives as long as a reader holds it, so the budget bounds what is
-//! *kept*; callers that decode many units at once bound the rest. No lock is waited for long: a child forked while another
-//! thread held one decodes again instead of hanging.
+//! Evicts the least recently used first. An evicted unit lives as long as a reader uses it, so the budget bounds the
+//! *kept* units; callers that decode many units at once bound the rest. No lock is waited for long: a child forked
+//! while another thread held one decodes again instead of hanging.
 //!
-//! A thread that finds its unit waits for no other that finds one: it takes a lock that they share and stamps the unit. Only
-//! a miss takes the lock of the list by age, and brings the list up to date with the stamps when it evicts.
+//! Threads that find their unit do not wait for each other: each takes a shared lock and stamps the unit with the number
+//! of its use. Only a miss locks the list ordered by age; an eviction updates the list from the stamps.
 
 use std::collections::BTreeMap;
 use std::hash::Hash;
@@ -47,10 +47,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Cache<T = Buffer, K = u64> {
     budget: u64,
     patience: Duration,
-    /// Changed only by the thread that locks `state`; the second ones belong to its spare value.
+    /// Changed only by the thread that locks `state`; the second array entry belongs to the spare value of `state`.
     shelves: [Shelves<T, K>; 2],
     state: ForkMutex<CacheState<T, K>>,
-    /// The last use's number.
+    /// The number of the last use.
     clock: AtomicU64,
     decoded: AtomicU64,
     waits: AtomicU64,
@@ -59,16 +59,16 @@ pub struct Cache<T = Buffer, K = u64> {
 
 #[derive(Debug)]
 struct CacheState<T, K> {
-    /// The shelves that it describes.
+    /// The index of the shelves that this state describes.
     shelves: usize,
-    /// The keys of the cached units, ordered by what was their last use when they were listed.
+    /// The keys of the cached units, ordered by their last use at the time they were listed.
     by_age: BTreeMap<u64, K>,
     flights: Flights<T, K>,
     used: u64,
 }
 
-/// How many units an eviction spares in a row because they were used since they were listed. It bounds the time for which
-/// the lock is held after many hits.
+/// Maximum number of units that an eviction skips because they were used after they were listed. It bounds the time for
+/// which the lock is held after many hits.
 const SPARED: usize = 64;
 
 /// Returns the units at some positions of a list of keys, in order; `None` for a missing one.
@@ -149,13 +149,13 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         self.decoded.load(Ordering::Relaxed)
     }
 
-    /// How often a thread that looked for a unit had to wait for one that changed the cache.
+    /// Number of lookups that waited for a thread that was changing the cache.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }
 
-    /// How often a lock was not free in time, as on a busy machine or in a child. Each time at most one unit is not found, or not
-    /// kept, and decoded once more.
+    /// Number of times that a lock was not free in time, as on a busy machine or in a child. Each time, at most one
+    /// unit is not found or not kept, and is decoded once more.
     pub fn given_up(&self) -> u64 {
         self.given_up.load(Ordering::Relaxed)
     }
@@ -176,7 +176,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
             return None;
         };
         units.get(key).map(|slot| {
-            // Nothing to note about the unit that was used last: threads that share it do not contend for the clock.
+            // The unit that was used last needs no new stamp, so threads that share it do not contend for the clock.
             if slot.used_at.load(Ordering::Relaxed) != self.clock.load(Ordering::Relaxed) {
                 slot.used_at.store(self.tick(), Ordering::Relaxed);
             }
@@ -188,9 +188,9 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         self.clock.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Returns a cached unit for which `enough` is true, else the right to decode it or the flight of the thread that is
-    /// decoding it. A thread that is already decoding this unit gets another turn: a signal handler or finalizer that runs
-    /// while Python decodes would otherwise wait for its own thread.
+    /// Returns a cached unit for which `enough` is true, else the right to decode it or the flight of the thread that
+    /// is decoding it. A thread that is already decoding this unit gets a second turn: a signal handler or finalizer
+    /// that runs while Python decodes would otherwise wait for its own thread.
     pub fn look_up(&self, key: K, enough: impl Fn(&T) -> bool) -> Lookup<'_, T, K> {
         if let Some(unit) = self.get(key.clone()).filter(|unit| enough(unit)) {
             return Lookup::Kept(unit);
@@ -248,27 +248,27 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         let mut found: Vec<Option<Arc<T>>> = keys.iter().map(|_| None).collect();
         let mut lacking: Vec<usize> = (0..keys.len()).collect();
         while !lacking.is_empty() {
-            let (mut mine, mut turns, mut theirs) = (vec![], vec![], vec![]);
+            let (mut to_load, mut turns, mut awaited) = (vec![], vec![], vec![]);
             for i in lacking.drain(..) {
                 match self.look_up(keys[i].clone(), |_| true) {
                     Lookup::Kept(unit) => found[i] = Some(unit),
                     Lookup::Mine(turn) => {
-                        mine.push(i);
+                        to_load.push(i);
                         turns.push(turn);
                     }
-                    Lookup::Theirs(flight) => theirs.push((i, flight)),
+                    Lookup::Theirs(flight) => awaited.push((i, flight)),
                 }
             }
-            if !mine.is_empty() {
-                let made = load(&mine, &mut *watch)?;
-                for ((i, turn), unit) in mine.into_iter().zip(turns).zip(made) {
+            if !to_load.is_empty() {
+                let made = load(&to_load, &mut *watch)?;
+                for ((i, turn), unit) in to_load.into_iter().zip(turns).zip(made) {
                     let Some(unit) = unit.map(Arc::new) else { continue };
                     self.decoded.fetch_add(1, Ordering::Relaxed);
                     turn.keep(&unit);
                     found[i] = Some(unit);
                 }
             }
-            for (i, flight) in theirs {
+            for (i, flight) in awaited {
                 match flight.wait(Some(self.patience), &mut *watch) {
                     Waited::Made(unit) => found[i] = Some(unit),
                     Waited::Failed => lacking.push(i),
@@ -384,8 +384,8 @@ mod models {
         let ask = move |cache: Arc<Cache>, loads: Arc<AtomicU64>| {
             cache.get_or_load(1, |_| true, || load(loads.fetch_add(1, Ordering::Relaxed) as usize))
         };
-        let (theirs, counted) = (Arc::clone(&cache), Arc::clone(&loads));
-        let other = thread::spawn(move || ask(theirs, counted));
+        let (shared, counted) = (Arc::clone(&cache), Arc::clone(&loads));
+        let other = thread::spawn(move || ask(shared, counted));
         let here = ask(cache, Arc::clone(&loads));
         let there = other.join().unwrap();
         ([here, there], loads.load(Ordering::Relaxed) as usize)
@@ -466,14 +466,15 @@ mod tests {
         cache.state.fork();
         std::mem::forget(cache.shelves[0].read(&1, || ()));
         assert_eq!(cache.get(1).unwrap().len(), 4);
-        // The dead reader's lock is never free: what is cached is given up, and caching goes on.
+        // The dead reader's lock is never released: cached units are dropped, and caching continues.
         cache.remove(1);
         assert!(cache.get(1).is_none());
         cache.put(1, &Arc::new(Buffer::from(vec![0; 5])));
         assert_eq!((cache.get(1).unwrap().len(), cache.used()), (5, 5));
     }
 
-    /// In the process that created the cache, a shelf that is locked for long delays: nothing is lost, nothing counted twice.
+    /// In the process that created the cache, a shelf that is locked for long only causes a delay: no unit is lost or
+    /// counted twice.
     #[test]
     fn a_shelf_that_cannot_be_had_changes_nothing() {
         let cache: Cache = Cache::new(10);
@@ -487,7 +488,7 @@ mod tests {
         assert_eq!((cache.get(1).is_none(), cache.get(2).unwrap().len(), cache.used()), (true, 8, 8));
     }
 
-    /// Threads that look for what is cached do not wait for each other, also if all want the same unit.
+    /// Threads that look up cached units do not wait for each other, even for the same unit.
     #[test]
     fn sixteen_threads_that_find_their_units_never_wait() {
         const UNITS: u64 = 200;
@@ -512,7 +513,7 @@ mod tests {
         assert_eq!((found.into_inner(), cache.decoded(), cache.waits(), cache.given_up()), (320_000, UNITS, 0, 0));
     }
 
-    /// Each unit is made once, however the threads' first and second looks at it fall between its caching.
+    /// Each unit is made once, whether another thread caches it before, between or after a thread's two lookups.
     #[test]
     fn sixteen_threads_make_each_unit_once() {
         let cache: Cache = Cache::new(1 << 20);
@@ -529,7 +530,7 @@ mod tests {
                 });
             }
         });
-        // A thread that cannot have a lock in time, on a busy machine, makes a unit again.
+        // A thread that cannot get a lock in time, on a busy machine, makes a unit again.
         assert!((2_000..=2_000 + cache.given_up()).contains(&cache.decoded()), "{cache:?}");
         assert!(cache.used() == 16_000 || cache.given_up() > 0, "{}", cache.used());
     }
@@ -578,7 +579,8 @@ mod tests {
         assert_eq!(made.unwrap().unwrap()[..], [2]);
     }
 
-    /// The list may stay locked for longer than the thread that ends a load tries: others free large blocks under that lock.
+    /// The list may stay locked for longer than the thread that ends a load tries to lock it: others free large blocks
+    /// under that lock.
     #[test]
     fn a_load_that_ended_is_not_waited_for_though_it_is_still_listed() {
         let cache: Cache = Cache::new(100);
@@ -663,14 +665,15 @@ mod tests {
         let Lookup::Mine(inner) = cache.look_up(3, whatever) else { panic!("the thread waits for itself") };
         inner.hand_over(&Arc::new(Buffer::from(vec![1])));
         thread::scope(|scope| {
-            let theirs = scope.spawn(|| matches!(cache.look_up(3, whatever), Lookup::Theirs(_)));
-            assert!(theirs.join().unwrap(), "the first still decodes");
+            let other = scope.spawn(|| matches!(cache.look_up(3, whatever), Lookup::Theirs(_)));
+            assert!(other.join().unwrap(), "the first still decodes");
         });
         drop(outer);
         assert!(matches!(cache.look_up(3, whatever), Lookup::Mine(_)));
     }
 
-    /// A child forked while another thread held the list, or a holder that sleeps for longer than this thread tries.
+    /// A child forked while another thread held the list's lock, or a holder that sleeps for longer than this thread
+    /// tries.
     #[test]
     fn a_list_that_cannot_be_had_holds_up_no_thread() {
         let cache: Cache = Cache::new(100);
@@ -747,7 +750,8 @@ mod tests {
             }
         }
 
-        /// More units than one eviction spares: the order is no longer exact, but what is cached is right and fits.
+        /// More units than one eviction spares: the order is no longer exact, but cached units are correct and within
+        /// the budget.
         #[test]
         fn what_is_kept_fits_and_is_right(
             budget in 1u64..1000,

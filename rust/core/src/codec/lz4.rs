@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// If a block is read without decoding, the library decodes it to the same.
+    /// If a block's bytes are derived without decoding, the library decodes it to the same bytes.
     fn read_alike(block: &[u8], len: usize) -> Result<(), TestCaseError> {
         let mut out = vec![0u8; len];
         let decoded = decode(block, &mut out);

@@ -10,10 +10,10 @@ use crossbeam_utils::CachePadded;
 use crate::threads::fork::SharedLock;
 use crate::threads::sync::{RwLockReadGuard, RwLockWriteGuard};
 
-/// A power of two. Threads change different shelves than others read, for the most part.
+/// A power of two. With many shelves, a change rarely blocks a lookup.
 const SHELVES: usize = if cfg!(actshard_loom) { 1 } else { 16 };
 
-/// Units by key. Any number of threads look them up; one at a time changes them.
+/// Units by key. Any number of threads can look them up at once; one at a time changes them.
 #[derive(Debug)]
 pub(super) struct Shelves<T, K>(Box<[LockedShelf<T, K>]>);
 
@@ -27,7 +27,7 @@ pub(super) struct CachedUnit<T> {
     pub(super) unit: Arc<T>,
     /// The number of its last use.
     pub(super) used_at: AtomicU64,
-    /// The number under which the list by age has it; at most that of its last use.
+    /// Its number in the list ordered by age; at most the number of its last use.
     pub(super) listed: u64,
 }
 

@@ -1,8 +1,8 @@
 //! The budget of a cache folder: units in use, in the file `lock`, under a lock on its first byte.
 //!
-//! The file holds `magic, units, boot, check`, u64 each. Whoever changes anything clears it first and writes it last. If it does
-//! not match its check (a process was killed meanwhile, or the file is damaged) or is older than the boot, the units are counted
-//! anew from the heads of all objects.
+//! The file contains `magic, units, boot, check`, u64 each. A process that changes the cache clears the file first and
+//! writes it last. If the file does not match its check (a process was killed meanwhile, or the file is damaged) or is
+//! older than the boot, the units are recounted from the heads of all objects.
 
 use std::fs::File;
 use std::io;
@@ -22,10 +22,10 @@ const LEN: u64 = 32;
 const MAGIC: u64 = 0x3165_6863_6163_7361;
 /// Part of the limit that is freed at once.
 const SLACK: u64 = 256;
-/// Most passes over all objects for one request: the first one clears clocks, and may begin in the middle.
+/// Maximum number of passes over all objects for one request: the first one clears clocks, and may begin in the middle.
 const PASSES: usize = 3;
 
-/// The budget, locked. Dropped without [`Books::close`], it is counted anew by the next user.
+/// The budget, locked. If it is dropped without [`Books::close`], the next user recounts it.
 #[derive(Debug)]
 pub struct Books<'a> {
     folder: &'a Folder,
@@ -239,14 +239,14 @@ impl<'a> Books<'a> {
             self.evict((self.used + units - limit).max(limit / SLACK), PASSES, keep)?;
         }
         if self.used + units > limit {
-            // All is locked, or damage of heads has hidden blocks.
+            // All blocks are locked, or damaged heads hide some.
             self.count()?;
             self.evict((self.used + units).saturating_sub(limit), PASSES, keep)?;
         }
         Ok(self.used + units <= limit)
     }
 
-    /// Evicts blocks until the limit holds: it may be lower than that of the last process.
+    /// Evicts blocks until the limit is met: it may be lower than that of the last process.
     pub fn shrink(&mut self) -> io::Result<()> {
         self.make_room(0, None).map(drop)
     }
@@ -311,7 +311,7 @@ impl<'a> Books<'a> {
     }
 }
 
-/// Blocks of a limit below which nothing can be cached.
+/// The minimum limit, in blocks; below it, nothing can be cached.
 pub const LEAST_BLOCKS: u64 = 4;
-/// The least limit, in bytes.
+/// The minimum limit, in bytes.
 pub const LEAST: u64 = LEAST_BLOCKS * BLOCK;

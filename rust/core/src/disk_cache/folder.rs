@@ -11,14 +11,17 @@ use crate::threads::fork::ForkMutex;
 
 /// Units kept free for the folder's own files.
 const OWN_UNITS: u64 = 8;
-/// Longest wait for another process's download, after which this process downloads the same bytes without caching them.
+/// Longest wait, in ms, for another process's download, after which this process downloads the same bytes without
+/// caching them.
 const PATIENCE: u32 = 10_000;
-/// The wait after one that was in vain, in ms: the holder may be a child of a killed process, and hold its lock for hours.
+/// The longest wait, in ms, after a wait that failed: the holder may be a child of a killed process, and hold its lock
+/// for hours.
 const IMPATIENCE: u32 = 100;
 
 /// Longest wait for the lock of the budget: it is held for milliseconds, or by a stopped process, or by a child of a killed one.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
-/// Seconds after a wait that was in vain in which waits are short: as long as the lock is held for by one who works.
+/// Waits for this lock are short for this many seconds after a wait that failed. A short wait is as long as a working
+/// process holds the lock.
 const HURRY: u32 = 60;
 const SHORT_WAIT: Duration = Duration::from_millis(20);
 
@@ -38,7 +41,7 @@ pub struct Folder {
     pub limit: u64,
     /// Identifies the boot: after a crash of the machine the ledger may be older than the states.
     pub boot: u64,
-    /// Nothing more is stored: the disk is full or cannot be written.
+    /// Set when the disk is full or cannot be written: nothing more is stored.
     stopped: AtomicBool,
     warning: ForkMutex<Option<String>>,
     warned: AtomicBool,
@@ -46,7 +49,7 @@ pub struct Folder {
     pub hits: AtomicU64,
     pub misses: AtomicU64,
     patience: AtomicU32,
-    /// Until when waits for the lock of the budget are short, in seconds as [`Folder::now`] counts them.
+    /// Waits for the lock of the budget are short until this time, in seconds of [`Folder::now`].
     hurried: AtomicU32,
     started: Instant,
 }
@@ -117,7 +120,7 @@ impl Folder {
         if !self.warned.swap(true, Ordering::Relaxed)
             && let Some(mut warning) = self.warning.lock_briefly()
         {
-            *warning = Some(format!("{}: {reason}; reading goes on without the disk cache", self.root.display()));
+            *warning = Some(format!("{}: {reason}; reading continues without the disk cache", self.root.display()));
         }
     }
 
@@ -130,7 +133,7 @@ impl Folder {
         Duration::from_millis(u64::from(self.patience.load(Ordering::Relaxed)))
     }
 
-    /// Records whether the last wait ended with bytes.
+    /// Records whether the last wait failed: then the next wait is short.
     pub fn waited(&self, in_vain: bool) {
         self.patience.store(if in_vain { IMPATIENCE } else { PATIENCE }, Ordering::Relaxed);
     }
@@ -140,7 +143,7 @@ impl Folder {
         if self.now() < self.hurried.load(Ordering::Relaxed) { SHORT_WAIT } else { LOCK_PATIENCE }
     }
 
-    /// Records whether a wait for the lock of the budget was in vain: then waits for it are short for a while.
+    /// Records whether a wait for the lock of the budget failed: then waits for it are short for a while.
     pub fn waited_for_lock(&self, in_vain: bool) {
         let until = if in_vain { self.now() + HURRY } else { 0 };
         if in_vain || self.hurried.load(Ordering::Relaxed) != 0 {

@@ -8,8 +8,8 @@ use super::geometry::{Geometry, LARGEST};
 use crate::location::Location;
 use crate::source::Version;
 
-/// Parameters of signed URLs, which change with every signature. They are ignored only beside the first of them, the signature
-/// itself: a server may use the same names for others.
+/// Parameters of signed URLs, which change with every signature. They are ignored only together with the first of them,
+/// the signature itself: a server may use the same names for other parameters.
 const SIGNED: [(&str, &[&str]); 2] = [
     ("signature", &["awsaccesskeyid", "expires", "googleaccessid", "key-pair-id", "policy"]),
     ("sig", &["se", "sip", "ske", "skoid", "sks", "skt", "sktid", "skv", "sp", "spr", "sr", "srt", "ss", "st", "sv"]),
@@ -20,7 +20,7 @@ const SIGNED: [(&str, &[&str]); 2] = [
 pub struct ObjectKey {
     /// The name of its folder: 64 hexadecimal digits, `-`, and the size.
     pub name: String,
-    /// Its address without credentials, for people.
+    /// Its address without credentials, for display.
     pub url: String,
     pub geometry: Geometry,
 }
@@ -62,8 +62,8 @@ pub fn geometry_of(name: &str) -> Option<Geometry> {
     (digest.len() == 64).then_some(Geometry { size, seed: first.swap_bytes() })
 }
 
-/// Removes the revision of a dataset of the hub: the tags of its objects are digests of their bytes, so that what was read at one
-/// commit is there for the next one.
+/// Removes the revision of a dataset of the hub: the tags of its objects are digests of their bytes, so objects cached
+/// at one commit are reused at the next one.
 fn without_revision(text: &str) -> String {
     let Some(rest) = text.strip_prefix("hf://datasets/") else { return text.to_string() };
     let mut parts = rest.splitn(3, '/');

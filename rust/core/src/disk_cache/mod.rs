@@ -3,12 +3,13 @@
 //! ```text
 //! VERSION  lock  limit  objects/<sha256(address without credentials, version tag, size)>-<size>/{data, state, url}
 //! ```
-//! `data` is sparse; `state` holds what is known of it (`geometry`). Bytes are downloaded by pages of 64 KiB, checked by sectors
-//! of 4 KiB, and locked and evicted by blocks of 4 MiB.
+//! `data` is sparse; `state` contains its checksums and block heads (`geometry`). Bytes are downloaded by pages of 64
+//! KiB, checked by sectors of 4 KiB, and locked and evicted by blocks of 4 MiB.
 //!
-//! - **Reads** take no lock. They compare every sector with its CRC32C each time, so a hole, a half-written block, a block that is
-//!   evicted meanwhile, a lost write after a power cut and damage by others are all the same: the bytes are downloaded again.
-//!   A changed object has another version tag, thus another folder; objects without a version are not cached.
+//! - **Reads** take no lock. They compare every sector with its CRC32C each time, and download the bytes again if it
+//!   differs: for a hole, a half-written block, a block that is evicted meanwhile, a write lost in a power cut, or
+//!   damage by others. A changed object has another version tag, thus another folder; objects without a version are not
+//!   cached.
 //! - **Downloads** hold the locks of their blocks (`system`), so that many readers download a block once. A killed
 //!   process holds no lock, and the sectors that it had not finished are absent.
 //! - **The limit** (`books`) counts pages *before* their download, with the overhead of files, so it is never exceeded. Blocks are
@@ -43,14 +44,14 @@ use crate::error::{Error, Kind, Result};
 use crate::source::{Source, pread};
 use crate::threads::Stop;
 
-/// The version of the layout of a cache folder. The words tell our folders from those of others.
+/// The version of the layout of a cache folder. The text identifies a folder of this cache.
 const VERSION: &str = "actshard disk cache 1\n";
 const VERSION_WORDS: &str = "actshard disk cache ";
-/// The names of a cache folder. `listings` belongs to whoever knows what the objects are.
+/// The names of a cache folder. `listings` is written by the callers.
 const NAMES: [&str; 5] = ["VERSION", "lock", "limit", "objects", LISTINGS];
-/// The folder for what is known of datasets, beside their objects. [`DiskCache::clear`] removes it.
+/// The folder for records about datasets, next to their objects. [`DiskCache::clear`] removes it.
 pub const LISTINGS: &str = "listings";
-/// The cache in a folder that holds other things.
+/// The subfolder for the cache, if the folder contains other files.
 const INSIDE: &str = "actshard-cache";
 
 /// A cache on disk. Clones share it.
@@ -63,10 +64,10 @@ pub struct DiskCache {
     on: bool,
 }
 
-/// Numbers of a cache.
+/// Statistics of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheInfo {
-    /// Bytes counted, overhead included: at least those that its files take.
+    /// Bytes counted, overhead included: at least the disk space of its files.
     pub bytes: u64,
     /// Cached objects.
     pub objects: u64,
@@ -79,13 +80,14 @@ pub struct CacheInfo {
 }
 
 impl DiskCache {
-    /// Opens a cache folder, and makes it if it does not exist. `limit` is the maximum number of bytes on disk. If the folder
-    /// cannot hold a cache, reads go on without one, and [`DiskCache::take_warning`] gives the reason.
+    /// Opens a cache folder, and makes it if it does not exist. `limit` is the maximum number of bytes on disk. If the
+    /// folder cannot hold a cache, reads continue without one, and [`DiskCache::take_warning`] gives the reason.
     pub fn open(folder: &Path, limit: u64) -> Result<DiskCache> {
         DiskCache::open_on(folder, limit, &pread::is_network)
     }
 
-    /// The cache in a folder, to look at it or to clear it; `None` if there is none. Its limit is that of its last user.
+    /// The cache in a folder, to inspect or clear it; `None` if the folder has no cache. Its limit is that of its last
+    /// user.
     pub fn existing(folder: &Path) -> Result<Option<DiskCache>> {
         let has_cache = |root: &Path| root.join("objects").is_dir() && root.join("lock").is_file();
         let roots = [folder.to_path_buf(), folder.join(INSIDE)];
@@ -95,7 +97,7 @@ impl DiskCache {
             return Ok(None);
         };
         if pread::is_network(&root) {
-            let text = "the folder is on a network file system, whose locks cannot be trusted";
+            let text = "the folder is on a network file system, whose locks are unreliable";
             return Err(Error::new(Kind::Unsupported, text).at(folder.to_path_buf()));
         }
         let text = std::fs::read_to_string(root.join("limit")).unwrap_or_default();
@@ -115,7 +117,7 @@ impl DiskCache {
             if is_network(&root) {
                 return Err(io::Error::new(
                     io::ErrorKind::Unsupported,
-                    "the folder is on a network file system, whose locks cannot be trusted; choose a local one",
+                    "the folder is on a network file system, whose locks are unreliable; choose a local one",
                 ));
             }
             let opened = Folder::new(root, limit);
@@ -149,7 +151,7 @@ impl DiskCache {
         }
     }
 
-    /// The reason why the cache is not used, once.
+    /// The reason why the cache is not used; `None` after the first call.
     pub fn take_warning(&self) -> Option<String> {
         self.folder.take_warning()
     }
@@ -210,8 +212,8 @@ impl DiskCache {
 /// The folder for this version of the layout inside one of another version.
 const THIS_VERSION: &str = "version-1";
 
-/// Makes the folder, and returns the one for this version of the layout: inside it, if it has another version, or holds other
-/// things, none of which is touched.
+/// Makes the folder, and returns the one for this version of the layout: a subfolder, if the folder has another version
+/// or contains other files. Other files are not touched.
 fn prepare(folder: &Path) -> io::Result<PathBuf> {
     let make = |path: &Path| std::fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
     let mut root = folder.to_path_buf();
@@ -220,7 +222,7 @@ fn prepare(folder: &Path) -> io::Result<PathBuf> {
         root = root.join(INSIDE);
         make(&root)?;
         if !is_cache(&root)? {
-            let text = format!("{} holds other things; choose another folder", root.display());
+            let text = format!("{} contains other files; choose another folder", root.display());
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
         }
     }
@@ -243,8 +245,8 @@ fn has_number(version: &str) -> bool {
     number.is_some_and(|number| number.len() < 10 && number.parse::<u32>().is_ok())
 }
 
-/// Whether a folder is empty, or a cache. If its version is damaged: a folder that holds nothing else than a cache does, and
-/// objects, or a version that a crash of the machine cut short or filled with zeros.
+/// Whether a folder is empty, or a cache. If its version is damaged, it must contain only names of a cache, and either
+/// an object, or a version that a crash of the machine truncated or filled with zeros.
 fn is_cache(folder: &Path) -> io::Result<bool> {
     let version = match std::fs::read(folder.join("VERSION")) {
         Ok(version) => version,
@@ -273,16 +275,17 @@ fn is_cache(folder: &Path) -> io::Result<bool> {
         && std::fs::read_dir(folder.join("objects"))?.flatten().any(|e| e.file_name().to_str().is_some_and(is_object)))
 }
 
-/// Tries what the cache needs of the file system, and makes the limit hold.
+/// Checks that the file system supports the cache, and enforces the limit.
 fn start(folder: &Folder) -> io::Result<()> {
     let mut books = Books::open(folder, &Stop::default())?;
-    // One name for all processes, which hold the lock here: what a killed one leaves, the next one removes.
+    // One name for all processes, which hold the lock here: the file that a killed one leaves is removed by the next
+    // one.
     let probe = folder.objects().join("probe");
     let file = system::open_rw(&probe, true)?;
     let tried = file.write_all_at(&[1; 8192], 0).and_then(|()| system::punch(&file, 0, 4096));
     std::fs::remove_file(&probe)?;
     tried?;
-    // For `existing`. Under the lock, so that it is never half of two limits.
+    // For `existing`. Under the lock, so that the file never mixes two limits.
     let limit = system::open_rw(&folder.root.join("limit"), true)?;
     limit.set_len(0)?;
     limit.write_all_at(format!("{}\n", folder.limit).as_bytes(), 0)?;

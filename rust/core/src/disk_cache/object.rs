@@ -31,7 +31,7 @@ impl CachedObject {
         Ok(CachedObject { geometry: key.geometry, data, state, inode: (meta.dev(), meta.ino()), touched })
     }
 
-    /// Whether its files were removed, and perhaps made anew.
+    /// Whether its files were removed, and possibly made again.
     pub fn is_gone(&self) -> io::Result<bool> {
         let links = |file: &File| rustix::fs::fstat(file).map(|stat| stat.st_nlink);
         Ok(links(&self.data)? == 0 || links(&self.state)? == 0)
@@ -86,7 +86,7 @@ impl CachedObject {
         if !fill(&self.state, self.geometry.sums_at(first), sums)? || sums.chunks_exact(4).any(|sum| sum == [0; 4]) {
             return Ok(false);
         }
-        // Sectors of which only a part is asked are read whole, next to the others, by one call.
+        // Sectors that are requested only in part are read whole, together with the others, in one call.
         let (mut head, mut tail) = ([0; SECTOR as usize], [0; SECTOR as usize]);
         let whole_end = |sector: u64| ((sector + 1) * SECTOR).min(self.geometry.size);
         let skipped = (at - first * SECTOR) as usize;

@@ -1,10 +1,10 @@
 //! A source whose reads go through the cache.
 //!
-//! A read that is not cached is cut at blocks; the missing pages are locked by blocks, counted, downloaded together, stored, and
-//! copied. They are downloaded into memory of which all threads together have a bounded amount, and not into the caller's: other
-//! threads of a program may change that before it is stored. Blocks that another reader is filling are waited for afterwards,
-//! when no lock is held, so readers cannot wait for each other in a circle. Whatever fails in the cache, the bytes come from the
-//! inner source.
+//! A read that is not cached is cut at blocks; the missing pages are locked by blocks, counted, downloaded together,
+//! stored, and copied. They are downloaded into separate memory, bounded for all threads together: other threads of a
+//! program may change the caller's buffer before it is stored. The reader waits for blocks that another reader is
+//! filling afterwards, when it holds no lock, so readers cannot deadlock. If the cache fails in any way, the bytes come
+//! from the inner source.
 
 use std::io;
 use std::ops::Range;
@@ -29,12 +29,12 @@ use crate::threads::shared::SharedBytes;
 
 /// Largest read of the inner source.
 const LARGEST: u64 = BLOCK;
-/// Bytes downloaded together, and those of all threads of this process.
+/// Maximum bytes downloaded together, by one read and by all threads of this process.
 const TOGETHER: u64 = 32 << 20;
 static DOWNLOADED: SharedBytes = SharedBytes::new(128 << 20);
 /// Downloads of at least this many neighbouring bytes belong to a scan, whose blocks are evicted first.
 const SCAN: u64 = 1 << 20;
-/// Attempts to open an object that others remove.
+/// Attempts to open an object that other processes remove.
 const ATTEMPTS: usize = 3;
 
 /// A source, and the object that caches it.
@@ -44,10 +44,10 @@ pub struct DiskSource {
     folder: Arc<Folder>,
     key: ObjectKey,
     version: Version,
-    /// `None` if no object existed when it was last looked for.
+    /// `None` if no object existed at the last lookup.
     object: SharedLock<Option<Arc<CachedObject>>>,
     shares: [Share; 2],
-    /// End of the last read, which tells reads in order.
+    /// End of the last read, to detect reads in order.
     next: AtomicU64,
 }
 
@@ -79,10 +79,10 @@ struct StorePlace<'a> {
     last: Option<u64>,
 }
 
-/// Where the parts of a wave stand.
+/// The result of a wave of parts.
 struct WaveEnd<'a> {
-    /// Parts that others are downloading.
-    theirs: Vec<MissingPart<'a>>,
+    /// Parts that other readers are downloading.
+    others: Vec<MissingPart<'a>>,
     /// Whether any part was done.
     moved: bool,
 }
@@ -124,23 +124,23 @@ impl DiskSource {
                 Some((object, locks)) => self.fill_wave(parts, &object, &locks, scan, stop)?,
                 None => {
                     self.download(parts, None, scan, stop)?;
-                    WaveEnd { theirs: vec![], moved: true }
+                    WaveEnd { others: vec![], moved: true }
                 }
             };
             if end.moved {
                 (waits, pause) = (None, 200);
             } else if waits.get_or_insert_with(Instant::now).elapsed() > self.folder.patience() {
                 self.folder.waited(true);
-                let mut theirs = end.theirs;
-                theirs.sort_by_key(|part| part.at);
-                self.download(theirs, None, scan, stop)?;
+                let mut others = end.others;
+                others.sort_by_key(|part| part.at);
+                self.download(others, None, scan, stop)?;
                 (parts, waits) = (rest, None);
                 continue;
             } else {
                 std::thread::sleep(Duration::from_micros(pause));
                 pause = (pause * 2).min(5_000);
             }
-            parts = end.theirs;
+            parts = end.others;
             parts.extend(rest);
         }
         Ok(())
@@ -194,7 +194,7 @@ impl DiskSource {
         scan: bool,
         stop: &Stop,
     ) -> Result<WaveEnd<'a>> {
-        let (mut mine, mut theirs, mut last) = (vec![], vec![], None);
+        let (mut owned, mut others, mut last) = (vec![], vec![], None);
         let bytes = |parts: &[MissingPart<'_>]| parts.iter().map(|part| part.into.len()).sum::<usize>();
         let asked = bytes(&parts);
         for part in parts {
@@ -203,25 +203,25 @@ impl DiskSource {
                 _ => (part.block(), self.try_lock(locks, part.block())),
             };
             last = Some((block, locked));
-            // Others may have stored some of it since the first look.
+            // Other readers may have stored some of it since the first check.
             let missing = missing(object, part);
-            if locked { mine.extend(missing) } else { theirs.extend(missing) }
+            if locked { owned.extend(missing) } else { others.extend(missing) }
         }
-        // Of reads that overlap, what lacks of one may lie behind another.
-        mine.sort_by_key(|part| part.at);
-        if mine.is_empty() {
-            let moved = bytes(&theirs) < asked;
+        // If reads overlap, the missing parts of one may come after those of another.
+        owned.sort_by_key(|part| part.at);
+        if owned.is_empty() {
+            let moved = bytes(&others) < asked;
             if moved {
                 self.folder.waited(false);
             }
-            return Ok(WaveEnd { theirs, moved });
+            return Ok(WaveEnd { others, moved });
         }
-        let granted = self.reserve(object, &mine, stop).unwrap_or_else(|error| {
+        let granted = self.reserve(object, &owned, stop).unwrap_or_else(|error| {
             self.folder.failed("write", &error);
             None
         });
-        self.download(mine, Some(StorePlace { object, last: granted }), scan, stop)?;
-        Ok(WaveEnd { theirs, moved: true })
+        self.download(owned, Some(StorePlace { object, last: granted }), scan, stop)?;
+        Ok(WaveEnd { others, moved: true })
     }
 
     /// Makes room for the pages of parts; returns the last block that has room.
@@ -262,7 +262,7 @@ impl DiskSource {
         let buffers: Result<Vec<Vec<u8>>> =
             ranges.iter().map(|range| zeroed((range.end - range.start) as usize)).collect();
         let Ok(mut buffers) = buffers else {
-            // No memory for whole pages: exactly the bytes that were asked.
+            // No memory for whole pages: exactly the requested bytes.
             let mut reads: Vec<_> = parts.into_iter().map(|part| RangeRead { at: part.at, into: part.into }).collect();
             return self.inner.read_many(&mut reads, stop);
         };
@@ -320,20 +320,20 @@ fn missing<'a>(object: &CachedObject, part: MissingPart<'a>) -> Vec<MissingPart<
     let mut lacking = vec![];
     for run in object.stored_pages(at, into.len()).chunk_by(|a, b| a == b) {
         let n = into.len().min(run.len() * PAGE as usize);
-        let (mut mine, others) = std::mem::take(&mut into).split_at_mut(n);
-        let end = at + mine.len() as u64;
+        let (mut run_bytes, others) = std::mem::take(&mut into).split_at_mut(n);
+        let end = at + run_bytes.len() as u64;
         if !run[0] {
-            lacking.push(MissingPart { at, into: mine, whole });
-        } else if !object.read(at, mine) {
-            // Some are damaged, or evicted now.
-            while !mine.is_empty() {
-                let n = mine.len().min(PAGE as usize);
-                let (page, rest) = std::mem::take(&mut mine).split_at_mut(n);
+            lacking.push(MissingPart { at, into: run_bytes, whole });
+        } else if !object.read(at, run_bytes) {
+            // Some are damaged, or were evicted meanwhile.
+            while !run_bytes.is_empty() {
+                let n = run_bytes.len().min(PAGE as usize);
+                let (page, rest) = std::mem::take(&mut run_bytes).split_at_mut(n);
                 let here = end - (page.len() + rest.len()) as u64;
                 if !object.read(here, page) {
                     lacking.push(MissingPart { at: here, into: page, whole });
                 }
-                mine = rest;
+                run_bytes = rest;
             }
         }
         (at, into) = (end, others);
@@ -353,7 +353,7 @@ fn wave(parts: &[MissingPart<'_>]) -> usize {
     parts.iter().take_while(fits).count().max(1)
 }
 
-/// Cuts a read at blocks, and at the pages of which it has only a part.
+/// Cuts a read at blocks, and at pages that it covers only in part.
 fn cut<'a>(read: &'a mut RangeRead<'_>, size: u64, parts: &mut Vec<MissingPart<'a>>) {
     let (mut at, mut into) = (read.at, &mut *read.into);
     while !into.is_empty() {
@@ -488,7 +488,7 @@ mod tests {
         let name = cache.folder.names().unwrap().remove(0);
         let other = ByteLocks::open(&cache.folder.object(&name).join("data")).unwrap();
         assert!(other.try_lock(0).unwrap());
-        // Instead of the first wait, which is long.
+        // Replaces the first wait, which is long.
         cache.folder.waited(true);
         assert_eq!((read(0, 1 << 20), read(1 << 19, 9), read(0, 9)), (1, 1, 0));
         drop(other);
@@ -507,10 +507,10 @@ mod tests {
         };
         let (long, other) = (cache.folder.lock_patience(), ByteLocks::open(&cache.folder.lock()).unwrap());
         assert!(other.try_lock(0).unwrap());
-        // Instead of the first wait, which is long.
+        // Replaces the first wait, which is long.
         cache.folder.waited_for_lock(true);
         assert!(cache.folder.lock_patience() * 100 < long);
-        // Nothing is stored, and nobody waits long again.
+        // Nothing is stored, and later waits are short.
         assert_eq!((read(0), read(0), read(PAGE)), (1, 1, 1));
         assert!(cache.folder.lock_patience() * 100 < long);
         drop(other);

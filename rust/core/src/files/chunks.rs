@@ -92,12 +92,12 @@ pub struct ChunkFiles {
 #[derive(Debug)]
 struct ShardFile {
     file: ChunkFile,
-    /// For each inner chunk, whether its checksum was found right.
-    right: Box<[AtomicBool]>,
+    /// For each inner chunk, whether its checksum was verified.
+    verified: Box<[AtomicBool]>,
 }
 
 impl ShardFile {
-    /// Whether its file was not written since it was opened: then its index is that of the file.
+    /// Whether its file is unchanged since it was opened: then its index is still valid.
     fn is_same(&self) -> bool {
         let now = self.file.source().and_then(|source| source.version());
         now.is_some() && now.as_ref() == self.file.version()
@@ -132,12 +132,12 @@ impl ChunkFiles {
         for array in arrays {
             let refuse = |what: String| Error::new(Kind::Format, what).at(&array.metadata);
             let grid = Grid::new(first, array.shape, array.chunk)
-                .ok_or_else(|| refuse(format!("chunks of shape {:?} hold nothing", array.chunk)))?;
+                .ok_or_else(|| refuse(format!("chunks of shape {:?} have no elements", array.chunk)))?;
             let elements = array.chunk.iter().try_fold(row.bytes as u64 / width, |n, c| n.checked_mul(*c));
             let end = grid.chunks().and_then(|n| first.checked_add(n));
             let (Some(_), Some(end)) = (elements.filter(|b| *b < 1 << 48), end.filter(|n| *n < 1 << 48)) else {
                 return Err(refuse(format!(
-                    "shape {:?} in chunks of {:?} is no array that a disk can hold",
+                    "the array of shape {:?} in chunks of {:?} is too large for any disk",
                     array.shape, array.chunk
                 )));
             };
@@ -222,29 +222,30 @@ impl ChunkFiles {
         let (number, unit) = array.place_of(indices)?;
         let open = || {
             let file = array.open_shard(&*self.store, indices)?;
-            let right = (0..file.units()).filter(|_| form.checked).map(|_| AtomicBool::new(false)).collect();
-            Ok(ShardFile { file, right })
+            let verified = (0..file.units()).filter(|_| form.checked).map(|_| AtomicBool::new(false)).collect();
+            Ok(ShardFile { file, verified })
         };
         let shard = self.shards.get_if(grid.first() + number, ShardFile::is_same, open)?;
         let (Some(source), Some(stored)) = (shard.file.source(), shard.file.unit(unit)?) else {
             return Ok(FoundChunk::Absent);
         };
-        let right = shard.right.get(unit);
-        if !right.is_some_and(|right| right.load(Ordering::Relaxed)) {
+        let verified = shard.verified.get(unit);
+        if !verified.is_some_and(|verified| verified.load(Ordering::Relaxed)) {
             check_plain(stored, self.chunk_bytes(grid), form.checked)?;
-            if let Some(right) = right {
-                right.store(true, Ordering::Relaxed);
+            if let Some(verified) = verified {
+                verified.store(true, Ordering::Relaxed);
             }
         }
         Ok(FoundChunk::Inner(Arc::clone(source), stored.offset))
     }
 
-    /// Whether the checksum of an inner chunk that is read in place was compared already.
+    /// Whether the checksum of an inner chunk that is read in place was already compared.
     fn is_checked(&self, grid: &Grid, array: &CodedArray, form: Numbers, indices: &[u64]) -> bool {
         let Ok((number, unit)) = array.place_of(indices) else { return false };
         let shard = self.shards.kept(grid.first() + number).filter(|shard| shard.is_same());
-        let right = |shard: Arc<ShardFile>| shard.right.get(unit).is_some_and(|right| right.load(Ordering::Relaxed));
-        !form.checked || shard.is_some_and(right)
+        let is_verified =
+            |shard: Arc<ShardFile>| shard.verified.get(unit).is_some_and(|verified| verified.load(Ordering::Relaxed));
+        !form.checked || shard.is_some_and(is_verified)
     }
 
     /// Chunks decoded so far.

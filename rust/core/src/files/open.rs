@@ -88,7 +88,7 @@ impl OpenFile {
 }
 
 impl Opened for OpenFile {
-    /// A shared source is kept by its owner, who compares its version on each use.
+    /// The owner of a shared source keeps it, and compares its version on each use.
     fn may_keep(&self) -> bool {
         matches!(&self.body, Body::Stored(source) if source.may_keep())
     }
@@ -146,7 +146,7 @@ pub(crate) fn outside(file: &OpenFile, address: u64, rows: u64, whose: &str) -> 
     let place = file.place();
     let detail = if place.unit == place.step {
         let (row, held) = (address.saturating_add(rows.saturating_sub(1)), place.rows());
-        format!("the index names row {row}{whose}, but the file holds {held} rows")
+        format!("the index names row {row}{whose}, but the file has {held} rows")
     } else {
         format!("the index names {rows} rows at byte {address}{whose}, but the file has {} bytes", place.end)
     };

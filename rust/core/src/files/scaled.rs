@@ -5,8 +5,9 @@
 //! product file:  byte (((t * layers) + l) * width + h) * size = codes[t, l, h] * scales[t or 0, l or 0, h or 0]
 //! ```
 //!
-//! Codes have three axes, dense in C order. Scales are float32 and have the same axes, each of the same length or of 1: one scale
-//! for all, per token, per layer, per channel, or several of these. Both are in one file, or the scales are held in memory.
+//! Codes have three axes, dense in C order. Scales are float32 and have the same axes, each of the same length or of 1:
+//! one scale for all, per token, per layer, per channel, or several of these. Both are in one file, or the scales are
+//! kept in memory.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -41,27 +42,40 @@ pub struct ScaledArray {
 impl ScaledArray {
     /// An array and its scales, whose products have the type `to`.
     ///
-    /// Fails for other types than float8 or int8 with float32 scales, for shapes that do not fit, and for arrays that are not
-    /// dense, or not in the file as they are.
+    /// Fails for other types than float8 or int8 with float32 scales, for shapes that do not fit, and for arrays that
+    /// are not dense or are not stored as they are.
     pub fn new(codes: &ArrayPlace, scales: &ArrayPlace, to: DType) -> Result<ScaledArray> {
         let refuse = |kind, what: String| Err(Error::new(kind, what));
         let code = match codes.dtype {
             DType::F8E4M3 => ScaledCode::E4M3,
             DType::F8E5M2 => ScaledCode::E5M2,
             DType::I8 => ScaledCode::I8,
-            other => return refuse(Kind::Unsupported, format!("scaled elements of {}", other.name())),
+            other => {
+                return refuse(
+                    Kind::Unsupported,
+                    format!("expected scaled elements of type F8_E4M3, F8_E5M2 or I8, found {}", other.name()),
+                );
+            }
         };
         let to = match to {
             DType::BF16 => Product::BF16,
             DType::F32 => Product::F32,
-            other => return refuse(Kind::Unsupported, format!("products of {}", other.name())),
+            other => {
+                return refuse(
+                    Kind::Unsupported,
+                    format!("expected products of type BF16 or F32, found {}", other.name()),
+                );
+            }
         };
         if scales.dtype != DType::F32 {
             return refuse(Kind::Unsupported, format!("scales: expected F32, found {}", scales.dtype.name()));
         }
         for array in [codes, scales] {
             if array.swapped || array.inside.is_some() || array.strides != ArrayPlace::dense(&array.shape) {
-                return refuse(Kind::Unsupported, "scaled elements that are not contiguous in their file".into());
+                return refuse(
+                    Kind::Unsupported,
+                    "expected scaled elements that are contiguous in their file, found another layout".into(),
+                );
             }
         }
         let [Some(shape), Some(ones)] = [codes, scales].map(|array| three(&array.shape)) else {
@@ -79,7 +93,7 @@ impl ScaledArray {
         Ok(ScaledArray { code, to, codes: codes.at, scales: scales.at, shape, per, held: None })
     }
 
-    /// The same elements with these scales, in C order, instead of the file's. Fails for another number of scales.
+    /// The same elements with these scales, in C order, instead of the file's. Fails if the number of scales differs.
     pub fn holding(mut self, scales: &[f32]) -> Result<ScaledArray> {
         let expected: u64 = (0..3).map(|axis| if self.per[axis] { self.shape[axis] } else { 1 }).product();
         if scales.len() as u64 != expected {
@@ -241,7 +255,7 @@ impl ScaledSource {
         }
     }
 
-    /// Where codes and scales of elements are; no scales if they are fixed.
+    /// Byte ranges of the codes and scales of elements; no scales if they are fixed.
     fn ranges(&self, elements: &Range<u64>) -> [ByteRange; 2] {
         let scales = if self.fixed.is_some() { 0..0 } else { self.array.scales_of(elements) };
         [

@@ -1,5 +1,6 @@
-//! A store in which arrays that cannot be read in place appear as files of their own: deflated or byte-swapped ones, ones whose
-//! rows are not contiguous, and everything in a gzipped file. Each is decoded once into memory, and kept within a budget.
+//! A store in which arrays that cannot be read in place appear as separate files: deflated or byte-swapped arrays,
+//! arrays whose rows are not contiguous, and everything in a gzipped file. Each is decoded once into memory, and kept
+//! within a budget.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
 //! Reads many neighbouring rows with few large reads, on a thread that may wait for the disk.
 //!
-//! For data that are read once, in large pieces: a mapping would cost a page fault for every few rows and would keep every
-//! page that was touched in this process, and reads through the page cache would evict what others need. The rows are sorted by
-//! file and address, ranges at most [`GAP`] apart are read together into a block of memory, and rows are copied from there.
+//! For data that are read once, in large pieces. A mapping would cost a page fault for every few rows and keep every
+//! touched page in this process. Reads through the page cache would evict the data of other programs. The rows are
+//! sorted by file and address, ranges at most [`GAP`] apart are read together into a block of memory, and rows are
+//! copied from there.
 
 use super::pick::{Origin, Out, Pick};
 use super::plan::{Cut, Extent, GatherJob, Span};
@@ -24,24 +25,24 @@ const HUGE: usize = 2 << 20;
 /// Ranges at most this far apart are read together: a further read of a local disk costs about as much.
 const GAP: u64 = 32 << 10;
 
-/// Threads that read blocks at the same time. They wait for the disk most of the time: enough for the full rate of one with
-/// random reads of 64 KiB.
+/// Threads that read blocks at the same time. They wait for the disk most of the time: this many reach its full rate
+/// with random reads of 64 KiB.
 pub const READERS: usize = 16;
 
-/// What reads in blocks take.
+/// The cost of reads in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockReads {
-    /// Bytes of files, with the gaps that are read along.
+    /// Bytes of files, including the gaps between rows that are read with them.
     pub bytes: u64,
     /// Bytes of the longest read.
     pub longest: u64,
 }
 
 impl BlockReads {
-    /// Memory for blocks of a thread with such reads.
+    /// Bytes of memory for blocks in a thread with such reads.
     pub fn memory(self) -> u64 {
         let short = self.longest.min(SHORT as u64);
-        // Huge pages, if the system gives any.
+        // Huge pages, if the system provides them.
         let long = if self.longest > SHORT as u64 { (BLOCK + 2 * DIRECT as usize).next_multiple_of(HUGE) } else { 0 };
         short + long as u64
     }
@@ -54,7 +55,7 @@ pub struct BlockReader {
     /// Made with the first longer read.
     long: Option<Output>,
     past_cache: bool,
-    /// What was not read but counted.
+    /// Reads that were counted and not made; `None` for a reader that reads.
     counted: Option<BlockReads>,
 }
 
@@ -64,12 +65,12 @@ impl BlockReader {
         Ok(BlockReader { short: Output::sparse(SHORT).map_err(no_block)?, long: None, past_cache, counted: None })
     }
 
-    /// A reader that reads nothing: it counts what one would read.
+    /// A reader that reads nothing: it counts the bytes that it would read.
     pub fn counting(past_cache: bool) -> Result<BlockReader> {
         Ok(BlockReader { counted: Some(BlockReads::default()), ..BlockReader::new(past_cache)? })
     }
 
-    /// What a counting reader has counted.
+    /// The counts of a counting reader.
     pub fn counted(&self) -> BlockReads {
         self.counted.unwrap_or_default()
     }

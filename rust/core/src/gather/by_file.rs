@@ -1,10 +1,10 @@
 //! Gathers from files that must be decoded, such as compressed chunks.
 //!
-//! Parts of the output would each decode nearly every file of a random request, unless the cache holds all of them. So all
-//! rows are located first, and the parts are cut by file: each file is decoded once per call, whatever the cache's budget
-//! and the number of threads. Each part owns the rows that its files fill, wherever they are in the output
-//! ([`Out::Spread`]). If all files are decoded already, or so few are not that the threads can hold them, parts are cut by
-//! output as for other files.
+//! Parts of the output would each decode nearly every file of a random request, unless all of them fit in the cache. So
+//! all rows are located first, and the parts are cut by file: each file is decoded once per call, for any cache budget
+//! and number of threads. Each part owns the rows that its files fill, wherever they are in the output
+//! ([`Out::Spread`]). If all files are decoded already, or the others are so few that the threads can keep them, parts
+//! are cut by output as for other files.
 //!
 //! Memory: 16 bytes per row, and 16 bytes per run of output rows from one part, of [`PLANNED_ROWS`] rows; and one decoded file
 //! per thread. A larger request is split, and decodes a file once in each part of it.
@@ -73,7 +73,7 @@ fn gather_planned<L: Layout + ?Sized>(
     let mut lacking = vec![];
     for file in &files {
         match job.files.decoded(*file) {
-            // Not held beside files that are decoded now: the budget would be used twice.
+            // Not kept together with files that are decoded now: the budget would be used twice.
             Some(decoded) if lacking.is_empty() => drop(open.insert(*file, decoded)),
             Some(_) => {}
             None => lacking.push(*file),
@@ -143,7 +143,8 @@ fn gather_by_file<L: Layout + ?Sized>(
         begin += some.span.rows as usize;
     }
     let outs = out.deal(&mut owners, parts, job.out_row());
-    let outs = outs.ok_or_else(|| Error::new(Kind::Argument, "the output differs from the rows asked for"))?;
+    let outs =
+        outs.ok_or_else(|| Error::new(Kind::Argument, "the output does not have the size of the requested rows"))?;
     let mut ranges: Vec<Vec<Range<u64>>> = (0..parts).map(|_| vec![]).collect();
     for group in groups {
         ranges[group.part as usize].push(group.first..group.end);

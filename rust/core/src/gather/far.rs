@@ -105,9 +105,9 @@ fn gather_wave<L: Layout + ?Sized>(
     Ok(())
 }
 
-/// Where the bytes of an extent go.
+/// The destination of an extent's bytes.
 struct ExtentPlace<'a> {
-    /// Whether they are the output's as they are.
+    /// Whether the bytes are copied to the output unchanged.
     as_is: bool,
     swapped: bool,
     bytes: &'a mut [u8],
@@ -135,7 +135,7 @@ fn copy_read<L: Layout + ?Sized>(
     }
     let len_of = |e: &Extent| e.len as usize / job.cast.from_size * job.cast.to_size;
     let ranges: Vec<(usize, usize)> = extents.iter().map(|extent| (extent.dst, len_of(extent))).collect();
-    let overlap = || Error::new(Kind::Internal, "rows that share a place in the output");
+    let overlap = || Error::new(Kind::Internal, "two rows have the same place in the output");
     let places = out.ranges(&ranges, job.out_row()).ok_or_else(overlap)?;
     let wanted = extents.iter().zip(places).map(|(extent, bytes)| {
         let range = source::ByteRange { at: extent.src, len: u64::from(extent.len) };

@@ -109,7 +109,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         Ok(())
     }
 
-    /// Moves extents that are better read than copied from a mapping to `read`. Copies blocks of them whose time is wanted.
+    /// Moves extents that are better read than copied from a mapping to `read`. Copies blocks whose time is measured.
     fn first_accesses(
         &self,
         files: &[Arc<OpenFile>],

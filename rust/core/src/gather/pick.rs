@@ -27,11 +27,11 @@ impl Ints<'_> {
         }
     }
 
-    /// Fails if this is a list of another length than `n`.
+    /// Fails if this is a list whose length is not `n`.
     pub fn check_len(&self, n: usize, what: &str) -> Result<()> {
         match self {
             Ints::Each(xs) if xs.len() != n => {
-                Err(Error::new(Kind::Argument, format!("{} {what} for {n} items", xs.len())))
+                Err(Error::new(Kind::Argument, format!("expected {n} {what}, one per item, found {}", xs.len())))
             }
             _ => Ok(()),
         }

@@ -214,13 +214,13 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
         for span in spans {
             let rows = usize::try_from(span.rows).unwrap_or(usize::MAX);
             let Some((mine, others)) = rest.split_at(rows, self.out_row()) else {
-                return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));
+                return Err(Error::new(Kind::Argument, "the output is smaller than the requested rows"));
             };
             parts.push((span, mine));
             rest = others;
         }
         if rest.bytes() > 0 {
-            return Err(Error::new(Kind::Argument, "the output is larger than the rows asked for"));
+            return Err(Error::new(Kind::Argument, "the output is larger than the requested rows"));
         }
         Ok(parts)
     }

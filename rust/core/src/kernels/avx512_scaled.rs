@@ -1,10 +1,10 @@
 //! Products of codes and scales, for x86 with AVX-512 (F, BW, VBMI). The `unsafe` here: vector instructions and raw pointers
 //! inside slices.
 //!
-//! A code is a byte, so that 256 results of 16 bits say everything about a kind of code and a scale. They lie in eight registers,
-//! the low and the high bytes in four each, and one instruction looks up 64 codes in two of these. With one scale for a row, the
-//! results are the products: they are computed once, and the row is looked up. Otherwise they are the values of the codes, all of
-//! which are exact in bfloat16; they are widened, multiplied and rounded.
+//! A code is a byte, so a table of 256 results of 16 bits is enough for one type of code and one scale. The table is in
+//! eight registers, the low and the high bytes in four each, and one instruction looks up 64 codes in two of these.
+//! With one scale for a row, the results are the products: they are computed once, and the row is looked up. Otherwise
+//! they are the values of the codes, all of which are exact in bfloat16; they are widened, multiplied and rounded.
 //!
 //! A step makes 64 products, in whole cache lines. Those before the first line boundary and after the last step are loaded and
 //! stored with masks.
@@ -103,8 +103,8 @@ fn each_multiplied(code: ScaledCode, src: &[u8], scales: &[[u8; 4]], dst: &mut [
     });
 }
 
-/// Calls `step` for up to 64 codes at a time, with their position and a bit for each code that exists; it returns as many lines
-/// as a product has bytes. `dst` has an element per code.
+/// Calls `step` for up to 64 codes at a time, with their position and a bit for each code that exists; it returns one
+/// line for each byte of a product. `dst` has an element per code.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn steps<const SIZE: usize>(

@@ -1,8 +1,8 @@
 //! Vector code: copies, casts and prefetches, chosen for the processor at run time.
 //!
-//! Each kernel has a portable twin in [`portable`], which also serves as its oracle: both give equal bytes for all input,
-//! NaN payloads included. The kernels for x86 with AVX-512 are in `avx512`; other processors run the portable loops, with the
-//! half-precision instructions that the `half` crate finds (F16C, NEON).
+//! Each kernel has a portable equivalent in [`portable`], which also serves as its oracle: both give equal bytes for
+//! all input, NaN payloads included. The kernels for x86 with AVX-512 are in `avx512`; other processors run the
+//! portable loops, with the half-precision instructions that the `half` crate finds (F16C, NEON).
 //!
 //! [`Stores::Streaming`] writes whole cache lines past the caches. A cached store reads the line first, so that a copy moves
 //! three bytes for two; a streamed line is written only. Measured on two cores (Xeon with AMX, 48 MiB of random 3 KiB rows):

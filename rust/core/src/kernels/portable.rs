@@ -1,8 +1,8 @@
-//! Conversions in plain Rust: for processors without kernels of their own, and the oracle of those kernels.
+//! Conversions in plain Rust: for processors without special kernels, and the oracle of those kernels.
 //!
-//! Round to nearest, ties to even, in one step: a float64 is never rounded to float32 on its way to a 16-bit type, which
-//! would round twice. All pairs but the direct ones go through a block of float32 on the stack, so that the `half` crate's
-//! conversions of slices, which use the processor's instructions, can be used. These kernels do not check for overflows.
+//! Round to nearest, ties to even, in one step: a float64 is never rounded to float32 on its way to a 16-bit type,
+//! which would round twice. All pairs except the direct ones go through a block of float32 on the stack, for the `half`
+//! crate's conversions of slices, which use the processor's instructions. These kernels do not check for overflows.
 
 use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
 use half::{bf16, f16, slice::HalfFloatSliceExt};

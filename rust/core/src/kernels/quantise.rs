@@ -1,4 +1,4 @@
-//! Codes of values: bfloat16 rows become float8 or int8 elements and scales, and the error of reading them back is measured.
+//! Quantises bfloat16 rows to float8 or int8 codes with scales, and measures the error of reading them back.
 //!
 //! ```text
 //! scale = max(largest finite magnitude / largest code, 1e-12)            per token, layer, channel, or any of these together
@@ -17,7 +17,7 @@ const SMALLEST: f32 = 1e-12;
 /// Sums per row, so that loops vectorise and do not depend on the vector's width.
 const LANES: usize = 16;
 
-/// What codes lose.
+/// The errors of quantisation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CodingLoss {
     /// The largest absolute error of a finite value.
@@ -36,7 +36,7 @@ pub struct CodingLoss {
     pub nan: u64,
     /// NaN and infinite values that the codes cannot express, and finite ones whose product is infinite.
     pub refused: u64,
-    /// The first of them: its row.
+    /// The row of the first of them.
     pub first_refused: Option<u64>,
 }
 
@@ -259,7 +259,7 @@ mod tests {
 
     const CODES: [ScaledCode; 3] = [ScaledCode::E4M3, ScaledCode::E5M2, ScaledCode::I8];
 
-    /// The nearest code by trying all, ties to the even code; the sign of a zero is that of the value.
+    /// The nearest code by trying all, ties to the even code; a zero has the sign of the value.
     fn nearest(code: ScaledCode, x: f32) -> u8 {
         let distance = |byte: u8| (f64::from(x) - value_of(code, byte)).abs();
         let usable = |byte: &u8| value_of(code, *byte).is_finite() && (code != ScaledCode::I8 || *byte != 0x80);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     proptest! {
-        /// Scales, codes and losses are those of plain loops, for all kinds of scales.
+        /// Scales, codes and losses equal those of plain loops, for all kinds of scales.
         #[test]
         fn codes_and_losses_are_those_of_the_oracle(
             shape in prop::array::uniform3(1usize..5),

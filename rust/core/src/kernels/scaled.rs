@@ -3,7 +3,7 @@
 //! The scale is rounded to the output type first, then the product, as a multiplication in that type does. Products are computed
 //! in float32: of a code (at most 8 significant bits) and a bfloat16 scale it is exact, so each element is rounded once.
 //!
-//! The loops here are for processors without kernels of their own (`avx512_scaled`), and the oracle of those.
+//! The loops here are for processors without special kernels (`avx512_scaled`), and the oracle of those kernels.
 
 use half::bf16;
 
@@ -35,13 +35,13 @@ pub fn times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst:
     portable_times_each(code, to, src, scales, dst);
 }
 
-/// [`times`] without instructions of one processor.
+/// [`times`] without processor-specific instructions.
 pub fn portable_times(code: ScaledCode, to: Product, src: &[u8], scale: f32, dst: &mut [u8]) {
     let scale = to.rounded(scale);
     with(code, to, src, dst, move |_| scale);
 }
 
-/// [`times_each`] without instructions of one processor.
+/// [`times_each`] without processor-specific instructions.
 pub fn portable_times_each(code: ScaledCode, to: Product, src: &[u8], scales: &[u8], dst: &mut [u8]) {
     let scales = &scales.as_chunks::<4>().0[..src.len()];
     with(code, to, src, dst, move |i| to.rounded(f32::from_le_bytes(scales[i])));
@@ -75,7 +75,7 @@ fn each(to: Product, src: &[u8], dst: &mut [u8], value: impl Fn(u8) -> f32, scal
     }
 }
 
-/// The value of a code, by the definition of its type: the oracle of the kernels. NaN for the codes that are none.
+/// The value of a code, by the definition of its type: the oracle of the kernels. Some codes are NaN.
 pub fn value_of(code: ScaledCode, byte: u8) -> f64 {
     let (bits, bias, infinite) = match code {
         ScaledCode::I8 => return f64::from(byte as i8),
@@ -180,7 +180,8 @@ mod tests {
         assert!(value_of(ScaledCode::E4M3, 0xff).is_nan() && value_of(ScaledCode::E5M2, 0x7d).is_nan());
     }
 
-    /// Rows of any length and alignment, also streamed, are those of the portable loops; nothing beside them is written.
+    /// Rows of any length and alignment, also streamed, equal those of the portable loops; no byte outside them is
+    /// written.
     #[test]
     fn kernels_write_what_the_portable_loops_write_and_no_more() {
         let src: Vec<u8> = (0..400u32).map(|i| (i * 37) as u8).collect();

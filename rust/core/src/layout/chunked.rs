@@ -48,9 +48,9 @@ pub struct Chunked {
 }
 
 impl Chunked {
-    /// Every member must have as many parts as there are lengths, and every list of lengths one entry per example. Fails if a
-    /// length, or the number of examples or groups, exceeds the array: past the end of one dimension lie the chunks of the
-    /// next index of the dimension before it.
+    /// Every member must have as many parts as there are lengths, and every list of lengths one entry per example.
+    /// Fails if a length, or the number of examples or groups, exceeds the array: an index past the end of one
+    /// dimension would address chunks of the next index of the dimension before it.
     pub fn new(groups: usize, members: Vec<Member>, lengths: Vec<Lengths>) -> Result<Chunked> {
         let mut examples = 0u64;
         let mut placed = Vec::with_capacity(members.len());
@@ -62,7 +62,8 @@ impl Chunked {
             for part in &member.parts {
                 let [n, g, _, _] = part.shape();
                 if member.examples > n || groups as u64 > g {
-                    let what = format!("{} examples and {groups} groups of an array of {n} x {g}", member.examples);
+                    let most = format!("expected at most {n} examples and {g} groups, as in the array's shape");
+                    let what = format!("{most}, found {} and {groups}", member.examples);
                     return Err(Error::new(Kind::Format, what));
                 }
             }

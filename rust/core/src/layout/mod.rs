@@ -1,7 +1,7 @@
 //! Layouts: the map from (group, example, token) to a file and a row in it.
 //!
-//! A *group* is what a format stores separately for each example, usually a layer. Layer names belong to the caller; here
-//! groups are indices.
+//! A *group* is a part that a format stores separately for each example, usually a layer. Layer names belong to the
+//! caller; here groups are indices.
 
 pub mod chunked;
 pub mod grid;

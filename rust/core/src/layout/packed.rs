@@ -1,8 +1,8 @@
 //! Addresses of examples, packed in blocks of 64 examples.
 //!
-//! An example is a *body*, at most one run of consecutive rows, and perhaps a *tail*: one more row, of the last token, stored
-//! elsewhere. In most datasets bodies follow each other in a shard, and so do tails. Each block has the smallest form that its
-//! examples allow:
+//! An example is a *body*, at most one run of consecutive rows, and optionally a *tail*: one more row, of the last
+//! token, stored elsewhere. In most datasets bodies follow each other in a shard, and so do tails. Each block has the
+//! smallest form that its examples allow:
 //!
 //! | form | words of 4 bytes for an example |
 //! |---|---|
@@ -20,9 +20,10 @@ use super::Address;
 const BLOCK: usize = 64;
 /// Bits of a row's number; the shard's are above.
 pub const ROW_BITS: u32 = 40;
-/// Words of an example among others with any runs, besides its runs: tokens, the last token's address, the start of its runs.
+/// Words of an example in a block of any runs, without its runs: tokens, the last token's address, the start of its
+/// runs.
 const HEAD: usize = 5;
-/// In the start of an example's runs: one address per token.
+/// A flag in the start of an example's runs: they are one address per token.
 const FLAT: u64 = 1 << 63;
 
 /// A shard, and a row in it.
@@ -146,7 +147,7 @@ fn push_wide(words: &mut Vec<u32>, value: u64) {
     words.extend([value as u32, (value >> 32) as u32]);
 }
 
-/// Packed examples, and those that wait for their block to be full.
+/// Packed examples, and examples of a block that is not full yet.
 #[derive(Debug, Default)]
 pub struct Packed {
     blocks: Vec<Block>,
@@ -320,8 +321,8 @@ impl Waiting {
     }
 }
 
-/// Where bodies that lie back to back begin, and the last one ends, relative to `first`; `None` if they do not, or are too far
-/// apart for 32 bits.
+/// The starts of consecutive bodies and the end of the last one, relative to `first`; `None` if the bodies are not
+/// consecutive, or too far apart for 32 bits.
 fn starts(first: At, bodies: &[(At, u32)]) -> Option<Vec<u32>> {
     let mut starts = vec![0u32];
     let mut end = 0u32;

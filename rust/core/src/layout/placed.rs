@@ -1,7 +1,8 @@
 //! Addresses of examples that begin anywhere: one file and one offset for every group and example.
 //!
-//! Folders of many small files, or of files with several arrays each, have no arithmetic of their own. An address is a byte
-//! offset; the rows of one example in one group follow each other at the step of their file, which may be larger than a row:
+//! In folders of many small files, or of files with several arrays each, addresses do not follow from a formula. An
+//! address is a byte offset; the rows of one example in one group follow each other at the step of their file, which
+//! may be larger than a row:
 //!
 //! ```text
 //! file    = files[group * examples + example]
@@ -58,8 +59,8 @@ impl Placed {
         Ok(Placed { groups, files, starts, tokens, steps, faults: BTreeMap::new() })
     }
 
-    /// Sets examples that cannot be read, and why. Their places are not used; they should have a token, so that a read of all
-    /// tokens reaches them.
+    /// Sets the examples that cannot be read, with the errors. Their places are not used; they should have a token, so
+    /// that a read of all tokens reaches them.
     #[must_use]
     pub fn refusing(mut self, faults: BTreeMap<u64, Error>) -> Placed {
         self.faults = faults;

@@ -44,11 +44,11 @@ const MOST_READ: u64 = 4 << 30;
 pub enum RecordSplit {
     /// Index r has the r-th of equal shares of the tokens; the first shares have one token more where they cannot be equal.
     Contiguous,
-    /// The tokens are padded and cut into twice as many chunks as there are n indexes: index r has chunk r, then chunk 2n - 1 - r.
+    /// With n index files, the tokens are padded and cut into 2n chunks: index r has chunk r, then chunk 2n - 1 - r.
     HeadTail,
 }
 
-/// Where the fields of a record lie that not all versions have.
+/// The offsets of the fields that differ between versions of a record.
 #[derive(Clone, Copy, Debug)]
 struct RecordShape {
     bytes: usize,
@@ -264,7 +264,12 @@ impl RecordIndex {
             (self.shape.held, "context_len", held, self.shape.held.map_or(0, |at| int(bytes, at))),
         ];
         if bytes.is_empty() {
-            return Error::new(Kind::Truncated, format!("record {example}: the index ends")).at(location).byte(first);
+            return Error::new(
+                Kind::Truncated,
+                format!("record {example}: expected {} bytes, found the end of the index", self.shape.bytes),
+            )
+            .at(location)
+            .byte(first);
         }
         if record.tokens == 0 {
             return refuse(12, "seq_len", "a positive number".to_string(), 0);
@@ -315,7 +320,7 @@ impl RecordIndex {
     }
 }
 
-/// What the rows are.
+/// The kind of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordRows {
     /// States: a group per layer, then one of the last rows, if there are any. Files are listed twice: as those of the
@@ -536,9 +541,9 @@ mod tests {
             assert_eq!((error.kind, error.offset), (Kind::Format, Some(byte)), "{error}");
             assert!(error.to_string().contains(field), "{error}");
         }
-        for (first, said) in [(SHARD - 349, "ends at byte 1048577"), (u64::MAX - 100, "below 2^64 bytes")] {
+        for (first, expected) in [(SHARD - 349, "ends at byte 1048577"), (u64::MAX - 100, "below 2^64 bytes")] {
             let error = counted(first).unwrap_err();
-            assert!(error.to_string().contains(said), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
         }
         assert_eq!(counted(SHARD - 350).unwrap(), 5);
     }

@@ -80,7 +80,7 @@ impl Place {
         (self.used == row_bytes && used.is_multiple_of(self.unit)).then(|| used / self.unit)
     }
 
-    /// Byte offset of an address, if `rows` rows that lie side by side from there on end before `end`.
+    /// Byte offset of an address, if `rows` rows, side by side from there on, end before `end`.
     pub fn abreast(&self, address: u64, rows: u64) -> Option<u64> {
         let begin = address.checked_mul(self.unit)?.checked_add(self.start)?;
         (begin.checked_add(rows.checked_mul(self.used as u64)?)? <= self.end).then_some(begin)

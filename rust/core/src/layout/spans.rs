@@ -31,7 +31,7 @@ impl<T: Copy> PerExample<T> {
         }
     }
 
-    /// Whether there is a number for each of so many examples.
+    /// Whether there is a number for each of this many examples.
     pub(super) fn fits(&self, examples: u64) -> bool {
         match self {
             PerExample::Same(_) => true,

@@ -1,5 +1,6 @@
-//! Addresses of examples that are parts of tensors in files: any number of examples in a file, any number of tensors per example,
-//! and rows some bytes apart, because a row of a tensor holds several layers side by side, or because it is a view.
+//! Addresses of examples that are parts of tensors in files: any number of examples in a file, any number of tensors
+//! per example, and rows some bytes apart, because a row of a tensor contains several layers side by side, or because
+//! it is a view.
 //!
 //! For each tensor an example has a file and a byte offset in it; a group is one of the tensors, at an offset in its rows:
 //!

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of memory of the machine, or of this process's control group if that has less; `u64::MAX` if neither can be found out.
+/// Bytes of memory of the machine, or of this process's control group if that has less; `u64::MAX` if neither is known.
 pub fn memory_limit() -> u64 {
     // Not a OnceLock: a child forked while another thread looks would wait for that thread. Looking twice is harmless.
     static LIMIT: AtomicU64 = AtomicU64::new(0);

@@ -11,12 +11,12 @@ const RECYCLE_FROM: usize = 1 << 20;
 const KEEP_AT_MOST: usize = 256 << 20;
 /// Blocks kept, at most: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
 const KEEP_BLOCKS: usize = 8;
-/// Blocks come in multiples of a huge page.
+/// Sizes of blocks are multiples of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Freed large outputs, the most recent last. Fresh memory costs more than filling it (the kernel clears every page, and a
-/// virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. The lock is
-/// only tried, never waited for, so that a fork while it is held costs an allocation at most.
+/// Freed large outputs, the most recent last. Fresh memory costs more than filling it (the kernel clears every page,
+/// and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. The
+/// lock is only tried, never waited for, so that a fork while it is locked costs an allocation at most.
 static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
 
 /// An uncleared block of memory, aligned for any element type.
@@ -36,8 +36,8 @@ enum Allocation {
     Sparse(MmapMut),
 }
 
-/// The number of the smallest block of at least `len` bytes and without much waste; of equal ones the last. Not the last of all:
-/// of two sizes in use, the smaller would take the larger's block, and the larger fits no other.
+/// The index of the smallest block that fits `len` bytes without much waste; of equal sizes, the last. Not simply the
+/// last block: of two sizes in use, the smaller could take the larger's block, and the larger would find none.
 fn fitting(blocks: impl Iterator<Item = usize>, len: usize) -> Option<usize> {
     let most = (len + len / 4).max(2 * GRAIN);
     let fits = blocks.enumerate().filter(|(_, size)| (len..=most).contains(size));
@@ -45,8 +45,9 @@ fn fitting(blocks: impl Iterator<Item = usize>, len: usize) -> Option<usize> {
 }
 
 impl Output {
-    /// A block of `len` bytes: the smallest freed one that fits, the most recent of equal ones, or a new one if none fits
-    /// without much waste. Then the oldest is unmapped first, so that a program whose sizes change keeps no useless memory.
+    /// A block of `len` bytes: the smallest freed one that fits, the most recent of equal ones, or a new one if none
+    /// fits without much waste. Before a new one is made, the oldest is unmapped, so that a program whose sizes change
+    /// keeps no useless memory.
     pub fn new(len: usize) -> std::io::Result<Output> {
         if len < RECYCLE_FROM {
             return Ok(Output { memory: Allocation::Heap(vec![0; len.div_ceil(8)]), len });

@@ -112,7 +112,7 @@ pub fn read_stream(source: &dyn Source) -> Result<ArrowStream> {
     found.map_err(|e: Error| if e.location.is_none() { e.at(source.location()) } else { e })
 }
 
-/// Reads the headers of a file held in memory.
+/// Reads the headers of a file in memory.
 pub fn parse_bytes(bytes: &[u8]) -> Result<ArrowStream> {
     let read = |at: u64, into: &mut [u8]| {
         let at = at as usize;
@@ -274,7 +274,7 @@ fn parse_pairs(found: Option<FlatVector<'_>>) -> Result<Vec<(String, String)>> {
             // Strings may be shared.
             bytes += key.len() + value.len();
             if bytes as u64 > MAX_METADATA {
-                return Err(refuse("expected fewer metadata"));
+                return Err(refuse("expected less metadata"));
             }
             Ok((key.to_string(), value.to_string()))
         })

@@ -8,9 +8,9 @@
 //! the rest  elements
 //! ```
 //!
-//! The header is parsed as the few literals that numpy writes, never evaluated. NpyElements of type `V1` and `V2`, which numpy
-//! writes for the types of ml_dtypes, are bytes and 16-bit integers here: only the reader knows their type. Strings (`U`, `S`)
-//! get one more axis, of code points or bytes. Object and structured dtypes are refused.
+//! The header is parsed as the few literals that numpy writes, never evaluated. Elements of type `V1` and `V2`, which
+//! numpy writes for the types of ml_dtypes, are bytes and 16-bit integers here: only the reader knows their type.
+//! Strings (`U`, `S`) get one more axis, of code points or bytes. Object and structured dtypes are refused.
 //!
 //! Source: numpy/lib/_format_impl.py of numpy 2.4.
 

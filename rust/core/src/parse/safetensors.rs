@@ -209,7 +209,7 @@ impl FindRows for TensorRows {
     }
 }
 
-/// Parses a whole file held in memory.
+/// Parses a whole file in memory.
 pub fn parse_bytes(bytes: &[u8]) -> Result<Header> {
     let len = bytes.len() as u64;
     let mut prefix = [0u8; 8];

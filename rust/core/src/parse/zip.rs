@@ -7,9 +7,10 @@
 //! end           22 bytes, PK 5 6: counts and offsets of 32 bits, then a comment up to the end of the file
 //! ```
 //!
-//! Sizes and methods are those of the directory; a local header only says how long its name and extra field are, because torch
-//! writes zeros for the rest. The directory must end where the end record begins and the first record must be at byte 0: in
-//! a file of several archives, readers disagree about which one counts. Records must not overlap, and no name may repeat.
+//! Sizes and methods are those of the directory; of a local header, only the lengths of its name and extra field are
+//! used, because torch writes zeros for the rest. The directory must end where the end record begins and the first
+//! record must be at byte 0: for a file of several archives, readers disagree about which one to use. Records must not
+//! overlap, and no name may repeat.
 //!
 //! Source: PKWARE's APPNOTE.TXT 6.3.10; torch's caffe2/serialize/inline_container.cc.
 
@@ -34,7 +35,7 @@ const MOST_DIRECTORY: u64 = 256 << 20;
 pub struct ZipRecord {
     /// Its name, as stored.
     pub name: Vec<u8>,
-    /// Whether its data are deflated; otherwise they are stored as they are.
+    /// Whether its data are deflated; otherwise they are stored unchanged.
     pub deflated: bool,
     /// Bytes in the file.
     pub stored: u64,
@@ -46,7 +47,7 @@ pub struct ZipRecord {
     local: u64,
     /// The next record's local header, or the directory.
     end: u64,
-    /// Why the data cannot be read, if so.
+    /// The reason why the data cannot be read, if any.
     refused: Option<&'static str>,
 }
 
@@ -73,7 +74,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from_le_bytes(*b))
 }
 
-/// Bytes of a source; the range lies within it.
+/// Bytes of a source; the range is within it.
 fn bytes_at(source: &dyn Source, at: u64, len: u64) -> Result<Vec<u8>> {
     let mut made = vec![0; len as usize];
     source.read(at, &mut made)?;
@@ -135,7 +136,7 @@ fn find_end(tail: &[u8], tail_at: u64) -> Result<ZipEnd> {
     if ends.next().is_some() {
         return Err(malformed(
             tail_at + at as u64,
-            "two end records of a zip file fit its end: which one counts is unclear",
+            "expected one end record at the end of the zip file, found two that fit",
         ));
     }
     let place = tail_at + at as u64;
@@ -242,7 +243,7 @@ fn widen(numbers: &mut [u64; 3], mut extra: &[u8]) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Checks that names differ and that records lie in the file one after another.
+/// Checks that names differ, that the first record is at byte 0 and that records do not overlap.
 fn check_order(records: &mut [ZipRecord], directory: u64) -> Result<()> {
     let mut names = HashSet::with_capacity(records.len());
     for record in &*records {

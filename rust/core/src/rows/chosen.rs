@@ -1,7 +1,7 @@
 //! Some of a dataset's examples, renumbered from 0: a range, or numbers in any order.
 //!
-//! A choice is one map from new example numbers to the dataset's. Reads translate the examples of a pick before they reach a
-//! layout, so no layout and no format knows of it.
+//! A choice is one map from new example numbers to the dataset's. Reads translate the examples of a pick before they
+//! reach a layout, so layouts and formats do not depend on it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ impl Chosen {
         Ok(Chosen(Which::Listed(numbers)))
     }
 
-    /// How many.
+    /// Number of chosen examples.
     pub fn len(&self) -> u64 {
         match &self.0 {
             Which::Range { count, .. } => *count,
@@ -63,7 +63,7 @@ impl Chosen {
         }
     }
 
-    /// Whether none is chosen.
+    /// Whether no example is chosen.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -112,7 +112,7 @@ impl Chosen {
         found.map_err(named)
     }
 
-    /// Bounds of runs of chosen examples that lie between the same two of a dataset's bounds.
+    /// Bounds of runs of chosen examples between the same two of a dataset's bounds.
     pub fn bounds(&self, of: &[u64]) -> Vec<u64> {
         let mut made = vec![0];
         let mut before = None;
@@ -133,7 +133,7 @@ fn number(bytes: &[u8]) -> i64 {
     bytes.try_into().map_or(-1, i64::from_ne_bytes)
 }
 
-/// An error of a read of the dataset, which names examples by the dataset's numbers.
+/// Adds a note to an error of a read of the dataset that names an example: it uses the dataset's numbers.
 pub fn named(mut error: Error) -> Error {
     if matches!(error.kind, Kind::OutOfRange | Kind::NotStored) {
         error.detail.push_str(" (examples are numbered as in the whole dataset)");

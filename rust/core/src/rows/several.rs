@@ -3,9 +3,10 @@
 //! - [`Several::examples`]: the examples of the first part, then those of the second. Each part has its own numbers of groups.
 //! - [`Several::groups`]: all parts have the same examples; each group is a group of one part.
 //!
-//! A request is split by part. A request for one part is translated and passed on, with the caller's output. Otherwise each part
-//! gets its rows of the output, as one range if they are contiguous or as a place per row, so that parts write straight into
-//! the caller's memory. Parts that a network sends are read at the same time; others one after another, each by all threads.
+//! A request is split by part. A request for one part is translated and passed on, with the caller's output. Otherwise
+//! each part gets its rows of the output, as one range if they are contiguous or as a place per row, so that parts
+//! write straight into the caller's memory. Parts behind a network are read at the same time; others one after another,
+//! each by all threads.
 //!
 //! Memory: 8 bytes per part and group, nothing per example.
 
@@ -24,7 +25,7 @@ use crate::threads::{self, Stop, Watch};
 /// Parts that are read at the same time.
 const AT_ONCE: usize = 16;
 
-/// Rows that can be a part: what [`Several`] asks of them. The methods are those of [`Rows`](crate::rows::Rows).
+/// Rows that can be a part of [`Several`]. The methods are those of [`Rows`](crate::rows::Rows).
 pub trait Part: Sized + Send + Sync {
     /// The properties of a row.
     fn row(&self) -> Row;
@@ -40,7 +41,7 @@ pub trait Part: Sized + Send + Sync {
     fn read_as(&self, dtype: DType) -> Option<Self>;
     /// The examples that should be read together.
     fn units(&self) -> Result<Units>;
-    /// A hint which example is needed next.
+    /// A hint: the example that is needed next.
     fn read_ahead(&self, example: Option<i64>);
     /// Numbers of tokens stored for these examples, each in its group.
     fn tokens_of(&self, groups: Ints<'_>, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>>;
@@ -82,7 +83,7 @@ pub struct Several<R> {
     along: Along,
     row: Row,
     groups: usize,
-    /// Finite values that became infinite in reads that count none themselves.
+    /// Finite values that became infinite in reads without their own counter.
     overflows: AtomicU64,
 }
 
@@ -218,7 +219,7 @@ impl<R: Part> Several<R> {
         self.len() == 0
     }
 
-    /// Finite values that became infinite since the last call, in reads that count none themselves.
+    /// Finite values that became infinite since the last call, in reads without their own counter.
     pub fn take_overflows(&self) -> u64 {
         self.overflows.swap(0, Ordering::Relaxed)
     }
@@ -245,11 +246,11 @@ impl<R: Part> Several<R> {
         })
     }
 
-    /// An error of a read of a part, which names examples by the part's numbers.
+    /// Adds a note to an error of a read of a part that names an example: it uses the part's numbers.
     fn named(&self, mut error: Error, part: usize) -> Error {
         if let (Kind::OutOfRange | Kind::NotStored, Along::Examples { starts, .. }) = (error.kind, &self.along) {
-            let said = format!(" (examples are numbered as in part {part}, whose first is {} here)", starts[part]);
-            error.detail.push_str(&said);
+            let note = format!(" (examples are numbered as in part {part}, whose first is {} here)", starts[part]);
+            error.detail.push_str(&note);
         }
         error
     }
@@ -404,7 +405,7 @@ impl<R: Part> Several<R> {
         }
     }
 
-    /// [`Part::units`]: a part whose examples need no others contributes each as a unit.
+    /// [`Part::units`]: a part whose examples are independent contributes each example as a unit.
     pub fn units(&self) -> Result<Units> {
         let each = self.parts.iter().map(|part| part.units()).collect::<Result<Vec<_>>>()?;
         if each.iter().all(|units| *units == Units::Examples) {
@@ -548,7 +549,7 @@ impl<R: Part> Several<R> {
         }
         let owned = owners.into_iter().enumerate().map(|(i, part)| (part, rows.get(i).copied().unwrap_or(1)));
         let dealt = out.deal_out(owned, shares.len(), row);
-        dealt.ok_or_else(|| Error::new(Kind::Argument, "the output differs from the rows asked for"))
+        dealt.ok_or_else(|| Error::new(Kind::Argument, "the output does not have the size of the requested rows"))
     }
 
     /// The same rows with every read converted to `dtype`; `None` if no part stores another type than this one's.

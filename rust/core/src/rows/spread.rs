@@ -1,8 +1,8 @@
-//! Examples whose rows are spread evenly in one file: what a single strided array can show.
+//! Examples whose rows are spread evenly in one file, so that a single strided array can view them.
 //!
-//! Two forms. *Packed*: the rows of all examples follow each other, whatever their numbers. *Stepped*: every example has the
-//! same number of contiguous rows, and begins the same number of rows after (or before) the one before it, as the layers of a
-//! C-ordered array `(examples, groups, tokens, width)` do.
+//! Two forms. *Packed*: the rows of all examples follow each other, in any number per example. *Stepped*: every example
+//! has the same number of contiguous rows, and begins the same number of rows after (or before) the one before it, as
+//! the layers of a C-ordered array `(examples, groups, tokens, width)` do.
 
 use crate::error::Result;
 use crate::layout::{Layout, Run};
@@ -136,7 +136,7 @@ mod tests {
             }
         }
 
-        /// Whatever is called spread is shown as it is; packed examples always are.
+        /// A spread that is found describes exactly the examples' rows; packed examples always have one.
         #[test]
         fn no_spread_shows_other_rows(examples in prop::collection::vec((0u64..9, 0u32..4, 0u32..2), 1..6), pack in any::<bool>()) {
             let (mut starts, tokens): (Vec<u64>, Vec<u32>) = examples.iter().map(|e| (e.0, e.1)).unzip();

@@ -28,14 +28,14 @@ pub(crate) fn budget() -> usize {
     }
 }
 
-/// Files that one of `threads` threads may hold open without caching them: all threads together stay within half of what the
-/// budget leaves.
+/// Files that one of `threads` threads may keep open without caching them: all threads together stay within half of
+/// what the budget leaves.
 pub(crate) fn files_at_once(threads: usize) -> usize {
     (budget() / 2 / threads.max(1)).clamp(2, 1024)
 }
 
-/// Whether all threads together hold so many files open that none should open a second one. Counts files, because callers may
-/// be many more than the pool's threads.
+/// Whether all threads together have so many open files that no thread should open a second one. Counts files, because
+/// callers may be many more than the pool's threads.
 pub(crate) fn descriptors_are_scarce() -> bool {
     OPEN.load(Ordering::Relaxed) > budget() + budget() / 2
 }

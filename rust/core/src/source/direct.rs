@@ -19,7 +19,7 @@ const TRIES: usize = 1000;
 /// A file opened a second time, for direct reads, when it is first needed.
 #[derive(Debug, Default)]
 pub struct DirectFile {
-    // Only tried, never waited for: a forked child may inherit the lock held. Then reads go through the cache.
+    // Only tried, never waited for: a forked child may inherit a locked lock. Then reads go through the cache.
     opened: Mutex<Option<(Arc<File>, Share)>>,
     /// The file system cannot read directly.
     refused: AtomicBool,
@@ -75,7 +75,7 @@ impl DirectFile {
     }
 }
 
-/// Opens the same file again, also if another one has its name now.
+/// Opens the same file again, even if another file has its name now.
 #[cfg(target_os = "linux")]
 fn open(file: &File) -> io::Result<File> {
     let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();

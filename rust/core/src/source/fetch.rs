@@ -15,17 +15,19 @@ use crate::threads::{self, Stop, Watch};
 
 /// Bytes decoded before rows are copied out, per call; and bytes of ranges that are read together.
 pub const SCRATCH: u64 = 256 << 20;
-/// Bytes that all calls of this process hold together for reads which do not go to their places directly.
+/// Maximum bytes in memory, over all calls of this process, of reads that do not go directly to their destinations.
 static HELD: SharedBytes = SharedBytes::new(SCRATCH);
 
-/// Seconds that the two ends need to send, receive and hand over one read, whatever its size: about 60 us were measured.
+/// Seconds that the two ends need to send, receive and hand over one read of any size: about 60 us were measured.
 const PER_READ: f64 = 60e-6;
-/// Bytes that need no network, of which one thread reads this many at a time, and the number of threads: they may wait for a disk.
+/// Bytes that one thread reads at a time if no network is needed, and the number of such threads, which may wait for a
+/// disk.
 const NEAR_PART: u64 = 1 << 20;
 const NEAR_THREADS: usize = 8;
-/// So many parts are read by the calling thread.
+/// Up to this many parts are read by the calling thread.
 const NEAR_INLINE: usize = 4;
-/// Ranges of at least this many bytes, on average, are read into their places: shorter ones are copied faster than listed.
+/// Ranges of at least this many bytes, on average, are read directly into their destinations: for shorter ones, a copy
+/// is faster.
 const IN_PLACE: u64 = 32 << 10;
 
 /// A requested range.
@@ -43,7 +45,7 @@ pub struct WantedRange<T> {
 pub struct Delivery<'a, T> {
     /// Takes a range's bytes, on threads that may block.
     pub each: &'a (dyn Fn(T, &[u8]) -> Result<()> + Sync),
-    /// The memory, as long as the range, that takes its bytes as they are: then `each` may not be called.
+    /// Memory of the range's length that receives its bytes unchanged; then `each` may not be called.
     pub place: fn(&mut T) -> Option<&mut [u8]>,
 }
 
@@ -67,7 +69,7 @@ pub fn fetch<T: Send>(
     deliver(sources, wanted, wishes, &Delivery { each, place: |_| None }, watch)
 }
 
-/// [`fetch`] for ranges that may have places of their own.
+/// [`fetch`] for ranges that may have their own destinations.
 pub fn deliver<T: Send>(
     sources: &[Option<&dyn Source>],
     mut wanted: Vec<WantedRange<T>>,
@@ -113,7 +115,7 @@ fn hand_over_near<T: Send>(
     let work = |_: usize, part: Vec<WantedRange<T>>, stop: &Stop| hand_over_part(sources, part, delivery, stop);
     let missed = match parts.len() {
         0 => return Ok(lacking),
-        // Few bytes are read before threads have started; readers of streams are threads of their own.
+        // Few bytes are read before threads have started; readers of streams are already separate threads.
         1..=NEAR_INLINE => {
             let here = |part| work(0, part, &Stop::default());
             parts.into_iter().map(here).collect::<Result<Vec<_>>>()?
@@ -128,7 +130,7 @@ fn hand_over_near<T: Send>(
     Ok(lacking)
 }
 
-/// Hands over ranges that are at hand; returns the others.
+/// Hands over ranges that need no network; returns the others.
 fn hand_over_part<T>(
     sources: &[Option<&dyn Source>],
     part: Vec<WantedRange<T>>,
@@ -145,7 +147,7 @@ fn hand_over_part<T>(
             continue;
         }
         if block.len() < len {
-            // A thread never waits for more while it holds some.
+            // A thread never waits for a larger share while it holds one.
             drop(held.take());
             if len as u64 > NEAR_PART {
                 held = HELD.take(len as u64, stop)?;
@@ -214,7 +216,7 @@ impl<T> Request<T> {
         Some(gaps)
     }
 
-    /// Reads its ranges into their places, and what lies between them into memory that is dropped.
+    /// Reads its ranges into their places, and the bytes between them into memory that is dropped.
     fn read_in_place(
         &mut self,
         gaps: u64,
@@ -249,7 +251,7 @@ impl<T> Request<T> {
     }
 }
 
-/// Where reads may begin and end.
+/// The offsets at which reads may begin and end.
 struct Grain<'a> {
     sources: &'a [Option<&'a dyn Source>],
     bytes: u64,
@@ -302,7 +304,7 @@ fn best_gap<T>(wanted: &[WantedRange<T>], grain: &Grain<'_>, wishes: &Wishes, la
     best
 }
 
-/// The square of the seconds that so many reads take.
+/// The square of the time of this many reads, in seconds.
 fn cost(pace: &LinkPace, parallel: usize, reads: u64, bytes: u64, largest: u64) -> f64 {
     let reads = reads.max(bytes / largest) as f64;
     let waves = (reads / parallel.max(1) as f64).max(1.0);
@@ -375,7 +377,7 @@ mod tests {
         assert!(fast.0 > 2_500 && fast.1 < 50 << 20, "{fast:?}");
         assert!(slow.0 < 500 && slow.1 > 128 << 20, "{slow:?}");
         assert!(at(100, 256).1 < slow.1);
-        // Few reads cost one latency, whatever lies between them.
+        // Few reads cost one latency, whatever the gaps between them.
         assert_eq!(planned([0u64, 1 << 19].into_iter(), 8192, &wishes(100, 64)), (2, 16_384));
     }
 

@@ -21,7 +21,7 @@ impl Held {
         Held::shared(location, Arc::new(bytes))
     }
 
-    /// A source of bytes that others hold too.
+    /// A source of shared bytes.
     pub fn shared(location: Location, bytes: Arc<Buffer>) -> Held {
         Held { location, bytes }
     }
@@ -61,7 +61,7 @@ impl Source for Held {
         Ok(())
     }
 
-    /// A cache of a fixed size keeps the bytes.
+    /// The bytes are already kept by a cache of a fixed size.
     fn may_keep(&self) -> bool {
         false
     }

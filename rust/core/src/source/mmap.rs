@@ -9,9 +9,9 @@
 //! assume that two reads of a byte are equal; libdeflate and LZ4 (C) guarantee the same for their input. `io="pread"` never
 //! maps, and is safe against truncation *during* a read.
 //!
-//! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times more than a
-//! cold random row needs. Needed rows are hinted one by one instead ([`Map::will_need`]). A view of a whole layer, which is read
-//! from beginning to end, has a mapping of its own with the kernel's readahead ([`Paging::Ahead`]).
+//! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times more
+//! than a cold random row needs. Needed rows are hinted one by one instead ([`Map::will_need`]). A view of a whole
+//! layer, which is read from beginning to end, has a separate mapping with the kernel's readahead ([`Paging::Ahead`]).
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -72,15 +72,15 @@ impl Map {
     }
 }
 
-/// The last mapping of a file, shared while anyone holds it: the kernel limits the number of mappings, not of views.
+/// The last mapping of a file, shared while it is in use: the kernel limits the number of mappings, not of views.
 #[derive(Debug, Default)]
 pub struct LastMap {
-    // Only tried, never waited for: a forked child may inherit the lock held. Then the file is mapped once more.
+    // Only tried, never waited for: a forked child may inherit a locked lock. Then the file is mapped once more.
     last: Mutex<Weak<Mmap>>,
 }
 
 impl LastMap {
-    /// The last mapping if it still lives, or the one that `open` makes.
+    /// The last mapping if it is still in use, or the one that `open` makes.
     pub fn get_or_open<E>(&self, open: impl FnOnce() -> Result<Map, E>) -> Result<Map, E> {
         let mut last = self.last.try_lock().ok();
         if let Some(inner) = last.as_ref().and_then(|last| last.upgrade()) {

@@ -74,7 +74,7 @@ pub enum Ready {
     Yes,
     /// Not all of them.
     No,
-    /// The source cannot tell.
+    /// The source does not know.
     Unknown,
 }
 
@@ -87,7 +87,7 @@ pub enum Version {
     Tag(Arc<str>),
 }
 
-/// What reads of a slow source cost.
+/// The cost of reads of a slow source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkPace {
     /// The time to the first byte of an idle source.
@@ -103,7 +103,7 @@ pub struct Wishes {
     pub gap: u64,
     /// Reads begin and end at multiples of this: a cache stores no smaller pieces. 1 for any offset.
     pub grain: u64,
-    /// What reads cost, if it is known.
+    /// The cost of reads, if known.
     pub pace: Option<LinkPace>,
     /// The largest read, in bytes; longer ranges are split.
     pub largest: u64,
@@ -121,12 +121,13 @@ pub trait Source: Debug + Send + Sync {
     /// Its size in bytes when it was opened.
     fn size(&self) -> u64;
 
-    /// Bytes of files that a read of `len` bytes at `at` takes; other than `len` for a source that computes its bytes.
+    /// Bytes of files that a read of `len` bytes at `at` needs; differs from `len` for a source that computes its
+    /// bytes.
     fn stored(&self, _at: u64, len: u64) -> u64 {
         len
     }
 
-    /// Its version now; `None` if there is none, and then nothing of it may be cached.
+    /// Its version now; `None` if it has no version, and then its bytes may not be cached.
     fn version(&self) -> Option<Version>;
 
     /// Its bytes, if they are in memory or mapped.
@@ -179,7 +180,7 @@ pub trait Source: Debug + Send + Sync {
         Ready::Unknown
     }
 
-    /// Whether a byte can be read without a network; a disk may be waited for.
+    /// Whether a byte can be read without a network; the read may wait for a disk.
     fn is_near(&self, at: u64) -> bool {
         self.is_ready(at) == Ready::Yes
     }

@@ -37,7 +37,7 @@ pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Re
 /// this user may not write, whereas a read is correct for all that the user may read.
 pub fn is_cached(file: &File, offset: u64) -> Ready {
     match read_if_cached(file, &mut [0], offset) {
-        // File systems in memory cannot be asked, and need not be.
+        // File systems in memory do not support the check, and do not need it.
         Ok(Ready::Unknown) if is_in_memory(file) => Ready::Yes,
         Ok(ready) => ready,
         Err(_) => Ready::Unknown,

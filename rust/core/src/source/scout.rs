@@ -20,7 +20,8 @@ pub struct Scout<'a, T> {
     /// Ranges checked so far, and their bytes not yet copied.
     seen: usize,
     ahead_bytes: usize,
-    /// Set if a copy was slow although nothing seemed cold: the file system cannot tell, so hint everything.
+    /// Set if a copy was slow although no page seemed cold: the file system does not report cold pages, so hint
+    /// everything.
     blind: bool,
 }
 
@@ -32,7 +33,7 @@ impl<'a, T: Ranged> Scout<'a, T> {
 
     /// Checks and hints ranges after the first `copied`.
     pub fn run_ahead_of(&mut self, copied: usize) {
-        // At least the next block, whatever its size.
+        // At least the next block, of any size.
         let wanted =
             |scout: &Self| scout.seen <= copied || (scout.seen < copied + AHEAD && scout.ahead_bytes < AHEAD_BYTES);
         while self.seen < self.ranges.len() && wanted(self) {

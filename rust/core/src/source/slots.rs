@@ -41,7 +41,7 @@ impl<T: Opened + 'static> Slots<T> {
         Slots::with(usize::try_from(files).unwrap_or(usize::MAX).min(budget()))
     }
 
-    /// A slot for each of some objects that hold no descriptor.
+    /// Slots for objects without descriptors.
     pub(crate) fn without_descriptors(objects: usize) -> Slots<T> {
         Slots::with(objects)
     }

@@ -1,11 +1,11 @@
 //! Memory of the accesses of a mapped file: how often each window was accessed, the cost of first accesses, and whether cold
 //! pages were found.
 //!
-//! The first access to a window of a mapping is a page fault. Its cost depends on the page cache: 4 us per row where pages were
-//! cached one by one, 1 us where the kernel holds them in large folios; a `pread` of a row takes 2 us (16,384 random rows of
-//! 3 KiB on two cores: 27, 9 and 14 ms). Both ways are therefore timed for a few blocks of each file, and the faster one is used.
-//! A window that is read is mapped after the third time: a fault costs about as much as three reads cost more than copies, so
-//! accesses cost at most twice the best choice in hindsight.
+//! The first access to a window of a mapping is a page fault. Its cost depends on the page cache: 4 us per row where
+//! pages were cached one by one, 1 us where the kernel keeps them in large folios; a `pread` of a row takes 2 us
+//! (16,384 random rows of 3 KiB on two cores: 27, 9 and 14 ms). Both ways are therefore timed for a few blocks of each
+//! file, and the faster one is used. A window that is read is mapped after the third time: a fault costs about as much
+//! as the extra cost of three reads over copies, so accesses cost at most twice the best choice in hindsight.
 //!
 //! The state is atomic and without locks: a forked child continues with its copy. A wrong value costs time only.
 
@@ -62,8 +62,9 @@ impl Warmth {
         }
     }
 
-    /// Whether `len` bytes from `at` are to be copied from the mapping without further questions: all their windows have been accessed often.
-    /// Otherwise records this access. Always true outside the file, and for a file that is never read.
+    /// Whether `len` bytes from `at` should be copied from the mapping without further checks: all their windows have
+    /// been accessed often. Otherwise records this access. Always true outside the file, and for a file that is never
+    /// read.
     #[inline]
     pub fn is_warm(&self, at: u64, len: u64) -> bool {
         let (first, last) = (at / WINDOW, at.saturating_add(len.saturating_sub(1)) / WINDOW);

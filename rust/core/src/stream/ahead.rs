@@ -75,7 +75,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             let error = match ended {
                 Ok(Ok(())) => None,
                 Ok(Err(error)) => Some(error),
-                Err(_) => Some(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")),
+                Err(_) => Some(Error::new(Kind::Internal, "a bug in actshard in a reading thread; please report it")),
             };
             theirs.finish(error);
         };

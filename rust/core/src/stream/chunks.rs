@@ -1,7 +1,8 @@
 //! Chunks: neighbouring rows of a stream, read ahead in large pieces by threads that wait for the disk.
 //!
-//! A stream whose rows lie in the page cache does not need them: its batches are gathered from the mapping. So each window, or
-//! batch in stored order, is sampled first. Data that cannot stay in memory until the next epoch are read past the page cache.
+//! A stream whose rows are in the page cache does not need them: its batches are gathered from the mapping. So each
+//! window, or batch in stored order, is sampled first. Data that cannot stay in memory until the next epoch are read
+//! past the page cache.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,15 +19,15 @@ use crate::threads::{NextResult, Stop, Watch};
 
 /// Bytes of a chunk in stored order, at most.
 const CHUNK: u64 = 4 << 20;
-/// Bytes of a chunk of a window, at most: larger ones are not read faster and add to the memory of the pool. In a small window,
-/// at least the second.
+/// Bytes of a chunk of a window, at most: larger ones are not read faster and add to the memory of the pool. The second
+/// constant is the lower limit, for small windows.
 const WINDOW_CHUNK: u64 = 2 << 20;
 const SMALL_CHUNK: u64 = 256 << 10;
 /// Chunks that are read or being read, and not used yet.
 pub const AHEAD: usize = 20;
-/// Bytes of batches in stored order that are looked at together.
+/// Bytes of batches in stored order that are checked together.
 const LOOK: u64 = 16 << 20;
-/// Items looked at to find out whether a window or batch is in the page cache.
+/// Items sampled to find out whether a window or batch is in the page cache.
 const SAMPLES: u64 = 64;
 
 /// The wanted batches: `first`, `first + every`, ...
@@ -114,7 +115,7 @@ pub struct SlotItem {
 }
 
 impl SlotItem {
-    /// An item in little memory.
+    /// A compact form of an item.
     pub fn of(item: Item) -> Result<SlotItem> {
         let too_large = |_| Error::new(Kind::Internal, "a token beyond 2^32");
         let token = u32::try_from(item.token).map_err(too_large)?;
@@ -208,8 +209,8 @@ impl<'a> ChunkMaker<'a> {
         })
     }
 
-    /// The chunks of all wanted batches in stored order. Batches are looked at together, [`LOOK`] bytes of them; if they are in the
-    /// page cache, one chunk stands for all of them.
+    /// The chunks of all wanted batches in stored order. Batches are checked together, [`LOOK`] bytes at a time; if
+    /// they are in the page cache, one chunk stands for all of them.
     pub fn of_batches(&'a self) -> impl Iterator<Item = ChunkJob> + Send + 'a {
         let every = self.wanted.every.max(1);
         let together = (LOOK / (self.plan.settings.batch * self.item_bytes).max(1)).max(1).saturating_mul(every);

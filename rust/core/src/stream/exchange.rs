@@ -18,7 +18,7 @@ pub(super) struct Exchange<B, M> {
 struct ExchangeState<B, M> {
     ready: VecDeque<B>,
     spare: Vec<M>,
-    /// Set when no more batches follow, perhaps with an error; the maker no longer touches the memory of a batch.
+    /// Set when no more batches follow, optionally with an error; the maker no longer touches the memory of a batch.
     finished: Option<Option<Error>>,
 }
 

@@ -40,8 +40,8 @@ impl BatchItems {
         }
     }
 
-    /// Adds `n` items, computed by all threads: `numbers_from` fills the numbers of items from one on, `item_of` maps a number
-    /// to its item.
+    /// Adds `n` items, computed by all threads: `numbers_from` fills the numbers of consecutive items from a given one,
+    /// `item_of` maps a number to its item.
     pub fn extend<N, I>(
         &mut self,
         n: usize,
@@ -141,7 +141,8 @@ impl BatchItems {
     }
 }
 
-/// Converts the rows of slots into `out`, one after the other; `groups` holds each slot's group if slots hold one group.
+/// Converts the rows of slots into `out`, one after the other; `groups` has each slot's group if a slot has a row of
+/// one group.
 pub fn convert_rows(
     convert: &Convert,
     memory: &[u8],

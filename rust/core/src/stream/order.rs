@@ -157,8 +157,9 @@ impl Permutation {
         }
     }
 
-    /// The numbers at consecutive positions from `first` on: `out[i] = get(first + i)`. Several times as fast as single calls: a
-    /// result that is not below n is enciphered again, which a processor cannot predict, and which here no other number waits for.
+    /// The numbers at consecutive positions from `first` on: `out[i] = get(first + i)`. Several times as fast as single
+    /// calls: a processor cannot predict which results are enciphered again because they are not below n, and here no
+    /// other number waits for them.
     pub fn fill(&self, first: u64, out: &mut [u64]) {
         debug_assert!(out.is_empty() || first + out.len() as u64 <= self.n);
         let positions = (first..).zip(out.iter_mut());

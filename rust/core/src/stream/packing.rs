@@ -60,7 +60,7 @@ pub struct PackedSequences {
     epoch: Mutex<Option<EpochOrders>>,
 }
 
-/// Consecutive slots of one batch. If a pattern is repeated, the next batch has the slots behind them.
+/// Consecutive slots of one batch. If a pattern is repeated, the next batch has the slots after them.
 #[derive(Clone, Copy, Debug)]
 struct BatchRun {
     slot: u32,
@@ -82,13 +82,13 @@ struct EpochOrders {
     windows: Permutation,
     /// Batches before each window, in the epoch's order, and their number.
     before: Vec<u64>,
-    /// The window whose permutations are held, that of its batches, and those of its classes by number.
+    /// The window whose permutations are kept: of its batches, and of its classes by number.
     window: u64,
     batches: Permutation,
     classes: HashMap<usize, Permutation>,
 }
 
-/// What a random order is for.
+/// The purpose of a random order.
 #[derive(Clone, Copy)]
 enum Purpose {
     Units = 1,
@@ -99,8 +99,8 @@ enum Purpose {
 }
 
 impl PackedSequences {
-    /// Plans batches of sequences of these lengths, all positive. `units` are the bounds of sequences that should be read
-    /// together; empty if each is read on its own.
+    /// Plans batches of sequences of these lengths, all positive. `units` are the bounds of sequences that should be
+    /// read together; empty if sequences are read separately.
     ///
     /// Fails if a sequence is longer than the budget, or if the ranks cannot have equally many batches.
     pub fn new(settings: PackingSettings, lengths: &[u64], units: &[u64]) -> Result<PackedSequences> {
@@ -185,13 +185,16 @@ impl PackedSequences {
     fn position(&self, rank: u64, batch: u64) -> Result<u64> {
         let PackingSettings { ranks, shuffle, .. } = self.settings;
         if rank >= ranks || batch >= self.batches {
-            let detail = format!("batch {batch} of rank {rank}: there are {} of {ranks} ranks", self.batches);
+            let detail = format!(
+                "batch {batch} of rank {rank}: expected a batch below {} and a rank below {ranks}",
+                self.batches
+            );
             return Err(Error::new(Kind::OutOfRange, detail));
         }
         Ok(if shuffle == Shuffle::Window { rank * self.batches + batch } else { batch * ranks + rank })
     }
 
-    /// The sequences of a rank's batch, in the order in which they lie in it.
+    /// The sequences of a rank's batch, in their order in the batch.
     pub fn batch(&self, epoch: u64, rank: u64, batch: u64) -> Result<Vec<u64>> {
         let position = self.position(rank, batch)?;
         if self.settings.shuffle == Shuffle::Stored {
@@ -242,8 +245,8 @@ impl PackedSequences {
         Ok(end.min(self.batches))
     }
 
-    /// The permutations of an epoch: those that are held, or new ones. The lock is only tried, and only to take them: a child
-    /// that was forked while it was held computes them again.
+    /// The permutations of an epoch: the kept ones, or new ones. The lock is only tried, and only to take them: a child
+    /// that was forked while it was locked computes them again.
     fn take_orders(&self, epoch: u64) -> EpochOrders {
         let held = self.epoch.try_lock().ok().and_then(|mut held| held.take());
         held.filter(|orders| orders.number == epoch).unwrap_or_else(|| self.orders(epoch))

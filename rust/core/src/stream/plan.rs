@@ -45,7 +45,8 @@ pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
     memory / item_bytes.saturating_add(ITEM_BYTES)
 }
 
-/// The least number of picks in a unit of `unit_bytes`, if a pick has rows of `row_bytes`; 0 if a row is larger than a unit.
+/// The minimum number of picks in a unit of `unit_bytes`, if a pick has rows of `row_bytes`; 0 if a row is larger than
+/// a unit.
 pub fn picks_per_unit(unit_bytes: u64, row_bytes: u64) -> u64 {
     unit_bytes / row_bytes.max(1)
 }

@@ -1,11 +1,12 @@
-//! The rows of a window, held while they are returned in another order.
+//! The rows of a window, kept in memory while they are returned in another order.
 //!
 //! A pool has as many slots as a window has items. Each time items are returned, items of the next window are put into the
 //! freed slots, in file order. When the last item of a window is returned, the next window is complete. So the pool needs
 //! the memory of one window, and reading never pauses.
 //!
-//! Rows come as [`Chunks`], read ahead by other threads; rows that must be decoded, or that a slow source sends, are gathered
-//! into the slots. A window that lies in the page cache takes no slots: its batches are gathered from the mapping.
+//! Rows arrive as [`Chunks`], read ahead by other threads; rows that must be decoded, or that a slow source sends, are
+//! gathered into the slots. A window that is in the page cache takes no slots: its batches are gathered from the
+//! mapping.
 
 use super::chunks::{CachedItems, Chunk, ChunkRows, Chunks, Picks, SlotItem, Wanted, wanted_of};
 use super::items::{BatchItems, convert_rows};
@@ -31,7 +32,7 @@ struct PartialWindow {
     slots: Vec<u32>,
     /// Places that were read, or skipped because they are not wanted.
     read: u64,
-    /// The items by place, if the window lies in the page cache; then it takes no slots.
+    /// The items by place, if the window is in the page cache; then it takes no slots.
     cached: Option<CachedItems>,
 }
 
@@ -41,7 +42,7 @@ pub struct WindowPool<'a, 'n> {
     plan: &'a Plan,
     epoch: &'a Epoch<'a>,
     wanted: Wanted,
-    /// The rows to come; `None` if they are gathered.
+    /// The remaining rows; `None` if they are gathered.
     chunks: Option<Chunks<'a, 'n>>,
     /// Made with the first row: windows in the page cache need none.
     memory: Option<Buffer>,

@@ -215,7 +215,7 @@ fn to_norm<T: Real>(row: &mut [T], norm: f64) {
     }
 }
 
-/// Norms whose squares float64 holds with all their digits.
+/// Norms whose squares float64 represents with full precision.
 const SQUARABLE: Range<f64> = 1e-140..1e140;
 
 /// The L2 norm, summed in eight lanes of float64: equal on every machine.
@@ -297,7 +297,7 @@ mod tests {
         assert!(f32s(vec![], Scale::None).unwrap().cast().is_some());
     }
 
-    /// Quotients are those of a division, and factors beyond float32 make no NaN of zeros.
+    /// Quotients equal those of a division, and factors beyond float32 do not turn zeros into NaN.
     #[test]
     fn divisors_divide_and_factors_keep_their_range() {
         let f32s = |scale| Convert::new(DType::F32, DType::F32, 3, 1, vec![], scale).unwrap();
@@ -312,7 +312,7 @@ mod tests {
         assert!(matches!(f32s(Scale::Divide(vec![2.0; 3])).change, Some(Change::Single(_))));
     }
 
-    /// Whatever the size of a row's elements, its norm is the one that was asked for; rows without one stay as they are.
+    /// Rows with elements of any size get the requested norm; rows without a norm are unchanged.
     #[test]
     fn rows_of_any_size_are_brought_to_a_norm() {
         for to in [DType::F32, DType::F64] {

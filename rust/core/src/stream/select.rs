@@ -44,11 +44,12 @@ impl Selection {
         Ok(Selection { examples, count: Count::Before(before), which: SelectedTokens::From(first) })
     }
 
-    /// Those of `counts[e]` tokens of example e, starting at `first`, whose flag in `keep` is set; flags go example by example.
+    /// Of `counts[e]` tokens of example e, starting at `first`, those whose flag in `keep` is set; flags are in the
+    /// order of examples.
     pub fn masked(first: u64, counts: impl Iterator<Item = u64>, keep: &[bool]) -> Result<Selection> {
         let before = sums(counts)?;
         if before.last() != Some(&(keep.len() as u64)) {
-            let detail = format!("{} flags for {} tokens", keep.len(), before.last().unwrap_or(&0));
+            let detail = format!("expected {} flags, one per token, found {}", before.last().unwrap_or(&0), keep.len());
             return Err(Error::new(Kind::Argument, detail));
         }
         let mut bits = vec![0u64; keep.len().div_ceil(64)];

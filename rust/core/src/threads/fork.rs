@@ -17,7 +17,7 @@ pub(crate) struct ForkMutex<T> {
     spare: Mutex<T>,
     /// The process that created it.
     pid: u32,
-    /// In this process, or the one it was forked from, the first lock can never be taken.
+    /// Set if the first lock can never be taken, in this process or in the one it was forked from.
     lost: AtomicBool,
 }
 
@@ -59,7 +59,8 @@ impl<T> ForkMutex<T> {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// In a child, changes to the spare value: something that the first one needs can never be locked. Returns whether it did.
+    /// In a child, changes to the spare value, because a lock that the first value needs can never be taken. Returns
+    /// whether it did.
     pub(crate) fn lose_in_child(&self) -> bool {
         let in_child = std::process::id() != self.pid;
         if in_child {
@@ -73,7 +74,7 @@ impl<T> ForkMutex<T> {
 #[derive(Debug)]
 pub(crate) struct SharedLock<T> {
     value: RwLock<T>,
-    /// A thread is about to change the value: new readers let it pass. Readers in a loop could hold it up for ever.
+    /// A thread is about to change the value: new readers wait for it. Readers in a loop could delay it for ever.
     #[cfg_attr(actshard_loom, allow(dead_code, reason = "in a model a thread waits for its turn"))]
     passing: AtomicBool,
 }
@@ -100,7 +101,7 @@ impl<T> SharedLock<T> {
     /// Locks the value for changing it, for as long as [`try_briefly`] tries.
     #[cfg(not(actshard_loom))]
     pub(crate) fn write_briefly(&self) -> Option<RwLockWriteGuard<'_, T>> {
-        // Readers are held up only for as long as those that run now need to finish.
+        // New readers wait only until the current readers finish.
         self.passing.store(true, Ordering::Relaxed);
         let passed = (0..SPINS).find_map(|_| {
             std::hint::spin_loop();

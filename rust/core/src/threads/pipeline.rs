@@ -105,7 +105,7 @@ impl<I: Iterator, T> Drop for End<'_, '_, I, T> {
 }
 
 fn fault() -> Error {
-    Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")
+    Error::new(Kind::Internal, "a bug in actshard in a reading thread; please report it")
 }
 
 impl<I: Iterator, T> Line<I, T> {

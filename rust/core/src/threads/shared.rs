@@ -1,4 +1,4 @@
-//! Bytes that all threads of this process share.
+//! A budget of bytes, shared by all threads of this process.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,11 +9,11 @@ use crate::error::Result;
 
 /// Unit of the count, which has 32 bits.
 const UNIT: u64 = 4 << 10;
-/// Longest pause between two looks at the count.
+/// Longest pause between two checks of the count.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// A number of bytes, of which threads take shares. There is no lock, and the count belongs to a process: a forked child
-/// begins with all bytes, whatever its parent's threads had taken.
+/// A budget of bytes, of which threads take shares. There is no lock, and the count belongs to a process: a forked
+/// child begins with all bytes, whatever its parent's threads had taken.
 #[derive(Debug)]
 pub struct SharedBytes {
     most: u64,
@@ -30,13 +30,13 @@ pub struct TakenBytes<'a> {
 }
 
 impl SharedBytes {
-    /// So many bytes.
+    /// A budget of this many bytes.
     pub const fn new(bytes: u64) -> SharedBytes {
         SharedBytes { most: bytes / UNIT, taken: AtomicU64::new(0) }
     }
 
-    /// Waits until so many bytes are left; `None` once `stop` is set, an error if nobody waits for this thread any more. More
-    /// than there are at all is allowed once half of them are left: it is one piece that cannot be cut.
+    /// Waits until this many bytes are free. Returns `None` once `stop` is set, and an error if the caller no longer
+    /// waits for this thread. More than half of the budget counts as half: a piece that cannot be cut may exceed it.
     pub fn take(&self, bytes: u64, stop: &Stop) -> Result<Option<TakenBytes<'_>>> {
         let (pid, units) = (std::process::id(), bytes.div_ceil(UNIT).min(self.most / 2));
         let mut pause = Duration::from_micros(20);
@@ -54,7 +54,7 @@ impl SharedBytes {
                 return Ok(None);
             }
             if is_abandoned() {
-                // An error, because callers take only their own stop for a reason to have nothing.
+                // An error, because callers expect `None` only after their own stop.
                 return Err(interrupted());
             }
             std::thread::sleep(pause);

@@ -12,8 +12,8 @@ thread_local! {
     static ABANDONED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
-/// Whether nobody waits for this thread's work any more. Stores that wait for a network look at it beside their [`Stop`], because
-/// opening a file takes reads of metadata and indexes to which no stop is handed on.
+/// Whether the caller no longer waits for this thread's work. Stores that wait for a network check it in addition to
+/// their [`Stop`], because opening a file reads metadata and indexes without receiving a stop.
 pub fn is_abandoned() -> bool {
     ABANDONED.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed)))
 }

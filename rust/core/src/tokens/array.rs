@@ -36,7 +36,7 @@ const PAGE: usize = 4096;
 /// Bytes of fill values per call.
 const FILLED: usize = 64 << 10;
 
-/// What is known of an inner chunk's frame.
+/// States of an inner chunk's frame.
 mod seen {
     pub const NOTHING: u8 = 0;
     pub const STORED: u8 = 1;
@@ -97,7 +97,7 @@ impl Opened for TokenFile {
         self.file.may_keep()
     }
 
-    /// Files of slow stores hold none: closing them would only cost requests.
+    /// Files of slow stores have no descriptors: closing them would only cost requests.
     fn holds_descriptor(&self) -> bool {
         self.headers.is_none()
     }
@@ -121,7 +121,7 @@ impl Opened for TokenArray {
         true
     }
 
-    /// Its files hold descriptors, each in its own slot.
+    /// Its files have descriptors, and each file has a slot.
     fn holds_descriptor(&self) -> bool {
         false
     }
@@ -155,7 +155,7 @@ pub(super) struct ChunkRange {
     n: usize,
 }
 
-/// What must be fetched before a part can be read from memory.
+/// The data that must be fetched before a part can be read from memory.
 pub(super) enum Lacking {
     Nothing,
     /// A frame's header, which determines what else is needed.
@@ -245,7 +245,7 @@ impl TokenArray {
         found
     }
 
-    /// What a part lacks. Damage is reported when the part is read.
+    /// The missing data of a part. Damage is reported when the part is read.
     pub(super) fn lacking(&self, file: &TokenFile, piece: ChunkRange) -> Result<Lacking> {
         let Some(unit) = file.file.unit(piece.chunk)? else { return Ok(Lacking::Nothing) };
         let (item, bytes) = (self.meta.item() as u64, self.inner_bytes());
@@ -590,32 +590,38 @@ impl TokenArray {
         self.meta.existing(&*self.store, &self.folder)
     }
 
-    /// Checks everything that the first `elements` elements need: files, indexes, frames; with `deep` decodes every block.
-    /// Reports each problem to `tell`, with whether something is only missing (and reads as the fill value).
+    /// Checks everything that the first `elements` elements need: files, indexes, frames; with `deep` decodes every
+    /// block. Reports each problem to `report`, with whether data is only missing (and reads as the fill value).
     ///
     /// The work depends on the existing files, not on the number of elements.
-    pub fn check(&self, elements: u64, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
+    pub fn check(
+        &self,
+        elements: u64,
+        deep: bool,
+        report: &mut dyn FnMut(Error, bool),
+        watch: Watch<'_>,
+    ) -> Result<()> {
         let files = elements.div_ceil(self.meta.outer);
         let mut existing = self.existing()?;
         existing.retain(|number| *number < files);
         let mut next = 0;
         for number in existing {
-            self.tell_missing(next..number, tell);
-            self.check_file(number, elements, deep, tell, watch)?;
+            self.report_missing(next..number, report);
+            self.check_file(number, elements, deep, report, watch)?;
             next = number + 1;
         }
-        self.tell_missing(next..files, tell);
+        self.report_missing(next..files, report);
         Ok(())
     }
 
-    fn tell_missing(&self, files: std::ops::Range<u64>, tell: &mut dyn FnMut(Error, bool)) {
+    fn report_missing(&self, files: std::ops::Range<u64>, report: &mut dyn FnMut(Error, bool)) {
         let path = self.meta.file(&self.folder, files.start);
         let detail = match files.end.saturating_sub(files.start) {
             0 => return,
             1 => "the file is missing: its elements read as the fill value".to_string(),
             n => format!("this file and the {} after it are missing: their elements read as the fill value", n - 1),
         };
-        tell(Error::new(Kind::NotFound, detail).at(&path), true);
+        report(Error::new(Kind::NotFound, detail).at(&path), true);
     }
 
     fn check_file(
@@ -623,18 +629,18 @@ impl TokenArray {
         number: u64,
         elements: u64,
         deep: bool,
-        tell: &mut dyn FnMut(Error, bool),
+        report: &mut dyn FnMut(Error, bool),
         watch: Watch<'_>,
     ) -> Result<()> {
         let shard = match self.shard(number) {
             Ok(shard) => shard,
             Err(error) => {
-                tell(error, false);
+                report(error, false);
                 return Ok(());
             }
         };
         if shard.file.source().is_none() {
-            self.tell_missing(number..number + 1, tell);
+            self.report_missing(number..number + 1, report);
             return Ok(());
         }
         let mut held = HeldFile::default();
@@ -653,13 +659,13 @@ impl TokenArray {
             let start = first + chunk as u64 * self.meta.inner;
             let n = if deep { (elements - start).min(self.meta.inner) as usize } else { 1 };
             if let Err(error) = self.visit(&mut held, start, n, &mut |_, _, _| Ok(())) {
-                tell(error, false);
+                report(error, false);
             }
         }
         if absent > 0 {
             let path = self.meta.file(&self.folder, number);
             let detail = format!("{absent} inner chunks are missing (the last is {last}): they read as the fill value");
-            tell(Error::new(Kind::NotFound, detail).at(&path), true);
+            report(Error::new(Kind::NotFound, detail).at(&path), true);
         }
         Ok(())
     }

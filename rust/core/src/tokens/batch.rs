@@ -1,7 +1,7 @@
 //! Batches of training examples: tokens, loss weights and segment ids, written to the caller's memory.
 //!
-//! `formats/levanter.md` 3 describes how Levanter makes windows and packs. Examples are filled in cache order, whatever order
-//! was requested: a block that two of them need is decoded once, and a cold disk is read sequentially.
+//! `formats/levanter.md` 3 describes how Levanter makes windows and packs. Examples are filled in cache order, for any
+//! requested order: a block that two of them need is decoded once, and a cold disk is read sequentially.
 
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ struct Cursors {
     loss: Cursor,
 }
 
-/// Fetches what the first items need from a slow store; returns the number of these items, at least one.
+/// Fetches the data of the first items from a slow store; returns the number of these items, at least one.
 type StageItems<'a, T> = &'a dyn Fn(&[T], &mut StagedFiles, Watch<'_>) -> Result<usize>;
 
 /// Runs `work` for each item, sorted by place, on as many threads as the size justifies. `stage` is given for fields in a
@@ -161,7 +161,7 @@ pub fn windows(
     let length = batch.length;
     let examples = batch.examples()?;
     if examples.len() != starts.len() {
-        return Err(Error::new(Kind::Internal, "as many starts as examples"));
+        return Err(Error::new(Kind::Internal, "expected one start per example"));
     }
     hint(field, starts.iter().map(|s| (*s, length)));
     let with_weights = examples.iter().any(|example| example.weights.is_some());
@@ -218,7 +218,7 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, w
     let elements = batch.tokens.len();
     let examples = batch.examples()?;
     if examples.len() != packs.len() {
-        return Err(Error::new(Kind::Internal, "as many packs as examples"));
+        return Err(Error::new(Kind::Internal, "expected one pack per example"));
     }
     let fill =
         |example: &mut Example<'_>, scratch: &mut Cursors| fill_pack(packing, packs[example.number], example, scratch);

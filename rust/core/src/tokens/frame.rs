@@ -267,7 +267,7 @@ impl Planes {
         Planes { item, numbers, varying: 0, constant: [0; WIDEST], memory }
     }
 
-    /// How many numbers it contains.
+    /// The count of numbers in it.
     pub fn numbers(&self) -> usize {
         self.numbers
     }

@@ -20,9 +20,9 @@ use crate::threads::{self, Stop, Watch};
 /// A shard of a field.
 #[derive(Clone, Debug)]
 pub struct FieldShard {
-    /// The folder that holds `offsets` and `data`.
+    /// The folder with `offsets` and `data`.
     pub folder: Location,
-    /// Rows and elements, where a ledger has them; the array's own otherwise.
+    /// Rows and elements, if a ledger has them; otherwise the array's counts are used.
     pub counts: Option<(u64, u64)>,
 }
 
@@ -120,9 +120,9 @@ impl ElementRange {
 type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize, usize) -> Result<()>;
 
 impl Field {
-    /// Opens a field in a store. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
+    /// Opens a field in a store. Opens no file of parts with known counts; reads the `offsets` of the others.
     pub fn open(parts: Vec<FieldShard>, store: Arc<dyn Store>, cache: Arc<BlockCache>) -> Result<Field> {
-        // Arrays of a slow store are kept: what was fetched for a batch is found by their numbers.
+        // Arrays of a slow store are kept: the data fetched for a batch is found by their numbers.
         let arrays = match store.wishes() {
             None => Slots::new(3 * parts.len() as u64),
             Some(_) => Slots::without_descriptors(3 * parts.len()),
@@ -262,7 +262,7 @@ impl Field {
         match found {
             Ok(_) => Ok(Some(folder)),
             Err(error) if error.kind == Kind::NotFound => Ok(None),
-            // A refusal is not an answer: rows of several axes would be read as flat ones.
+            // Another error is not a sign of absence: rows of several axes would be read as flat rows.
             Err(error) => Err(error),
         }
     }
@@ -305,7 +305,7 @@ impl Field {
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "holds {}, but the cache's first shard holds {}",
+                    "has dtype {}, but the cache's first shard has {}",
                     data.dtype().numpy_name().unwrap_or_default(),
                     self.dtype.numpy_name().unwrap_or_default()
                 ),
@@ -343,7 +343,10 @@ impl Field {
             |_| Error::new(Kind::NoMemory, format!("no memory for the bounds of {n} rows; read fewer at once"));
         let end = first.checked_add(n as u64).filter(|end| *end <= self.num_rows());
         let Some(end) = end else {
-            return Err(Error::new(Kind::OutOfRange, format!("row {first}: the cache has {} rows", self.num_rows())));
+            return Err(Error::new(
+                Kind::OutOfRange,
+                format!("row {first} is out of range: the cache has {} rows", self.num_rows()),
+            ));
         };
         if n == 0 {
             out.push(self.start_of(cursor, first)?);
@@ -406,7 +409,7 @@ impl Field {
             return Err(Error::new(
                 Kind::OutOfRange,
                 format!(
-                    "elements {start} to {}: the field has {}",
+                    "elements {start} to {} are out of range: the field has {}",
                     start.saturating_add(n as u64),
                     self.num_elements()
                 ),
@@ -492,7 +495,10 @@ impl Field {
     /// The sizes of a row's axes without the last, for fields whose rows have several axes.
     pub fn shape(&self, row: u64) -> Result<Vec<u64>> {
         if row >= self.num_rows() {
-            return Err(Error::new(Kind::OutOfRange, format!("row {row}: the cache has {} rows", self.num_rows())));
+            return Err(Error::new(
+                Kind::OutOfRange,
+                format!("row {row} is out of range: the cache has {} rows", self.num_rows()),
+            ));
         }
         let part = Self::part_of(&self.rows, row);
         let shapes = self.array(part, ShardArray::Shapes)?;
@@ -505,7 +511,7 @@ impl Field {
     }
 
     /// Reports every problem of the field's files; see [`TokenArray::check`].
-    pub fn check(&self, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
+    pub fn check(&self, deep: bool, report: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
         for part in 0..self.parts.len() {
             let counts = [
                 (ShardArray::Offsets, self.rows[part + 1] - self.rows[part] + 1),
@@ -514,25 +520,25 @@ impl Field {
             for (which, elements) in counts {
                 match self.array(part, which) {
                     Ok(array) if elements > 1 || matches!(which, ShardArray::Data) => {
-                        array.check(elements, deep, tell, watch)?;
+                        array.check(elements, deep, report, watch)?;
                     }
                     Ok(_) => {}
-                    Err(error) => tell(error, false),
+                    Err(error) => report(error, false),
                 }
             }
         }
         // Check that row ends are in ascending order, block by block.
         const ROWS: u64 = 1 << 18;
-        const MOST_TOLD: usize = 100;
-        let (mut cursor, mut bounds, mut first, mut told) = (Cursor::default(), vec![], 0, 0);
-        while first < self.num_rows() && told < MOST_TOLD {
+        const MOST_REPORTED: usize = 100;
+        let (mut cursor, mut bounds, mut first, mut reported) = (Cursor::default(), vec![], 0, 0);
+        while first < self.num_rows() && reported < MOST_REPORTED {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
             let n = (self.num_rows() - first).min(ROWS);
             if let Err(error) = self.bounds_into(&mut cursor, first, n as usize, &mut bounds) {
-                tell(error, false);
-                told += 1;
+                report(error, false);
+                reported += 1;
             }
             first += n;
         }

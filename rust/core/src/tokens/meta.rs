@@ -84,7 +84,7 @@ impl Meta {
             return Err(root.wrong("chunk_key_encoding", "the encoding \"default\" or \"v2\""));
         }
         let found = ArrayMeta::v3(&root, &LIMITS);
-        // A token cache is never of a kind that only another release supports.
+        // A token cache never needs another release, so unsupported metadata is a format error.
         let found = found.map_err(|e| Error { kind: Kind::Format, ..e }.finds(Finding::Metadata))?;
         Meta::of(&root, found)
     }

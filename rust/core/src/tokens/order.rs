@@ -339,7 +339,7 @@ impl KeptPermutations {
         if number >= KEEP {
             return make();
         }
-        // Only tried: the lock may have been held by another thread at a fork.
+        // Only tried: another thread may have locked it at a fork.
         let Ok(mut kept) = self.0.try_lock() else { return make() };
         let at = number as usize;
         if kept.len() <= at {
@@ -466,10 +466,9 @@ impl ExampleOrder {
     }
 
     fn checked(&self, x: i64) -> Result<u64> {
-        u64::try_from(x)
-            .ok()
-            .filter(|x| *x < self.n)
-            .ok_or_else(|| Error::new(Kind::OutOfRange, format!("index {x}: the order has {} members", self.n)))
+        u64::try_from(x).ok().filter(|x| *x < self.n).ok_or_else(|| {
+            Error::new(Kind::OutOfRange, format!("index {x} is out of range: the order has {} members", self.n))
+        })
     }
 }
 

@@ -5,9 +5,9 @@ use crate::error::{Error, Kind, Result};
 /// The treatment of documents longer than an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overlong {
-    /// Keep the beginning, as an example of its own.
+    /// Keep the beginning, as a separate example.
     Left,
-    /// Keep the end, as an example of its own.
+    /// Keep the end, as a separate example.
     Right,
     /// Fail.
     Raise,

@@ -37,7 +37,8 @@ struct NeededPiece<'a> {
     file: usize,
 }
 
-/// Numbers whose files are opened and whose places are looked up together: what is not fetched then is looked up again.
+/// Numbers whose files are opened and whose places are looked up together; numbers that are not fetched then are looked
+/// up again.
 const LOOKED_UP: usize = 1 << 27;
 
 /// The first of these ranges (their first numbers and lengths), at least one.

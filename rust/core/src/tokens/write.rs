@@ -379,7 +379,7 @@ impl ArrayWriter {
         Ok(())
     }
 
-    /// Writes the held first frame. Later only its first number may change, in place, because the frame is stored.
+    /// Writes the kept first frame. Later only its first number may change, in place, because the frame is stored.
     fn put_first(&mut self) -> Result<()> {
         let Some(first) = self.first.take() else { return Ok(()) };
         let head = stored_header(first.len(), self.item);
@@ -391,7 +391,7 @@ impl ArrayWriter {
         file.frame(0, &[&head, &first])
     }
 
-    /// Writes the rest; `first` becomes element 0 of an array that held its first frame.
+    /// Writes the rest; `first` becomes element 0 of an array that kept its first frame.
     fn finish(mut self, first: Option<u64>) -> Result<()> {
         if self.storage == Storage::Plain {
             self.write_stage()?;

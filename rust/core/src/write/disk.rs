@@ -148,7 +148,7 @@ mod tests {
         for path in &paths {
             std::fs::write(path, b"x").unwrap();
         }
-        // A file system other than that of temporary files, even if only the kernel's.
+        // A file system other than the one of temporary files, even if it is only the kernel's.
         let other = PathBuf::from("/proc/self/status");
         assert_ne!(std::fs::metadata(&other).unwrap().dev(), std::fs::metadata(&paths[0]).unwrap().dev());
         paths.push(other.clone());

@@ -22,13 +22,13 @@ struct FolderFiles {
     names: Vec<OsString>,
 }
 
-/// Renames all files below each of `folders` into `root`, under the same paths below it, but those in `but` (paths below `root`).
-/// Files that are there already, and no longer below a folder, were renamed before.
+/// Renames all files below each of `folders` into `root`, under the same paths below it, except those in `but` (paths
+/// below `root`). Files that already exist there, and no longer exist below a folder, were renamed by an earlier call.
 ///
 /// Returns the folders below `root`, and `root`, whose entries changed: sync them.
 ///
 /// # Errors
-/// `Kind::Format`: something is neither a file nor a folder. Others: what the system says, with the path.
+/// `Kind::Format`: something is neither a file nor a folder. Other kinds: the system's error, with the path.
 pub fn move_files(folders: &[PathBuf], root: &Path, but: &BTreeSet<PathBuf>, watch: Watch<'_>) -> Result<Vec<PathBuf>> {
     let found: Mutex<Vec<FolderFiles>> = Mutex::new(vec![]);
     let list = |i: usize| {
@@ -93,13 +93,13 @@ fn list_files(
 fn rename_file(files: &FolderFiles, name: &OsString) -> Result<()> {
     let (from, to) = (files.from.join(name), files.to.join(name));
     match fs::rename(&from, &to) {
-        // A call before this one, which was killed, may have renamed it after it was listed.
+        // An earlier call, which was killed, may have renamed it after it was listed.
         Err(error) if error.kind() == ErrorKind::NotFound && to.exists() => Ok(()),
         done => done.map_err(|e| Error::from_io(&e, &from, "rename")),
     }
 }
 
-/// Removes folders and what is in them, as far as the system lets it.
+/// Removes folders and their contents, as far as the system permits.
 ///
 /// # Errors
 /// `Kind::Interrupted` only.

@@ -149,9 +149,9 @@ fn open_target(target: &Target, direct: bool) -> Result<Open> {
 }
 
 fn grow(file: &File, target: &Target) -> Result<()> {
-    let say = |e: &std::io::Error| Error::from_io(e, &target.path, "write");
-    if file.metadata().map_err(|e| say(&e))?.len() < target.size {
-        file.set_len(target.size).map_err(|e| say(&e))?;
+    let failed = |e: &std::io::Error| Error::from_io(e, &target.path, "write");
+    if file.metadata().map_err(|e| failed(&e))?.len() < target.size {
+        file.set_len(target.size).map_err(|e| failed(&e))?;
     }
     Ok(())
 }

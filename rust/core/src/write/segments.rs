@@ -223,13 +223,13 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
 
 /// Size and SHA-256 of a file.
 pub fn digest(path: &Path, watch: Watch<'_>) -> Result<Digested> {
-    let say = |e: &std::io::Error| Error::from_io(e, path, "read");
-    let mut file = File::open(path).map_err(|e| say(&e))?;
+    let failed = |e: &std::io::Error| Error::from_io(e, path, "read");
+    let mut file = File::open(path).map_err(|e| failed(&e))?;
     let mut sha = Sha256::new();
     let mut size = 0;
     let mut some = vec![0; 1 << 20];
     loop {
-        let n = file.read(&mut some).map_err(|e| say(&e))?;
+        let n = file.read(&mut some).map_err(|e| failed(&e))?;
         if n == 0 {
             return Ok(Digested { size, sha256: sha.finalize().into() });
         }

@@ -21,7 +21,8 @@ pub struct TokenFieldWriter {
     idle: Condvar,
 }
 
-/// The owner of the writer. Calls take the writer out, so that no lock is held while Python code (a signal handler) runs.
+/// The owner of the writer. Calls take the writer out, so that no lock is locked while Python code (a signal handler)
+/// runs.
 enum Writing {
     Idle(Box<FieldWriter>),
     Busy(ThreadId),
@@ -101,7 +102,8 @@ impl TokenFieldWriter {
     ) -> PyResult<TokenFieldWriter> {
         detach::guarded(py, || {
             let dtype = dtype_of(py, dtype)?;
-            let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
+            let storage = Storage::from_name(storage)
+                .ok_or_else(|| argument(py, format!("storage: expected 'plain' or 'lz4', found '{storage}'")))?;
             let writer = detach::detached(py, |_| {
                 FieldWriter::create(&folder, dtype, axes, WriteOptions::new(storage, direct))
             })?;

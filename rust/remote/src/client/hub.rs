@@ -31,7 +31,7 @@ pub struct HubClient {
     limits: Arc<RequestLimits>,
     pace: Arc<Pace>,
     places: PerProcess<Arc<ResolvedFiles>>,
-    /// The commit of all requests. Kept over a fork, unlike connections.
+    /// The commit of all requests. Kept across a fork, unlike connections.
     commit: ForkLock<Option<String>>,
 }
 
@@ -119,7 +119,7 @@ impl HubClient {
         Err(Failure::new(Cause::Protocol, "too many redirects"))
     }
 
-    /// The commit of all requests; asks for it the first time.
+    /// The commit of all requests; the first call requests it.
     async fn commit(&self) -> Result<String, Failure> {
         if let Some(commit) = self.revision() {
             return Ok(commit);
@@ -207,7 +207,7 @@ impl Client for HubClient {
                     None => return Ok(listing),
                 }
             }
-            Err(Failure::new(Cause::Protocol, "a listing without an end"))
+            Err(Failure::new(Cause::Protocol, "a listing that does not end"))
         }
         .boxed()
     }
@@ -226,7 +226,7 @@ impl Client for HubClient {
 
     fn ready(&self) -> Result<(), Failure> {
         if self.offline {
-            let text = "HF_HUB_OFFLINE is set, and this is not in the cache: no request may be made. What was read at an earlier \
+            let text = "HF_HUB_OFFLINE is set, and this is not in the cache: no request may be made. Data read at an earlier \
                         commit opens as hf://datasets/ORG/NAME@COMMIT";
             return Err(Failure::new(Cause::Refused, text));
         }

@@ -26,7 +26,7 @@ const PAGES: usize = 10_000;
 /// The longest body of one page of a listing.
 const PAGE: usize = 64 << 20;
 
-/// What identifies an object's content, as far as the server says.
+/// The identity of an object's content, as reported by the server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Tag {
     /// The entity tag without quotes; a weak one begins with `W/`.
@@ -83,7 +83,7 @@ pub struct Answer {
     pub tag: Tag,
     /// The object's size.
     pub size: u64,
-    /// When the server made it.
+    /// When the server sent it.
     pub date: Option<ServerDate>,
     /// The bytes that follow.
     pub range: Range<u64>,
@@ -97,7 +97,7 @@ impl Debug for Answer {
     }
 }
 
-/// What is known of an object before a request.
+/// The known facts about an object before a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
     /// Its size.
@@ -117,22 +117,22 @@ pub struct ListedObject {
     pub tag: Tag,
 }
 
-/// What a folder contains.
+/// The content of a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listing {
     /// Objects.
     pub objects: Vec<ListedObject>,
     /// Keys of folders, without a slash at the end.
     pub folders: Vec<String>,
-    /// Whether it contains everything below the folder, not only what is directly inside.
+    /// Whether it contains everything below the folder, not only the names directly inside.
     pub deep: bool,
-    /// When the server made its first page.
+    /// When the server sent its first page.
     pub date: Option<ServerDate>,
 }
 
 /// A provider's protocol. Requests are repeated below this trait, bodies above it.
 pub trait Client: Debug + Send + Sync {
-    /// Asks for a range; an empty one for an object that is empty, too. The range of the answer may be shorter at the object's
+    /// Requests a range; for an empty object it is empty, too. The range of the answer may be shorter at the object's
     /// end; nothing else is checked yet.
     fn get<'a>(
         &'a self,
@@ -154,8 +154,8 @@ pub trait Client: Debug + Send + Sync {
         None
     }
 
-    /// Distinguishes servers whose objects have equal locations: endpoint, account and parameters. May contain secrets. Called
-    /// inside of the runtime.
+    /// Distinguishes servers whose objects have equal locations: endpoint, account and parameters. May contain secrets.
+    /// Called inside the runtime.
     fn origin(&self) -> Result<String, Failure>;
     /// How objects are written; `None` for stores that are read only.
     fn writer(&self) -> Option<&dyn Puts> {
@@ -171,7 +171,7 @@ pub trait Client: Debug + Send + Sync {
     }
 }
 
-/// An object that is there, as far as a writer wants to know.
+/// An existing object, as a writer needs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredObject {
     /// Its size.
@@ -183,7 +183,7 @@ pub struct StoredObject {
 /// A protocol's requests for writing. Those that change something are sent once: only the caller knows when they may be sent
 /// again.
 pub trait Puts: Debug + Send + Sync {
-    /// Writes an object in one request; with `only_new`, unless one is there (then the status is 409 or 412).
+    /// Writes an object in one request; with `only_new`, unless one exists (then the status is 409 or 412).
     fn put<'a>(
         &'a self,
         key: &'a str,
@@ -192,7 +192,7 @@ pub trait Puts: Debug + Send + Sync {
         only_new: bool,
     ) -> BoxFuture<'a, Result<(), Failure>>;
 
-    /// The object that is there.
+    /// The existing object.
     fn head<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<StoredObject>, Failure>>;
 
     /// Begins an object in parts; its name.
@@ -227,7 +227,7 @@ fn possible(size: u64) -> Result<u64, Failure> {
     (size < 1 << 62).then_some(size).ok_or_else(text)
 }
 
-/// Asks for a range, and checks that the answer is what was asked for, of the object that was asked for.
+/// Requests a range, and checks that the answer contains this range of the expected object.
 pub async fn checked(
     client: &dyn Client,
     key: &str,
@@ -237,7 +237,7 @@ pub async fn checked(
     let opening = expected.size.is_none() && expected.tag.is_none();
     let answer = match client.get(key, range.clone(), expected).await {
         Ok(answer) => answer,
-        // A range of an empty object is refused by its rules, in an answer without its tag.
+        // HTTP servers refuse a range of an empty object, in an answer without its tag.
         Err(failure) if failure.status() == Some(416) && range.start == 0 && failure.size == Some(0) => {
             client.get(key, 0..0, expected).await?
         }
@@ -256,16 +256,16 @@ pub async fn checked(
     if let Some(size) = expected.size
         && size != answer.size
     {
-        return Err(Failure::changed(format!("{size} bytes were listed, {} are there", answer.size)));
+        return Err(Failure::changed(format!("expected {size} bytes, found {}", answer.size)));
     }
     if let Some(tag) = &expected.tag
         && !tag.agrees(&answer.tag)
     {
-        return Err(Failure::changed("its ETag is another one"));
+        return Err(Failure::changed("its ETag has changed"));
     }
     let wanted = range.start..range.end.min(answer.size);
     if answer.range != wanted {
-        let text = format!("asked for bytes {wanted:?}, the server sends {:?}", answer.range);
+        let text = format!("expected bytes {wanted:?}, the server sent {:?}", answer.range);
         return Err(Failure::new(Cause::Protocol, text));
     }
     Ok(answer)

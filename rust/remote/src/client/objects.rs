@@ -178,7 +178,8 @@ impl BucketClient {
         Ok((builder.with_http_connector(wire), origin))
     }
 
-    /// What object_store made. Its refusals are about options and variables: the names of those are added, their values removed.
+    /// The result of object_store. Its errors are about options and variables: adds the names of the options and
+    /// removes their values.
     pub(super) fn built<S>(&self, made: object_store::Result<S>) -> Result<S, Failure> {
         match made {
             Ok(store) => Ok(store),
@@ -259,7 +260,7 @@ impl BucketClient {
                 next => token = next,
             }
         }
-        Err(Failure::new(Cause::Protocol, "a listing without an end"))
+        Err(Failure::new(Cause::Protocol, "a listing that does not end"))
     }
 }
 
@@ -304,7 +305,7 @@ fn no_retries() -> RetryConfig {
 }
 
 fn tag_of(meta: &ObjectMeta) -> Tag {
-    // Servers without times say 1970.
+    // Servers without times report 1970.
     let time = Some(meta.last_modified.timestamp()).filter(|time| *time > 0);
     Tag::new(meta.e_tag.as_deref(), time.map(|time| time.to_string()))
 }

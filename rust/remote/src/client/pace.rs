@@ -1,4 +1,4 @@
-//! What a store has learned about its server: latency, rate, and how long to leave it alone.
+//! Measurements of a store's server: latency, rate, and the time to wait before further requests.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use crate::runtime::ForkLock;
 const RECENT: usize = 64;
 /// The shortest body that fills its connection for a while.
 const LONG: u64 = 512 << 10;
-/// As many long bodies together fill the link.
+/// This many long bodies together fill the link.
 const FILLING: usize = 4;
 /// Time over which bytes are counted.
 const WINDOW: Duration = Duration::from_millis(200);
@@ -50,9 +50,9 @@ struct Measured {
 pub struct Pace {
     measured: ForkLock<Measured>,
     origin: Instant,
-    /// Hosts that want no request before a time, and how they said so.
+    /// Hosts that accept no request before a time, with the answers that stated it.
     held: ForkLock<HashMap<String, (Instant, Failure)>>,
-    /// Long bodies that arrive now, and their least number in this window.
+    /// Long bodies that arrive now, and their minimum number in this window.
     flying: AtomicUsize,
     least_flying: AtomicUsize,
     /// End of the window, in ms since `origin`.
@@ -113,8 +113,8 @@ impl Pace {
         self.listings.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether a slow request may be sent again: at most one in ten are, so that a server that is slow for all gets no
-    /// double load.
+    /// Whether a slow request may be sent again: at most one in ten are, so that the load of a slow server is not
+    /// doubled.
     pub fn may_hedge(&self) -> bool {
         let (hedges, requests) = (self.hedges.load(Ordering::Relaxed), self.requests.load(Ordering::Relaxed));
         let may = hedges * 10 <= requests + 20;
@@ -163,7 +163,7 @@ impl Pace {
         }
     }
 
-    /// Counts a long body while it arrives. Short ones say nothing about the link: they end before it is busy.
+    /// Counts a long body while it arrives. Short ones do not measure the link: they end before it is busy.
     pub fn fly(&self, bytes: u64) -> Option<LongBody<'_>> {
         (bytes >= LONG).then(|| {
             self.flying.fetch_add(1, Ordering::Relaxed);
@@ -206,7 +206,7 @@ impl Pace {
         });
     }
 
-    /// The time until a host wants requests again, and its last answer; `None` if it wants them now.
+    /// The time until a host accepts requests again, and its last answer; `None` if it accepts them now.
     pub(super) fn held(&self, host: &str) -> Option<(Duration, Failure)> {
         self.held.with(|held| {
             let (until, why) = held.get(host)?;
@@ -275,7 +275,7 @@ mod tests {
                 assert!((m.rate - rate).abs() <= rate * 0.05, "{} {rate}", m.rate);
             });
         };
-        window(20 << 20, 0.0); // an idle link says nothing
+        window(20 << 20, 0.0); // an idle link is not measured
         assert_eq!(pace.rate(), RATE);
         window(400_000_000, 400e6);
         let bodies: Vec<_> = (0..FILLING).map(|_| pace.fly(LONG)).collect();

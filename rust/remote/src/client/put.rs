@@ -61,7 +61,7 @@ impl BucketClient {
         })
     }
 
-    /// Calls a request; again if other settings help.
+    /// Sends a request; sends it again if other settings may help.
     async fn adapted<T, F>(&self, ask: impl Fn(WriteSide) -> F) -> Result<T, Failure>
     where
         F: Future<Output = object_store::Result<T>>,

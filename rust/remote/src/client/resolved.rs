@@ -1,4 +1,5 @@
-//! Where the bytes of a URL are after its redirects, remembered until the signed URL ends. Tokens go to the first host only.
+//! The locations of URLs after their redirects, remembered until the signed URL expires. Tokens are sent to the first
+//! host only.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,11 +20,11 @@ use crate::options::{LONGEST, Secret};
 
 /// Redirects that are followed.
 const HOPS: usize = 5;
-/// A signed URL is renewed this long before its end.
+/// A signed URL is renewed this long before it expires.
 const EARLY: Duration = Duration::from_secs(30);
 /// A URL that has just worked is used at least this long.
 const LEAST: Duration = Duration::from_secs(60);
-/// Used for a redirect to another host that does not say how long it is valid.
+/// The assumed lifetime of a redirect to another host that does not state one.
 const UNKNOWN: Duration = Duration::from_secs(600);
 
 /// The place of an object.
@@ -33,7 +34,7 @@ struct Resolved {
     /// Whether it is on the host that the token belongs to.
     home: bool,
     until: Option<Instant>,
-    /// The identity that the first host gave, for hosts whose ETags are their own.
+    /// The tag from the first host, for hosts whose ETags are not the object's.
     linked: Option<Tag>,
     /// The ETag of the first answer from this place.
     seen: Arc<OnceLock<Tag>>,
@@ -51,7 +52,7 @@ type ResolvedSlot = Arc<tokio::sync::Mutex<Option<Resolved>>>;
 #[derive(Debug)]
 pub struct ResolvedFiles {
     wire: Wire,
-    /// Not held while anything waits.
+    /// Not locked while a request waits.
     by_key: Mutex<HashMap<String, ResolvedSlot>>,
 }
 
@@ -63,7 +64,7 @@ pub struct WantedBytes<'a> {
     pub token: Option<&'a Secret>,
     /// The bytes.
     pub range: Range<u64>,
-    /// What is known of the object.
+    /// The known facts about the object.
     pub expected: &'a Expected,
     /// Whether the ETag of answers is the object's, so that `If-Match` helps.
     pub own_etag: bool,
@@ -80,7 +81,7 @@ impl ResolvedFiles {
         &self.wire
     }
 
-    /// Asks for a range, at its place if that is known. One request at a time finds the place of a key.
+    /// Requests a range, directly from its place if that is known. One request at a time finds the place of a key.
     pub async fn get(&self, key: &str, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
         let slot = {
             let mut by_key = self.by_key.lock().unwrap_or_else(PoisonError::into_inner);
@@ -91,7 +92,7 @@ impl ResolvedFiles {
             drop(place);
             match self.at(&known, wanted).await {
                 Err(failure) if !known.home && is_refused(&failure) => {
-                    // The signed URL may have ended, or its host failed: a new one, once.
+                    // The signed URL may have expired, or its host failed: get a new URL, once.
                     place = slot.lock().await;
                     if let Some(newer) = place.clone().filter(|newer| newer.url != known.url) {
                         drop(place);
@@ -102,7 +103,7 @@ impl ResolvedFiles {
             }
         }
         let followed = match self.follow(wanted).await {
-            // A URL that ended before it was used, or a fault of its host: a new one, once.
+            // A URL that expired before it was used, or a fault of its host: get a new URL, once.
             Err(failure) if failure.is_away && is_refused(&failure) && place.is_none() => self.follow(wanted).await,
             followed => followed,
         };
@@ -138,7 +139,7 @@ impl ResolvedFiles {
                 linked = header("x-linked-etag").map(|etag| Tag::new(Some(etag), None)).or(linked);
             }
             if !answer.status().is_redirection() {
-                // A URL that has just worked is good for a while, whatever its time says.
+                // A URL that has just worked is used for a while, even if its lifetime is shorter.
                 let valid = lifetime(&url, Wire::header(answer.headers(), "date")).max(LEAST);
                 let until = (!at_home).then(|| Instant::now() + valid - EARLY.min(valid / 4));
                 let place =
@@ -149,7 +150,7 @@ impl ResolvedFiles {
             let to = to.ok_or_else(|| Failure::new(Cause::Protocol, "a redirect without a location"))?;
             let next = url.join(to).map_err(invalid)?;
             if next.origin() == url.origin() && next.path() == format!("{}/", url.path()) {
-                // A web server's way to say that this is a folder; what follows is a page for people.
+                // A web server redirects to a folder this way; the next answer would be an HTML page.
                 return Err(Failure::new(Cause::Status(404), "a folder of a web server"));
             }
             if !matches!(next.scheme(), "http" | "https") {
@@ -158,7 +159,7 @@ impl ResolvedFiles {
             if url.scheme() == "https" && next.scheme() != "https" {
                 return Err(Failure::new(Cause::Protocol, "a redirect from https to http, which is not followed"));
             }
-            // Once away, a token is not sent again: the other host chose the way back.
+            // After a redirect to another host, the token is not sent again, even if that host redirects back.
             at_home = at_home && next.origin() == home;
             url = next;
         }
@@ -225,7 +226,7 @@ fn answer_of(answer: HttpResponse, place: &Resolved, wanted: &WantedBytes<'_>) -
     };
     let own = Tag::new(header("etag"), header("last-modified").map(str::to_string));
     if !place.seen.get_or_init(|| own.clone()).agrees(&own) {
-        return Err(Failure::changed("the server's ETag is another one"));
+        return Err(Failure::changed("the server's ETag has changed"));
     }
     let tag = match (&place.linked, wanted.own_etag) {
         (Some(linked), false) => linked.clone(),

@@ -1,4 +1,4 @@
-//! What a request says in confidence. A server may repeat it in its answer, parts of which messages show.
+//! The secrets of a request. A server may repeat them in its answer, and error messages show parts of the answer.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use percent_encoding::{NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode
 
 /// Headers with secrets.
 const HEADERS: &[&str] = &["authorization", "proxy-authorization", "x-amz-security-token", "cookie"];
-/// Words of these headers that are no secrets.
+/// Words of these headers that are not secrets.
 const WORDS: &[&str] =
     &["Bearer", "Basic", "Credential", "SignedHeaders", "Signature", "SharedKey", "AWS4-HMAC-SHA256"];
-/// Parameters that are no secrets.
+/// Parameters that are not secrets.
 const PARAMETERS: &[&str] = &[
     "list-type",
     "prefix",
@@ -38,9 +38,9 @@ const PARAMETERS: &[&str] = &[
 const SHORTEST: usize = 4;
 /// Parts of this many bytes of a longer secret are hidden as well: an answer may be cut within it.
 const PART: usize = 8;
-/// The longest form that is looked at.
+/// The longest form that is inspected.
 const FORM: usize = 64 << 10;
-/// The longest secret that is looked at, and the longest text.
+/// The longest secret that is inspected, and the longest text.
 const LONGEST: usize = 16 << 10;
 /// How JSON and XML write characters that tokens have.
 const ESCAPES: &[(&str, &str)] = &[
@@ -78,7 +78,7 @@ impl Spoken {
                 match before {
                     // Names of headers.
                     "SignedHeaders" => {}
-                    // The rest is a date, a region and a service, which errors speak of.
+                    // The rest is a date, a region and a service, which error messages may show.
                     "Credential" => add(word.split('/').next().unwrap_or_default()),
                     _ => add(word),
                 }

@@ -21,11 +21,11 @@ use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
 
 tokio::task_local! {
-    /// The end of all attempts of the current read.
+    /// The deadline of all attempts of the current read.
     static DEADLINE: Instant;
 }
 
-/// Attempts where a 404 without a reason may be a proxy's.
+/// Maximum number of attempts if a 404 without a reason may come from a proxy.
 const FOREIGN: u32 = 3;
 /// The longest body of an error that is read.
 const ERROR_BODY: usize = 8 << 10;
@@ -46,7 +46,7 @@ pub async fn until<F: Future>(deadline: Instant, future: F) -> F::Output {
 }
 
 impl Wire {
-    /// A new pool of connections. Must be called inside of the runtime.
+    /// A new pool of connections. Must be called inside the runtime.
     pub fn new(limits: Arc<RequestLimits>, pace: Arc<Pace>) -> Result<Wire, Failure> {
         let mut builder = reqwest::Client::builder()
             .http1_only()
@@ -67,7 +67,8 @@ impl Wire {
         Ok(Wire { http, limits, pace, names_reasons: false })
     }
 
-    /// The same for a service that names the reason of each 404, so that one without a reason is a fault of something else.
+    /// The same for a service that names the reason of each 404: one without a reason comes from another server, such
+    /// as a proxy.
     pub fn naming_reasons(self) -> Wire {
         Wire { names_reasons: true, ..self }
     }
@@ -86,11 +87,11 @@ impl Wire {
         Ok(request)
     }
 
-    /// Sends a request; again if that may help. Returns answers of success and redirects.
+    /// Sends a request, with retries if they may help. Returns answers of success and redirects.
     pub async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
         // reqwest parses the address again, and panics if it finds it invalid.
         if reqwest::Url::parse(&request.uri().to_string()).is_err() {
-            return Err(Failure::new(Cause::Refused, "an address that is no URL"));
+            return Err(Failure::new(Cause::Refused, "an invalid URL"));
         }
         let end = DEADLINE.try_with(|end| *end).unwrap_or_else(|_| Instant::now() + self.limits.patience);
         let (patience, mut clock) = (end.saturating_duration_since(Instant::now()), Clock::default());
@@ -116,7 +117,7 @@ impl Wire {
                 return Err(tired(failure, tried));
             }
             if let Some(after) = failure.after {
-                // No longer than a read waits: the next one asks again, whatever a server said once.
+                // No longer than a read waits: the next read sends a request again, whatever wait the server asked for.
                 self.pace.hold(&host, after.min(self.limits.patience), &failure);
             }
             let wait = failure.after.unwrap_or_else(|| self.pace.backoff(tried - 1));
@@ -126,7 +127,7 @@ impl Wire {
         }
     }
 
-    /// Waits, unless that takes longer than the rest of the time: then the last failure is the answer.
+    /// Waits. If that would take longer than the rest of the time, returns the last failure at once.
     async fn rest(&self, wait: Duration, left: Duration, failure: Failure) -> Result<(), Failure> {
         if wait > left {
             let asked =
@@ -140,7 +141,7 @@ impl Wire {
 
     async fn once(&self, request: &HttpRequest) -> Result<HttpResponse, Failure> {
         let started = Instant::now();
-        // reqwest's own limit covers the wait for the headers as well, but its error does not say which.
+        // reqwest's own limit covers the wait for the headers as well, but its error does not distinguish them.
         let sent = timeout(self.limits.connect + self.limits.stall, HttpService::call(&self.http, request.clone()));
         let answer = sent.await.map_err(|_| Failure::new(Cause::Broken, "no answer in time"))?;
         let mut answer = answer.map_err(|error| Failure::of_transport(&error))?;
@@ -150,7 +151,7 @@ impl Wire {
         }
         let status = answer.status().as_u16();
         if Wire::header(answer.headers(), "content-range").is_some_and(is_absurd) {
-            return Err(Failure::new(Cause::Protocol, "an answer whose range is that of no object"));
+            return Err(Failure::new(Cause::Protocol, "an answer with an impossible range"));
         }
         if (200..300).contains(&status) || ((300..400).contains(&status) && answer.headers().contains_key("location")) {
             return Ok(answer);
@@ -202,7 +203,7 @@ fn tired(mut failure: Failure, tried: u32) -> Failure {
     failure
 }
 
-/// The first bytes of a body; as many as arrive.
+/// The first bytes of a body, as far as they arrive.
 async fn first(mut body: futures_util::stream::BoxStream<'static, Result<bytes::Bytes, HttpError>>) -> Vec<u8> {
     use futures_util::StreamExt;
     let mut made = vec![];
@@ -223,7 +224,7 @@ async fn first(mut body: futures_util::stream::BoxStream<'static, Result<bytes::
 impl HttpService for Wire {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let lists = |query: &str| query.contains("list-type=2") || query.contains("comp=list");
-        // An error of unknown kind is not tried again by object_store: all that helps was done here.
+        // object_store does not retry an error of unknown kind: all useful retries were made here.
         let failed = |failure| HttpError::new(HttpErrorKind::Unknown, failure);
         if !request.uri().query().is_some_and(lists) {
             return self.send(request).await.map_err(failed);

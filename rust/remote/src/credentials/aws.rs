@@ -20,7 +20,7 @@ use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, Secret, plain};
 use crate::runtime::{ForkLock, PerProcess};
 
-/// What the profile adds to the options and the environment.
+/// The settings that the profile adds to the options and the environment.
 #[derive(Debug, Default)]
 pub struct ProfileFound {
     region: Option<String>,
@@ -42,7 +42,7 @@ enum ProfileKeys {
 }
 
 impl ProfileFound {
-    /// Sets what was found. `patience` is the time that a program for credentials has.
+    /// Applies the settings. `patience` is the maximum run time of a program for credentials.
     pub fn apply(self, mut builder: AmazonS3Builder, patience: Duration) -> Result<AmazonS3Builder, Failure> {
         self.check()?;
         if let Some(region) = self.region {
@@ -191,13 +191,14 @@ fn is_set(env: Variables<'_>, names: &[&str]) -> bool {
 struct Kept {
     credential: Arc<AwsCredential>,
     made: Instant,
-    /// From this time on one request asks for new ones, while the others use these.
+    /// From this time on, one request renews them, while the others use these.
     renew: Option<SystemTime>,
     /// From this time on they are not used.
     end: Option<SystemTime>,
 }
 
-/// New credentials are asked for this long before the old ones end, and the old ones are used until the second time.
+/// New credentials are requested this long before the old ones expire; the old ones are used until the second time
+/// before it.
 const RENEW: Duration = Duration::from_secs(300);
 const SPARE: Duration = Duration::from_secs(30);
 
@@ -224,14 +225,14 @@ impl ProcessProvider {
         self.kept.with(|kept| kept.clone()).flatten()
     }
 
-    /// Runs the program, and keeps what it prints.
+    /// Runs the program, and keeps its output.
     async fn renewed(&self) -> Result<Arc<AwsCredential>, Failure> {
         let (command, patience) = (self.command.0.clone(), self.patience);
         let printed = tokio::task::spawn_blocking(move || run(&command, patience)).await;
         let printed = printed.map_err(|_| Failure::new(Cause::Refused, "credential_process failed"))??;
         let end = printed.expiration.as_deref().and_then(time_of);
         let before = |time: Duration| end.and_then(|end| end.checked_sub(time));
-        // Those that end soon are the end of a session: the same ones would be printed again.
+        // Credentials that expire soon mark the end of a session: the program would print the same ones again.
         let first = |times: &[Duration]| {
             let now = SystemTime::now();
             times.iter().find_map(|time| before(*time).filter(|time| *time > now)).or(end)
@@ -321,7 +322,7 @@ impl CredentialProvider for ProcessProvider {
             (Err(_), Some(kept)) => return Ok(kept.credential),
             (Err(_), None) => asking.lock().await,
         };
-        // Another request may have asked meanwhile.
+        // Another request may have renewed them meanwhile.
         if let Some(kept) = self.kept().filter(|kept| kept.made >= asked || is_before(kept.renew)) {
             return Ok(kept.credential);
         }

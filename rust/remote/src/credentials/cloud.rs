@@ -1,4 +1,4 @@
-//! Google's and Azure's credentials: object_store finds them; here is checked that there are any.
+//! Google's and Azure's credentials: object_store finds them; this module checks that they exist.
 
 use super::{Variables, is_machine_of};
 use crate::failure::{Cause, Failure};

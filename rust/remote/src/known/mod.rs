@@ -1,14 +1,17 @@
-//! What a store knows of its objects: one place, without input or output. Everything that is listed or answered passes here.
+//! The known facts about a store's objects, in one place, without input or output. Every listing and every answer is
+//! recorded here.
 //!
 //! A name is, for a store and its copies:
-//! - *unknown*: the server has to be asked. A 404 leaves it unknown; a refusal too.
-//! - *an object*, by a listing or by its first answer, of a size and a tag: strong, weak, a time only, or none. That stays: later
-//!   answers must agree, and later listings do not replace it. A tag without an ETag is completed by the first answer that has one.
-//! - *newer*: an object that was first seen when the store was open, and was written after that ([`opening`]). That stays, too.
+//! - *unknown*: a request is needed. It stays unknown after a 404 or a refusal.
+//! - *an object*, from a listing or its first answer, with a size and a tag (strong, weak, only a time, or none). This
+//!   is kept: later answers must agree, and later listings do not replace it. A tag without an ETag is completed by the
+//!   first answer that has one.
+//! - *newer*: an object that was first seen when the store was open, and was written after that ([`opening`]). This is
+//!   kept, too.
 //! - *a folder*: names below it were listed.
 //! - *absent*: the folder that it would be in was listed without it, or is absent itself.
 //!
-//! Only [`Known::forget`], after objects were written, goes back.
+//! Only [`Known::forget`] resets this, after objects were written.
 
 mod opening;
 mod packed;
@@ -31,7 +34,7 @@ pub struct ObjectFacts {
 }
 
 impl ObjectFacts {
-    /// What answers must agree with.
+    /// The facts that answers must agree with.
     pub fn expected(&self) -> Expected {
         Expected { size: Some(self.size), tag: Some(self.tag.clone()).filter(|tag| !tag.is_empty()) }
     }
@@ -41,7 +44,7 @@ impl ObjectFacts {
         if self.size != found.size {
             return Err(format!("it had {} bytes, now {}", self.size, found.size));
         }
-        if self.tag.agrees(&found.tag) { Ok(()) } else { Err("its ETag is another one".to_string()) }
+        if self.tag.agrees(&found.tag) { Ok(()) } else { Err("its ETag has changed".to_string()) }
     }
 
     /// Takes over an ETag.
@@ -53,13 +56,13 @@ impl ObjectFacts {
 }
 
 impl Answer {
-    /// The object that it is of.
+    /// The facts about its object.
     pub fn facts(&self) -> ObjectFacts {
         ObjectFacts { size: self.size, tag: self.tag.clone() }
     }
 }
 
-/// What is known of a name.
+/// The known state of a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KnownName {
     /// An object.
@@ -74,7 +77,7 @@ pub enum KnownName {
     Unknown,
 }
 
-/// Said of objects that were written after the store was opened.
+/// The message for objects that were written after the store was opened.
 pub const NEWER: &str = "it was written after the first file was read: open the dataset again";
 
 /// Names, each with its size if it is an object.
@@ -108,7 +111,7 @@ fn is_inside(key: &str, folder: &str) -> bool {
 }
 
 impl Known {
-    /// What is known of a key.
+    /// The known state of a key.
     pub fn find(&self, key: &str) -> KnownName {
         if let Some(object) = self.objects.get(key) {
             return if self.newer.contains(key) { KnownName::Newer } else { KnownName::Object(object.clone()) };
@@ -152,8 +155,8 @@ impl Known {
         Some(Box::new(folders.iter().map(|name| (name.as_str(), None)).chain(direct)))
     }
 
-    /// The first answer for an object, if none was known: fails, in words for the user, if it cannot be of the version that the
-    /// store is of.
+    /// Records the first answer for an object. Fails, with a message for the user, if the object cannot belong to the
+    /// store's version.
     pub fn first(&mut self, key: &str, found: &ObjectFacts, date: Option<ServerDate>) -> Result<(), String> {
         if let Some(known) = self.objects.get_mut(key) {
             // Two threads may open an object at once, and it may be replaced between their answers.
@@ -175,7 +178,8 @@ impl Known {
         }
     }
 
-    /// A further answer for an object that was opened with these facts: fails, in words for the user, if it is of another version.
+    /// Records a further answer for an object that was opened with these facts. Fails, with a message for the user, if
+    /// it is of another version.
     pub fn again(&mut self, key: &str, opened: &ObjectFacts, found: &ObjectFacts) -> Result<(), String> {
         opened.agrees(found)?;
         if let Some(known) = self.objects.get_mut(key) {
@@ -185,7 +189,7 @@ impl Known {
         Ok(())
     }
 
-    /// What the next answer for an object must agree with, which was opened with these facts.
+    /// The facts that the next answer must agree with, for an object that was opened with these facts.
     pub fn latest(&self, key: &str, opened: &ObjectFacts) -> ObjectFacts {
         self.objects.get(key).filter(|known| opened.agrees(known).is_ok()).unwrap_or(opened).clone()
     }
@@ -220,7 +224,7 @@ impl Known {
         self.empty.insert(key.to_string());
     }
 
-    /// Records what a folder contains. Objects that are known already keep their tags: a newer one must not pass unnoticed.
+    /// Records the content of a folder. Known objects keep their tags: a newer one must not pass unnoticed.
     pub fn record(&mut self, folder: &str, listing: Listing) {
         if let (None, Some(date)) = (self.opening, listing.date) {
             self.opening = Some(Opening::new(date, listing.objects.iter().map(|object| &object.tag)));
@@ -235,7 +239,7 @@ impl Known {
             }));
             folders.dedup();
         }
-        // Not by what is known already: another listing may have told of a folder, and not of those above it.
+        // Known folders do not end the climb: another listing may have recorded a folder without those above it.
         let mut climbed = BTreeSet::new();
         for below in &folders {
             // Each folder on the way, for stores that list objects only.
@@ -251,7 +255,7 @@ impl Known {
             }
         }
         for object in listing.objects {
-            // Empty objects that mark folders.
+            // Empty objects that mark folders are left out.
             let (above, name) = split(&object.key);
             let marks = object.size == 0
                 && (object.key == folder || self.listed.get(above).is_some_and(|folders| folders.contains(name)));

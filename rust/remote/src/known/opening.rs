@@ -1,7 +1,8 @@
-//! Whether an object is older than the first answer of its store: a dataset is what was there when its first file was read.
+//! Whether an object is older than the first answer of its store: a dataset consists of the objects that existed when
+//! its first file was read.
 //!
-//! Only the clocks of the server are compared. What this cannot see: a replacement that keeps a time of before (copies that
-//! preserve times; S3 dates an upload in parts by its beginning), and one within the second of the first answer, if the first
+//! Only the clocks of the server are compared. Not detected: a replacement with an older time (copies that preserve
+//! times; S3 dates an upload in parts by its beginning), and one in the same second as the first answer, if the first
 //! file is of that second too.
 
 use serde::{Deserialize, Serialize};
@@ -17,11 +18,11 @@ const GRACE: u64 = 1;
 pub struct Opening {
     /// Its time, by the server's clock.
     at: u64,
-    /// Whether something that came with it was written in the same moment: then others may have been, too.
+    /// Whether an object of this answer was written at the same moment: then others may have been, too.
     fresh: bool,
 }
 
-/// When an object was written; None if the server does not say, or if that is in the future.
+/// When an object was written; None if the server does not report it, or if it is in the future.
 fn written(tag: &Tag, date: ServerDate) -> Option<u64> {
     let at = seconds_of(tag.modified.as_deref()?)?;
     (at <= date.0.saturating_add(GRACE)).then_some(at)

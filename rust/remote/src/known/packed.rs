@@ -26,7 +26,7 @@ pub struct PackedKnown {
 }
 
 impl Known {
-    /// A form for pickles: keys are shortened by what they share with the one before.
+    /// A form for pickles: each key omits the beginning that it shares with the previous key.
     pub fn pack(&self) -> PackedKnown {
         let mut before = "";
         let mut objects = Vec::with_capacity(self.objects.len());

@@ -1,5 +1,5 @@
-//! A store of objects behind a URL. What it knows of them is in [`Known`]; requests for unknown ones are in [`probing`], and what a
-//! name is in [`standing`].
+//! A store of objects behind a URL. The known facts about them are in [`Known`], requests for unknown objects in
+//! [`probing`], and kinds of names in [`standing`].
 
 mod probing;
 mod standing;
@@ -45,7 +45,7 @@ pub struct Found {
     pub size: Option<u64>,
 }
 
-/// First bytes of objects that were looked at, by key.
+/// First bytes of objects that were inspected, by key.
 type Heads = HashMap<String, Head>;
 
 /// A bucket, web server or dataset of the hub. Remembers sizes and tags of its objects.
@@ -105,7 +105,7 @@ impl RemoteStore {
         Ok(store)
     }
 
-    /// Where the listing of a dataset of the hub is kept for later processes without a network.
+    /// The file with the listing of a dataset of the hub, for later processes without a network.
     fn listing_file(&self, revision: &str) -> Option<PathBuf> {
         let cache = self.cache.as_ref().filter(|_| self.address.provider == Provider::Hub)?;
         let origin = self.link.client.origin().ok()?;
@@ -132,7 +132,8 @@ impl RemoteStore {
         self.link.client.revision()
     }
 
-    /// A digest of what distinguishes servers whose objects have equal URLs: endpoint and account. Makes no request.
+    /// A digest of the properties that distinguish servers whose objects have equal URLs: endpoint and account. Makes
+    /// no request.
     pub fn origin(&self, stop: &Stop) -> Result<String> {
         let origin = wait(async { self.link.client.origin() }, stop)?.ok_or_else(interrupted)?;
         origin.map(|text| hex(&Sha256::digest(text))).map_err(|failure| self.link.error(&failure, &self.root()))
@@ -162,8 +163,8 @@ impl RemoteStore {
         self.link.pace.counts()
     }
 
-    /// What another process needs to open the same store without a request: URL, options, revision and known objects.
-    /// Contains the options' secrets.
+    /// The state from which another process opens the same store without a request: URL, options, revision and known
+    /// objects. Contains the options' secrets.
     pub fn state(&self) -> Result<Vec<u8>> {
         let known = self.known(&self.root(), |known| known.pack())?;
         let cache = self.cache.as_ref().map(|cache| (cache.chosen().to_path_buf(), cache.limit()));
@@ -194,7 +195,7 @@ impl RemoteStore {
         }
     }
 
-    /// Works on what is known; an error where a fork lost it.
+    /// Calls `work` with the known facts; an error if a fork lost them.
     fn known<R>(&self, location: &Location, work: impl FnOnce(&mut Known) -> R) -> Result<R> {
         self.link.known.with(work).ok_or_else(|| lost().at(location))
     }
@@ -221,7 +222,7 @@ impl RemoteStore {
         Ok(listing.map_err(|failure| failure.at(&self.root()))?.objects)
     }
 
-    /// Writes objects; `sent` counts their bytes. What was known of the store is forgotten.
+    /// Writes objects; `sent` counts their bytes. Resets the known facts about the store.
     pub fn upload(&self, jobs: &[UploadJob], sent: &AtomicU64, stop: &Stop) -> Result<Vec<Uploaded>> {
         let name = |key: &str| self.location(key);
         let made = self.uploader(&name, sent)?.run(jobs, stop);
@@ -229,7 +230,7 @@ impl RemoteStore {
         made
     }
 
-    /// Forgets what was known of objects, their beginnings included: they are about to differ.
+    /// Resets the known facts about objects, including their first bytes: the objects are about to change.
     fn forget(&self) {
         self.link.known.with(Known::forget);
         self.heads.with(Heads::clear);
@@ -273,7 +274,7 @@ impl RemoteStore {
         let from = if from_root { self.address.key.as_str() } else { key };
         let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
         let listing = listing.map_err(|failure| {
-            // Public objects in a bucket whose names are not public; Google says 401 to who has no credentials.
+            // Public objects in a bucket whose names are not public; without credentials, Google returns 401.
             let anonymous = self.address.provider == Provider::Gcs && failure.status() == Some(401);
             if self.address.provider != Provider::Hub && (failure.is_denial() || anonymous) {
                 self.link.known.with(Known::refuse_listings);
@@ -281,7 +282,7 @@ impl RemoteStore {
             self.link.error(&failure, folder)
         })?;
         if listing.objects.is_empty() && listing.folders.is_empty() {
-            // No folder, or an object.
+            // The folder does not exist, or is an object.
             self.known(folder, |known| known.record_empty(from))?;
             return Ok(vec![]);
         }
@@ -292,7 +293,8 @@ impl RemoteStore {
             from_root.then(|| known.clone())
         })?;
         if let (Some(all), Some(commit)) = (all, self.revision()) {
-            // By the commit's name too: when a branch moves on, what was read of the commit before still opens as `@COMMIT`.
+            // Also under the commit's name: after the branch moves, data read at the earlier commit still opens as
+            // `@COMMIT`.
             for revision in [&self.address.revision, &commit] {
                 if let Some(file) = self.listing_file(revision) {
                     offline::remember(&file, &commit, &all);
@@ -327,9 +329,9 @@ impl Store for RemoteStore {
     fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
         let mut answers: Vec<Option<Result<Box<dyn Source>>>> =
             locations.iter().map(|location| self.open_known(location).transpose()).collect();
-        // The hub's listing at the pinned commit is one request for all names, a probe is two for each. One file that is read once,
-        // such as the ledger of a token cache, is asked for: a listing of many shards has many pages. A cache on disk needs the
-        // listing: without a network, only what was listed opens.
+        // The hub's listing at the pinned commit is one request for all names, a probe is two for each. One file that
+        // is read once, such as the ledger of a token cache, is probed: a listing of many shards has many pages. A
+        // cache on disk needs the listing: without a network, only listed objects open.
         let lacking = answers.iter().filter(|answer| answer.is_none()).count();
         let asked = usize::from(access == Access::Once && self.cache.is_none());
         if self.address.provider == Provider::Hub && lacking > asked {

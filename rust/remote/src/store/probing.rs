@@ -1,4 +1,4 @@
-//! Requests for objects of which nothing is known, and for what is known of them.
+//! Requests for unknown objects, and checks of known ones.
 
 use std::sync::Arc;
 
@@ -17,9 +17,9 @@ use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject};
 use crate::reading::{Beginning, lost};
 use crate::runtime::ForkLock;
 
-/// Bytes that the first request for an unknown object asks for.
+/// Bytes in the first request for an unknown object.
 const HEAD: u64 = 64 << 10;
-/// Objects whose first bytes are kept after they were looked at.
+/// Objects whose first bytes are kept after they were inspected.
 const MOST_HEADS: usize = 32;
 /// Bytes of a header that are kept, and headers in a pickled store.
 const HEADER: usize = 16 << 10;
@@ -79,8 +79,8 @@ impl RemoteStore {
         })
     }
 
-    /// Opens an object that nothing is known of: its first bytes, and with them its size and tag. One that is read once is
-    /// usually read whole: then its bytes come with the first request.
+    /// Opens an unknown object: its first bytes, and with them its size and tag. An object that is read once is usually
+    /// read whole: then the first request brings all its bytes.
     pub(super) async fn probe(&self, key: &str, access: Access) -> Result<Probed, Failure> {
         let whole = if access == Access::Once { HeadShare::take(LARGEST) } else { None };
         let share = whole.or_else(|| HeadShare::take(HEAD));
@@ -129,7 +129,8 @@ impl RemoteStore {
         }
     }
 
-    /// The same for one object; asks again if a web server says that it is absent, as for many ([`RemoteStore::ask_again`]).
+    /// The same for one object; repeats the request if a web server reports it as absent, as for many
+    /// ([`RemoteStore::ask_again`]).
     pub(super) async fn probe_twice(&self, key: &str, access: Access) -> Result<Result<Probed, Failure>> {
         match self.probe(key, access).await {
             Err(failure) if failure.is_absence() && !self.link.client.lists() => {
@@ -141,8 +142,8 @@ impl RemoteStore {
         }
     }
 
-    /// Asks again for objects of a web server that are said to be absent, whose chunks would have fill values: a 404 of a web
-    /// server may be that of a proxy. In between, the server must show that it serves its objects, if one is known.
+    /// Repeats the requests for objects that a web server reports as absent: absent chunks have fill values, and a
+    /// proxy may have sent the 404. In between, the server must return a known object, if there is one.
     pub(super) async fn ask_again(&self, locations: &[&Location], access: Access, answers: &mut [ProbeAnswer]) {
         let is_absent = |answer: &ProbeAnswer| matches!(answer, Some(Err(error)) if error.kind == Kind::NotFound);
         let absent: Vec<usize> = (0..answers.len()).filter(|i| is_absent(&answers[*i])).collect();
@@ -159,13 +160,14 @@ impl RemoteStore {
         self.probe_all(absent, locations, access, answers).await;
     }
 
-    /// Asks for the known object that is nearest to a key: an error unless it is there, and the same. `None` if none is known.
+    /// Requests the known object that is nearest to a key: an error unless it still exists unchanged. `None` if none is
+    /// known.
     fn serves_its_objects(&self, key: &str) -> Option<impl Future<Output = Result<()>>> {
         let (known, facts) = self.link.known.with(|known| known.nearest(key)).flatten()?;
         Some(async move { self.is_still(&known, facts).await.map_err(|failure| failure.at(&self.location(&known))) })
     }
 
-    /// Asks the server for a byte of a known object: fails unless it is there, and the same.
+    /// Requests one byte of a known object: fails unless it still exists unchanged.
     pub(super) async fn is_still(&self, key: &str, facts: ObjectFacts) -> Result<(), Failure> {
         self.link.reading(key, Some(&facts)).still().await
     }
@@ -191,7 +193,7 @@ fn has_header(key: &str) -> bool {
     key.ends_with(".safetensors")
 }
 
-/// Whether an answer is a page for people instead of the file that was asked for.
+/// Whether an answer is an HTML page instead of the requested file.
 fn is_page(key: &str, head: &[u8]) -> bool {
     let start = head.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
     let is = |tag: &[u8]| head.get(start..start + tag.len()).is_some_and(|found| found.eq_ignore_ascii_case(tag));

@@ -1,4 +1,4 @@
-//! What a name is: an object, a folder, nothing, or what the server refuses to say.
+//! The kind of a name: an object, a folder, nothing, or unknown because the server denies access.
 
 use actshard_core::location::Location;
 use actshard_core::source::{Access, Store};
@@ -11,7 +11,7 @@ use crate::failure::{Cause, Failure};
 use crate::known::{KnownName, NEWER};
 use crate::runtime::wait;
 
-/// What a name is.
+/// The kind of a name.
 #[derive(Clone, Debug)]
 pub enum Standing {
     /// An object of this size.
@@ -20,8 +20,8 @@ pub enum Standing {
     Folder,
     /// Nothing.
     Absent,
-    /// The server refuses to say, with this error: it does not list names, and refuses objects that do not exist and those that
-    /// may not be read alike.
+    /// The server denies access, with this error: it does not list names, and returns the same answer for objects that
+    /// do not exist and objects that may not be read.
     Denied(Error),
 }
 
@@ -38,7 +38,7 @@ impl RemoteStore {
         }
     }
 
-    /// What a name is. The first bytes of metadata are kept for reading.
+    /// The kind of a name. The first bytes of metadata are kept for reading.
     pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Standing> {
         let key = self.key(location)?;
         match self.look_up(key)? {
@@ -50,7 +50,7 @@ impl RemoteStore {
         }
         let name = key.rsplit('/').next().unwrap_or_default();
         let is_root = *location == self.root();
-        // The URL is nearly always that of a folder, whose listing is needed next; names with a dot are those of objects.
+        // The URL is nearly always a folder's, whose listing is needed next; names with a dot are usually objects.
         let is_folder = if is_root { !name.ends_with(".parquet") } else { !name.contains('.') };
         if is_folder || self.address.provider == Provider::Hub {
             match self.has_names(location, stop)? {
@@ -90,8 +90,8 @@ impl RemoteStore {
         }
     }
 
-    /// Whether the folder of a key does not exist. Lists what is beside that folder, once: the folder itself may hold a million
-    /// chunks.
+    /// Whether the folder of a key does not exist. Lists the siblings of that folder, once: the folder itself may
+    /// contain a million chunks.
     fn is_in_absent_folder(&self, location: &Location, stop: &Stop) -> Result<bool> {
         let Some(folder) = location_above(location) else { return Ok(false) };
         let Some(above) = location_above(&folder) else { return Ok(false) };
@@ -118,7 +118,7 @@ impl RemoteStore {
             && self.look_up(key).is_ok_and(|known| known == KnownName::Absent)
     }
 
-    /// Asks the server, whatever is known: absent chunks have fill values only while their array is there.
+    /// Sends a request even for a known name: absent chunks have fill values only while their array is there.
     pub(super) fn look_at(&self, location: &Location) -> Result<()> {
         let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
         let (key, stop) = (self.key(location)?, Stop::default());
@@ -152,7 +152,7 @@ fn location_above(location: &Location) -> Option<Location> {
     Some(Location::object(object.store.clone(), above))
 }
 
-/// Whether a file is small, or read whole: its bytes come with the first request.
+/// Whether a file is small, or read whole: then the first request brings its bytes.
 fn is_metadata(name: &str) -> bool {
     let dotted = [".zgroup", ".zarray", ".zattrs", ".zmetadata"];
     [".json", ".jsonl", ".parquet"].iter().any(|end| name.ends_with(end)) || dotted.contains(&name)

@@ -44,9 +44,9 @@ const ALWAYS: u64 = 64 << 20;
 /// pickle shards expects less than 10; activations never reach 16.
 const USUAL_RATIO: u64 = 16;
 
-/// Bytes that a file of `stored` bytes may inflate to: the declared size, but at most the largest of 64 MiB, `memory` (the
-/// user's memory for decoded bytes) and sixteen times the file. The declared size alone is not enough: it comes with the
-/// file.
+/// Bytes that a file of `stored` bytes may inflate to: the declared size, but at most the largest of 64 MiB, `memory`
+/// (the user's memory for decoded bytes) and sixteen times the file. The declared size alone is not enough: it is as
+/// untrusted as the file.
 pub fn allowed(stored: u64, declared: u64, memory: u64) -> u64 {
     declared.min(memory.max(ALWAYS).max(stored.saturating_mul(USUAL_RATIO))).min(stored.saturating_mul(BEST_RATIO))
 }

@@ -3,10 +3,10 @@
 //! Deflate has no index: a block may begin at any bit and refers to the previous 32 KiB. The file is cut into stretches; for
 //! each stretch
 //!
-//! 1. search for the beginning of a block, and inflate from there, with marks for bytes of the unknown window, until none of
-//!    that window is in reach ([`blocks`](super::blocks));
-//! 2. let libdeflate inflate the rest, up to the next stretch: the window is prepended as a stored block, the bits are shifted
-//!    to begin at a byte, and an empty final block is appended;
+//! 1. search for the beginning of a block, and inflate from there, with marks for bytes of the unknown window, until
+//!    the output no longer refers to that window ([`blocks`](super::blocks));
+//! 2. inflate the rest with libdeflate, up to the next stretch: the window is prepended as a stored block, the bits are
+//!    shifted to begin at a byte, and an empty final block is appended;
 //! 3. in file order, replace the marks by their bytes and copy everything to its place.
 //!
 //! A false beginning, by chance or by malice, gives wrong bytes. The checksum and length at the end of the file cover the

@@ -17,7 +17,7 @@ struct Coming {
     pid: u32,
     /// Set when the bytes are needed now, hashed or not.
     wanted: Stop,
-    /// Set when they are not needed any more.
+    /// Set when the bytes are no longer needed.
     dropped: Stop,
     /// `None` until the thread is done; then the bytes, or `None` if they could not be read.
     read: Mutex<Option<Option<ShardRead>>>,
@@ -75,8 +75,8 @@ impl NextShard {
         None
     }
 
-    /// Calls `read` on a thread of its own, unless the shard is being read. It hashes no more once the first flag is set, and ends
-    /// once the second is. Another shard that was read and not used is forgotten.
+    /// Calls `read` on a separate thread, unless the shard is being read. It stops hashing once the first flag is set,
+    /// and ends once the second is set. Another shard that was read and not used is dropped.
     pub(super) fn read(&self, shard: usize, read: impl FnOnce(&Stop, &Stop) -> Option<ShardRead> + Send + 'static) {
         let Some(coming) = self.begin(shard) else { return };
         let work = move || {
@@ -102,14 +102,14 @@ impl NextShard {
         })?
     }
 
-    /// Forgets the shard; its thread ends soon.
+    /// Drops the shard; its thread ends soon.
     pub(super) fn clear(&self) {
         if let Some(Some(left)) = self.with(Option::take) {
             left.dropped.set();
         }
     }
 
-    /// The bytes of a shard if a thread reads or has read them. Errors of that thread are met again by reading the shard.
+    /// The bytes of a shard if a thread reads or has read them. Errors of that thread recur when the shard is read.
     pub(super) fn take(&self, shard: usize, watch: Watch<'_>) -> Result<Option<ShardRead>> {
         match self.with(|place| place.take_if(|coming| coming.shard == shard)) {
             Some(Some(coming)) if coming.pid == std::process::id() => coming.wait(watch),

@@ -131,7 +131,7 @@ impl ShardIndex {
             index.of_group.insert(*group, *list);
         }
         if index.samples.len() as u64 != spec.samples {
-            let detail = format!("holds {} samples, metadata.json says {}", index.samples.len(), spec.samples);
+            let detail = format!("has {} samples, metadata.json has {}", index.samples.len(), spec.samples);
             return refuse(detail).map_err(|e| e.finds(Finding::CountClaim));
         }
         index.decoded = if in_memory && here { index.len } else { 0 };
@@ -165,13 +165,15 @@ impl Building<'_> {
                 let (first, last) = self.spec.ids;
                 if !(first..=last).contains(&item.sample) {
                     return refuse(format!(
-                        "holds sample_idx {}, metadata.json gives it {first} to {last}",
+                        "has sample_idx {}, metadata.json gives the range {first} to {last}",
                         item.sample
                     ));
                 }
                 self.index.samples.push(item.sample);
             }
-            let at = u32::try_from(at).map_err(|_| Error::new(Kind::Unsupported, "2^32 samples in one shard"))?;
+            let at = u32::try_from(at).map_err(|_| {
+                Error::new(Kind::Unsupported, "expected fewer than 2^32 samples in one shard, found more")
+            })?;
             placed.push((at, self.spot(item)?));
         }
         placed.sort_unstable_by_key(|(at, _)| *at);
@@ -203,8 +205,9 @@ impl Building<'_> {
             ));
         }
         self.index.types |= 1 << class;
-        let tokens = u32::try_from(tokens)
-            .map_err(|_| Error::new(Kind::Unsupported, format!("{tokens} tokens in one sample")))?;
+        let tokens = u32::try_from(tokens).map_err(|_| {
+            Error::new(Kind::Unsupported, format!("expected fewer than 2^32 tokens in one sample, found {tokens}"))
+        })?;
         let class = class as u8;
         if let Some(range) = array.in_place() {
             self.here |= tokens > 0;

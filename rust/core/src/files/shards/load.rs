@@ -56,7 +56,7 @@ struct Fresh {
     version: Option<Version>,
 }
 
-/// What is known of a shard after its first read.
+/// Facts about a shard, kept after its first read.
 #[derive(Debug)]
 struct KnownShard {
     index: Arc<ShardIndex>,
@@ -357,7 +357,7 @@ impl Shards {
             let claimed = match source.read_many(&mut [RangeRead { at, into: &mut last }], stop) {
                 Ok(()) if stop.is_set() => return Ok(()),
                 Ok(()) => self.claimed(s, last, len),
-                // It may inflate to anything that is allowed; the others are read as they claim.
+                // It may inflate to the allowed maximum; the others are read by their claimed sizes.
                 Err(_) => self.limit(s, len),
             };
             self.claims[s].store(claimed.saturating_add(1), Ordering::Relaxed);
@@ -378,7 +378,7 @@ impl Shards {
         let mut lacking: Vec<usize> = (0..which.len()).filter(|i| found[*i].is_none()).collect();
         self.decoded.make_room(lacking.iter().map(|i| self.decoded_guess(which[*i])).sum());
         while !lacking.is_empty() {
-            let (mut mine, mut theirs) = (vec![], vec![]);
+            let (mut owned, mut flights) = (vec![], vec![]);
             for i in lacking.drain(..) {
                 match self.decoded.look_up(which[i], |_| true) {
                     Lookup::Kept(kept) => found[i] = Some(kept),
@@ -388,18 +388,18 @@ impl Shards {
                             turn.hand_over(&kept);
                             found[i] = Some(kept);
                         }
-                        None => mine.push((i, Some(turn))),
+                        None => owned.push((i, Some(turn))),
                     },
                     // A part of other work must not wait: the other thread may need this one.
-                    Lookup::Theirs(_) if threads::in_part() => mine.push((i, None)),
-                    Lookup::Theirs(flight) => theirs.push((i, flight)),
+                    Lookup::Theirs(_) if threads::in_part() => owned.push((i, None)),
+                    Lookup::Theirs(flight) => flights.push((i, flight)),
                 }
             }
             // A thread never waits while it has a turn.
-            for (i, loaded) in self.load_mine(which, mine, &mut *watch)? {
+            for (i, loaded) in self.load_owned(which, owned, &mut *watch)? {
                 found[i] = Some(loaded);
             }
-            for (i, flight) in theirs {
+            for (i, flight) in flights {
                 match flight.wait(None, &mut *watch) {
                     Waited::Made(loaded) => found[i] = Some(loaded),
                     Waited::Failed | Waited::TooLong => lacking.push(i),
@@ -411,14 +411,14 @@ impl Shards {
         all.ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
     }
 
-    fn load_mine(
+    fn load_owned(
         &self,
         which: &[usize],
-        mine: Vec<(usize, MayWait<'_>)>,
+        owned: Vec<(usize, MayWait<'_>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Arc<Loaded>)>> {
         let (mut ready, mut rest) = (vec![], vec![]);
-        for (i, turn) in mine {
+        for (i, turn) in owned {
             match self.ahead.take(which[i], &mut *watch)? {
                 None if self.wishes.is_some() => rest.push((i, turn)),
                 read => ready.push((i, turn, read)),
@@ -426,10 +426,10 @@ impl Shards {
         }
         let mut loaded = self.look_into(which, ready, &mut *watch)?;
         // For a slow store, requests all bytes before the first shard is parsed, as far as they fit in memory.
-        let (mine, Some(wishes)) = (rest, self.wishes) else { return Ok(loaded) };
-        let locations: Vec<&Location> = mine.iter().map(|(i, _)| &self.specs[which[*i]].location).collect();
+        let (owned, Some(wishes)) = (rest, self.wishes) else { return Ok(loaded) };
+        let locations: Vec<&Location> = owned.iter().map(|(i, _)| &self.specs[which[*i]].location).collect();
         let opened = self.store.open_together(&locations, Access::Once, &mut *watch)?;
-        let mut coming = mine.into_iter().zip(opened).peekable();
+        let mut coming = owned.into_iter().zip(opened).peekable();
         while coming.peek().is_some() {
             let (mut some, mut sources, mut versions, mut blocks, mut bytes) = (vec![], vec![], vec![], vec![], 0u64);
             while let Some(((i, turn), source)) = coming.next_if(|(_, source)| {
@@ -458,7 +458,7 @@ impl Shards {
     fn look_into(
         &self,
         which: &[usize],
-        mine: Vec<(usize, MayWait<'_>, Option<ShardRead>)>,
+        owned: Vec<(usize, MayWait<'_>, Option<ShardRead>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Arc<Loaded>)>> {
         let work = |i: usize,
@@ -473,7 +473,7 @@ impl Shards {
             Ok((i, loaded))
         };
         // In parallel; a last shard that would occupy a single thread is read afterwards by all threads.
-        let mut together = mine;
+        let mut together = owned;
         let alone = if together.len() % threads::num_threads() == 1 { together.pop() } else { None };
         let part = |_: usize, (i, turn, stored), stop: &Stop| match work(i, turn, stored, &mut || stop.is_set()) {
             // Another part's error stopped this one, and is reported instead.
@@ -553,8 +553,8 @@ impl Shards {
         read().map_err(|e: Error| if e.location.is_none() { e.at(&spec.location) } else { e })
     }
 
-    /// Begins to read the shard of an example, which is needed next, on a thread of its own, unless it is decoded. A hint: errors
-    /// are reported when the shard is used.
+    /// Begins to read the shard of an example, which is needed next, on a separate thread, unless it is decoded. A
+    /// hint: errors are reported when the shard is used.
     pub fn read_ahead(self: &Arc<Shards>, example: i64) {
         let example = u64::try_from(example).ok().filter(|example| *example < self.examples());
         let Some(s) = example.map(|example| self.shard_of(example)) else { return };
@@ -571,7 +571,7 @@ impl Shards {
         });
     }
 
-    /// Forgets a shard that was read ahead and not used.
+    /// Drops a shard that was read ahead and not used.
     pub fn forget_ahead(&self) {
         self.ahead.clear();
     }
@@ -617,11 +617,11 @@ impl Shards {
         };
         if spec.compressed != inflate::is_gzip(bytes) {
             verify(watch)?;
-            let (said, found) =
+            let (declared, found) =
                 if spec.compressed { ("true", "one without gzip's first bytes") } else { ("false", "a gzip file") };
             return Err(Error::new(
                 Kind::Format,
-                format!("metadata.json says \"compressed\": {said}, the file is {found}; correct one of them"),
+                format!("metadata.json has \"compressed\": {declared}, but the file is {found}; correct one of them"),
             )
             .finds(Finding::Gzip)
             .byte(0));

@@ -25,15 +25,15 @@ use crate::error::{Error, Kind, Result};
 
 /// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
-/// Limit on the digits and bytes of an integer; no count or label comes near.
+/// Limit on the digits and bytes of an integer; counts and labels are far smaller.
 const MAX_INT_BYTES: usize = 1024;
 
-/// What a pickle may contain.
+/// The content that a pickle may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
     /// Plain values and numpy arrays.
     Plain,
-    /// Also the tensors of torch, whose storages lie outside the pickle.
+    /// Also the tensors of torch, whose storages are outside the pickle.
     Torch,
 }
 

@@ -81,7 +81,7 @@ pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Resul
         }
         if allowed.as_ref().is_some_and(|allowed| !allowed.contains(&layer)) {
             let listed = listed.unwrap_or_default();
-            return Err(refuse(format!("holds layer {layer}, metadata.json lists {} for it", shown(listed))));
+            return Err(refuse(format!("has layer {layer}, metadata.json lists {} for this shard", shown(listed))));
         }
         account.spend(PER_PLACE)?;
         places.insert(layer, order.len());
@@ -189,16 +189,16 @@ fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<LayerSample<'t>> {
         ));
     }
     if let Some(id) = get("shape").filter(|id| !matches!(tree.node(*id), Node::None)) {
-        let said: Option<Vec<i64>> = match tree.node(id) {
+        let declared: Option<Vec<i64>> = match tree.node(id) {
             Node::Tuple(dims) | Node::List(dims) if dims.len() <= 8 => {
                 dims.iter().map(|id| tree.integer(input, *id)).collect()
             }
             _ => None,
         };
-        let same = said.as_ref().is_some_and(|s| s.iter().map(|n| *n as u64).eq(array.shape.iter().copied()));
+        let same = declared.as_ref().is_some_and(|s| s.iter().map(|n| *n as u64).eq(array.shape.iter().copied()));
         if !same {
-            let said = said.map_or("something else".to_string(), |s| format!("{s:?}"));
-            return Err(refuse(format!("'shape': expected the array's shape {:?}, found {said}", array.shape)));
+            let found = declared.map_or("something else".to_string(), |s| format!("{s:?}"));
+            return Err(refuse(format!("'shape': expected the array's shape {:?}, found {found}", array.shape)));
         }
     }
     Ok(LayerSample { sample, array, at: id })

@@ -9,7 +9,7 @@ use super::file::{TorchFile, malformed, place_of};
 use crate::error::{Error, Kind, Result};
 use crate::source::Source;
 
-/// The largest pickle: tensors lie outside it.
+/// The largest pickle: tensors are stored outside it.
 const MOST_PICKLE: u64 = 1 << 30;
 /// A deflated pickle may inflate to this, or to 16 times its size.
 const MOST_INFLATED: u64 = 16 << 20;
@@ -84,7 +84,7 @@ fn find_pickle(archive: &Archive) -> Result<(usize, Vec<u8>)> {
         let Some(top) = record.name.strip_suffix(b"/data.pkl").filter(|top| !top.contains(&b'/')) else { continue };
         if let Some((_, other)) = &found {
             return Err(malformed(format!(
-                "two saved objects, '{}' and '{}': which one counts is unclear",
+                "expected one saved object, found two, '{}' and '{}'",
                 shown(other),
                 shown(top)
             )));

@@ -89,7 +89,7 @@ impl SavedTensor {
 }
 
 impl TorchFile {
-    /// Checks that every tensor lies in its storage.
+    /// Checks that every tensor is inside its storage.
     pub(super) fn check_tensors(&self) -> Result<()> {
         for node in self.tree.nodes() {
             let Node::Tensor(tensor) = node else { continue };
@@ -127,7 +127,7 @@ impl TorchFile {
         })
     }
 
-    /// The place of a numpy array of the tree; `None` if its bytes are not in the file as they are.
+    /// The place of a numpy array of the tree; `None` if its bytes are not stored unchanged.
     pub fn array_place(&self, array: &NumpyArray) -> Option<ArrayPlace> {
         let at = self.pickle_at?.checked_add(array.data.in_input()?.start as u64)?;
         let strides = if array.fortran {
@@ -172,7 +172,7 @@ impl TorchFile {
         Ok(found)
     }
 
-    /// Bytes of all storages, and bytes of the distinct tensors in them: a saved slice brings the whole storage along.
+    /// Bytes of all storages, and bytes of the distinct tensors in them: a saved slice includes the whole storage.
     pub fn sizes(&self) -> (u64, u64) {
         let mut seen = HashSet::new();
         let mut used = vec![0u64; self.regions.len()];

@@ -28,7 +28,8 @@ use crate::error::{Error, Result};
 use crate::source::Source;
 use crate::source::held::Held;
 
-/// Reads and checks a file. Of a gzipped one at most `limit` bytes are inflated, or what is usual for its size.
+/// Reads and checks a file. A gzipped file may inflate to `limit` bytes, or to the usual multiple of its size if that
+/// is more.
 pub fn read(source: &dyn Source, limit: u64) -> Result<TorchFile> {
     let location = source.location();
     let mut front = [0; 262];

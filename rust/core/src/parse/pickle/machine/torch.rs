@@ -150,7 +150,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The value of a call. Arguments that do not change the elements are not looked at: any global in them was one of the
+    /// The value of a call. Arguments that do not change the elements are ignored: any global in them was one of the
     /// permitted names already.
     pub(super) fn torch_call(&mut self, name: TorchName, arguments: Id) -> Result<()> {
         let Some(Node::Tuple(arguments)) = self.node(arguments) else {
