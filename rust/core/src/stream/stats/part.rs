@@ -40,13 +40,6 @@ struct Columns<T> {
     infinite: Vec<u32>,
 }
 
-/// Whether a row has values that are not finite, and whether it has zeros.
-#[derive(Clone, Copy, Default)]
-struct Flags {
-    bad: bool,
-    zero: bool,
-}
-
 /// float32 and float64: the type in which values are compared.
 trait Value: Real + PartialOrd {
     const LOWEST: Self;
@@ -75,7 +68,6 @@ trait Element: Pod + Zeroable {
     /// Whether sums are relative to a value of the column.
     const SHIFTED: bool;
     fn value(self) -> Self::Value;
-    fn flags(row: &[Self]) -> Flags;
 }
 
 /// bfloat16, as stored.
@@ -89,7 +81,7 @@ struct Brain(u16);
 struct Half(f32);
 
 macro_rules! element {
-    ($element:ty, $value:ty, $dtype:ident, $shifted:literal, $x:ident => $to_value:expr, $bits:expr, $int:ty, $infinity:expr) => {
+    ($element:ty, $value:ty, $dtype:ident, $shifted:literal, $x:ident => $to_value:expr) => {
         impl Element for $element {
             type Value = $value;
             const DTYPE: DType = DType::$dtype;
@@ -100,26 +92,14 @@ macro_rules! element {
                 let $x = self;
                 $to_value
             }
-
-            /// Branch-free so that it vectorises; signed, because SSE2 compares signed integers.
-            #[inline(always)]
-            fn flags(row: &[$element]) -> Flags {
-                let (mut bad, mut zero): ($int, $int) = (0, 0);
-                for $x in row {
-                    let magnitude = $bits as $int & <$int>::MAX;
-                    bad |= if magnitude >= $infinity { -1 } else { 0 };
-                    zero |= if magnitude == 0 { -1 } else { 0 };
-                }
-                Flags { bad: bad != 0, zero: zero != 0 }
-            }
         }
     };
 }
 
-element!(Brain, f32, BF16, false, x => f32::from_bits(u32::from(x.0) << 16), x.0, i16, 0x7f80);
-element!(Half, f32, F32, false, x => x.0, x.0.to_bits(), i32, 0x7f80_0000);
-element!(f32, f32, F32, true, x => x, x.to_bits(), i32, 0x7f80_0000);
-element!(f64, f64, F64, true, x => x, x.to_bits(), i64, 0x7ff0_0000_0000_0000);
+element!(Brain, f32, BF16, false, x => f32::from_bits(u32::from(x.0) << 16));
+element!(Half, f32, F32, false, x => x.0);
+element!(f32, f32, F32, true, x => x);
+element!(f64, f64, F64, true, x => x);
 
 impl<T: Value> Columns<T> {
     fn new(width: usize) -> Result<Columns<T>> {
@@ -146,7 +126,8 @@ impl<T: Value> Columns<T> {
         }
     }
 
-    /// Adds rows of finite values; returns their norms, summed as in [`crate::stream::rescale::norm_of`].
+    /// Adds rows; returns their norms, summed as in [`crate::stream::rescale::norm_of`].
+    /// If a value is not finite, its row's norm is not either, and the sums are wrong.
     #[inline(always)]
     fn add_finite<E: Element<Value = T>, const N: usize>(&mut self, rows: [&[E]; N]) -> [f64; N] {
         let mut lanes = [[0f64; 8]; N];
@@ -156,10 +137,11 @@ impl<T: Value> Columns<T> {
         let (squares, _) = self.squares.as_chunks_mut::<8>();
         let (low, _) = self.low.as_chunks_mut::<8>();
         let (high, _) = self.high.as_chunks_mut::<8>();
+        let (zeros, _) = self.zeros.as_chunks_mut::<8>();
         let rows8 = rows.map(|row| &row.as_chunks::<8>().0[..whole]);
-        let columns = shift.iter().zip(sums).zip(squares).zip(low.iter_mut().zip(high));
-        for (c, (((shift, sums), squares), (low, high))) in columns.enumerate() {
-            let (mut s, mut q, mut lo, mut hi) = (*sums, *squares, *low, *high);
+        let columns = shift.iter().zip(sums).zip(squares).zip(low.iter_mut().zip(high)).zip(zeros);
+        for (c, ((((shift, sums), squares), (low, high)), zeros)) in columns.enumerate() {
+            let (mut s, mut q, mut lo, mut hi, mut z) = (*sums, *squares, *low, *high, *zeros);
             for n in 0..N {
                 let row = &rows8[n][c];
                 for k in 0..8 {
@@ -173,9 +155,10 @@ impl<T: Value> Columns<T> {
                     let value = row[k].value();
                     lo[k] = if value < lo[k] { value } else { lo[k] };
                     hi[k] = if value > hi[k] { value } else { hi[k] };
+                    z[k] += u32::from(value == T::ZERO);
                 }
             }
-            (*sums, *squares, *low, *high) = (s, q, lo, hi);
+            (*sums, *squares, *low, *high, *zeros) = (s, q, lo, hi, z);
         }
         let mut rest = [0f64; N];
         for k in 8 * whole..self.shift.len() {
@@ -188,6 +171,7 @@ impl<T: Value> Columns<T> {
                 rest[n] += x * x;
                 self.low[k] = if value < self.low[k] { value } else { self.low[k] };
                 self.high[k] = if value > self.high[k] { value } else { self.high[k] };
+                self.zeros[k] += u32::from(value == T::ZERO);
             }
         }
         std::array::from_fn(|n| (lanes[n].iter().sum::<f64>() + rest[n]).sqrt())
@@ -207,12 +191,8 @@ impl<T: Value> Columns<T> {
             self.high[k] = if finite && value > self.high[k] { value } else { self.high[k] };
             self.nan[k] += u32::from(x.is_nan());
             self.infinite[k] += u32::from(x.is_infinite());
+            self.zeros[k] += u32::from(value == T::ZERO);
         }
-    }
-
-    #[inline(always)]
-    fn count_zeros<E: Element<Value = T>>(&mut self, row: &[E]) {
-        self.zeros.iter_mut().zip(row).for_each(|(n, x)| *n += u32::from(x.value() == T::ZERO));
     }
 }
 
@@ -268,57 +248,48 @@ impl<E: Element> PartOf<E> {
     /// Sums a block.
     #[inline(always)]
     fn add_block(&mut self, cast: Cast<'_>, block: &[u8]) {
-        let width = self.row.width;
         if E::SHIFTED {
             self.set_shift(cast, block);
         }
         self.columns.clear();
+        let (width, before) = (self.row.width, self.facts.norms.len());
         for raw in block.chunks(TOGETHER * self.row.bytes) {
+            self.facts.hashes.extend(raw.chunks_exact(self.row.bytes).map(hash));
             let n = raw.len() / self.row.bytes;
             let rows = as_elements(cast, raw, &mut self.elements[..n * width]);
-            let mut flags = [Flags::default(); TOGETHER];
-            for (flag, (row, bytes)) in
-                flags.iter_mut().zip(rows.chunks_exact(width).zip(raw.chunks_exact(self.row.bytes)))
-            {
-                *flag = E::flags(row);
-                self.facts.hashes.push(hash(bytes));
-                self.bad |= flag.bad;
-            }
             let row = |n: usize| &rows[n * width..(n + 1) * width];
-            if n == TOGETHER && flags.iter().all(|flag| !flag.bad) {
+            if n == TOGETHER {
                 let norms = self.columns.add_finite::<E, TOGETHER>(std::array::from_fn(row));
                 self.facts.norms.extend_from_slice(&norms);
             } else {
-                for (n, flag) in flags.iter().enumerate().take(n) {
-                    if flag.bad {
-                        self.columns.add_some(row(n));
-                        self.facts.norms.push(f64::NAN);
-                    } else {
-                        self.facts.norms.extend_from_slice(&self.columns.add_finite::<E, 1>([row(n)]));
-                    }
-                }
+                let norms = (0..n).map(|n| self.columns.add_finite::<E, 1>([row(n)])[0]);
+                self.facts.norms.extend(norms);
             }
-            for (n, _) in flags.iter().enumerate().take(n).filter(|(_, flag)| flag.zero) {
-                self.columns.count_zeros(row(n));
-            }
+        }
+        if self.facts.norms[before..].iter().any(|norm| !norm.is_finite()) {
+            self.add_again(cast, block);
+        }
+    }
+
+    /// Sums a block with values that are not finite, or whose squares are not.
+    #[cold]
+    fn add_again(&mut self, cast: Cast<'_>, block: &[u8]) {
+        self.bad = true;
+        self.columns.clear();
+        for raw in block.chunks(self.row.bytes) {
+            self.columns.add_some(as_elements(cast, raw, &mut self.elements[..self.row.width]));
         }
     }
 
     /// Adds the block's sums to those of the part.
     #[inline(always)]
     fn fold(&mut self, number: u32, rows: u64, made: &mut Stats) {
-        let from = &self.columns;
-        let weights = Weights::of(made.rows, rows);
-        for k in 0..from.shift.len() {
-            let finite = rows - if self.bad { u64::from(from.nan[k]) + u64::from(from.infinite[k]) } else { 0 };
-            let weights = if self.bad { Weights::of(made.finite[k], finite) } else { weights };
-            let by = from.sums[k] / finite.max(1) as f64;
-            // Rounding may make it less than 0; squares of float64 may overflow.
-            let squares = from.squares[k] - from.sums[k] * by;
-            let squares = if from.squares[k].is_finite() { squares.max(0.0) } else { f64::INFINITY };
-            weights.join((&mut made.mean[k], &mut made.squares[k]), (from.shift[k] + by, squares));
-            made.finite[k] += finite;
+        if self.bad {
+            self.fold_moments::<true>(rows, made);
+        } else {
+            self.fold_moments::<false>(rows, made);
         }
+        let from = &self.columns;
         for k in 0..from.shift.len() {
             let (low, high) = (from.low[k].wide(), from.high[k].wide());
             made.min[k] = if low < made.min[k] { low } else { made.min[k] };
@@ -336,6 +307,26 @@ impl<E: Element> PartOf<E> {
             add(&mut made.infinite, &from.infinite);
         }
         made.rows += rows;
+    }
+
+    /// Means, squares and counts. `BAD`: columns may have different numbers of finite values. The results are the same without.
+    #[inline(always)]
+    fn fold_moments<const BAD: bool>(&mut self, rows: u64, made: &mut Stats) {
+        let from = &self.columns;
+        let (weights, of_all) = (Weights::of(made.rows, rows), rows.max(1) as f64);
+        let columns = from.shift.iter().zip(&from.sums).zip(&from.squares).zip(from.nan.iter().zip(&from.infinite));
+        let to = made.mean.iter_mut().zip(&mut made.squares).zip(&mut made.finite);
+        for ((((shift, sum), squares), (nan, infinite)), ((mean, all), finite)) in columns.zip(to) {
+            let some = rows - if BAD { u64::from(*nan) + u64::from(*infinite) } else { 0 };
+            let by = sum / if BAD { some.max(1) as f64 } else { of_all };
+            // Rounding may make it less than 0; squares of float64 may overflow.
+            let around = squares - sum * by;
+            let around = if around > 0.0 { around } else { 0.0 };
+            let around = if squares.is_finite() { around } else { f64::INFINITY };
+            let weights = if BAD { Weights::of(*finite, some) } else { weights };
+            weights.join((mean, all), (shift + by, around));
+            *finite += some;
+        }
     }
 
     /// The statistics of the rows of a part. `ids`: example and token of each row.

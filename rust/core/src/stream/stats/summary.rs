@@ -84,7 +84,7 @@ fn position(token: u64) -> u32 {
     EXACT_POSITIONS as u32 + (power - EXACT_POSITIONS.ilog2()) * 8 + eighth as u32
 }
 
-/// A hash of a stored row whose smallest values are a uniform sample: four lanes of folded products, as in wyhash (Wang Yi), each
+/// A hash of a stored row whose smallest values are a uniform sample: eight lanes of folded products, as in wyhash (Wang Yi), each
 /// of 16 bytes, and MurmurHash3's finalizer.
 #[inline(always)]
 pub(super) fn hash(row: &[u8]) -> u64 {
@@ -93,20 +93,19 @@ pub(super) fn hash(row: &[u8]) -> u64 {
         let product = u128::from(a) * u128::from(b);
         product as u64 ^ (product >> 64) as u64
     };
-    let keys = [1, 3, 5, 7].map(|k: u64| ODD.wrapping_mul(k));
+    let keys = [1, 3, 5, 7, 9, 11, 13, 15].map(|k: u64| ODD.wrapping_mul(k));
     let mut lanes = keys;
-    let (whole, rest) = row.as_chunks::<64>();
+    let (whole, rest) = row.as_chunks::<128>();
     for part in whole {
         for ((lane, key), pair) in lanes.iter_mut().zip(keys).zip(part.as_chunks::<16>().0) {
-            let (a, b) = pair.split_at(8);
-            let [a, b] = [a, b].map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+            let [a, b] = bytemuck::must_cast::<[u8; 16], [u64; 2]>(*pair);
             *lane = fold(a ^ key, b ^ *lane);
         }
     }
     let all = rest.chunks(8).fold(row.len() as u64, |all, part| {
         let mut word = [0; 8];
         word[..part.len()].copy_from_slice(part);
-        fold(all ^ ODD, u64::from_le_bytes(word) ^ keys[3])
+        fold(all ^ ODD, u64::from_ne_bytes(word) ^ keys[3])
     });
     let mut all = lanes.iter().fold(all, |all, lane| (all.rotate_left(23) ^ lane).wrapping_mul(ODD));
     for odd in [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53] {

@@ -150,30 +150,49 @@ proptest! {
     fn a_part_is_what_plain_loops_find(rows in table()) {
         let (width, n) = (rows[0].len(), rows.len());
         let ids: (Vec<i64>, Vec<i64>) = (0..n as i64).map(|k| (k / 7, k % 7 * 30)).unzip();
-        let made = sums_of(DType::F32, &rows.concat(), width, (&ids.0, &ids.1));
-        prop_assert_eq!(made.rows, n as u64);
-        for k in 0..width {
-            let column: Vec<f64> = rows.iter().map(|row| row[k]).collect();
-            let finite: Vec<f64> = column.iter().copied().filter(|x| x.is_finite()).collect();
-            let mean = finite.iter().sum::<f64>() / finite.len().max(1) as f64;
-            let squares: f64 = finite.iter().map(|x| (x - mean) * (x - mean)).sum();
-            prop_assert_eq!(made.finite[k], finite.len() as u64);
-            prop_assert_eq!(made.nan[k], column.iter().filter(|x| x.is_nan()).count() as u64);
-            prop_assert_eq!(made.infinite[k], column.iter().filter(|x| x.is_infinite()).count() as u64);
-            prop_assert_eq!(made.summary.zeros[k], column.iter().filter(|x| **x == 0.0).count() as u64);
-            prop_assert!((made.mean[k] - mean).abs() <= 1e-12);
-            prop_assert!((made.squares[k] - squares).abs() <= 1e-10 * squares.max(1.0));
-            prop_assert_eq!(made.min[k], finite.iter().copied().fold(f64::INFINITY, f64::min));
-            prop_assert_eq!(made.max[k], finite.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+        let of = |dtype| sums_of(dtype, &rows.concat(), width, (&ids.0, &ids.1));
+        let (made, short) = (of(DType::F32), of(DType::BF16));
+        for made in [&made, &short] {
+            prop_assert_eq!(made.rows, n as u64);
+            for k in 0..width {
+                let column: Vec<f64> = rows.iter().map(|row| row[k]).collect();
+                let finite: Vec<f64> = column.iter().copied().filter(|x| x.is_finite()).collect();
+                let mean = finite.iter().sum::<f64>() / finite.len().max(1) as f64;
+                let squares: f64 = finite.iter().map(|x| (x - mean) * (x - mean)).sum();
+                prop_assert_eq!(made.finite[k], finite.len() as u64);
+                prop_assert_eq!(made.nan[k], column.iter().filter(|x| x.is_nan()).count() as u64);
+                prop_assert_eq!(made.infinite[k], column.iter().filter(|x| x.is_infinite()).count() as u64);
+                prop_assert_eq!(made.summary.zeros[k], column.iter().filter(|x| **x == 0.0).count() as u64);
+                prop_assert!((made.mean[k] - mean).abs() <= 1e-12);
+                prop_assert!((made.squares[k] - squares).abs() <= 1e-10 * squares.max(1.0));
+                prop_assert_eq!(made.min[k], finite.iter().copied().fold(f64::INFINITY, f64::min));
+                prop_assert_eq!(made.max[k], finite.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+            }
+            let norms: Vec<f64> = rows.iter().map(|row| norm_of(&row[..])).filter(|norm| norm.is_finite()).collect();
+            prop_assert_eq!(made.norms, (norms.iter().sum(), norms.len() as u64));
         }
-        let norms: Vec<f64> = rows.iter().map(|row| norm_of(&row[..])).filter(|norm| norm.is_finite()).collect();
-        prop_assert_eq!(made.norms, (norms.iter().sum(), norms.len() as u64));
-        for dtype in [DType::F16, DType::BF16, DType::F64] {
-            let other = sums_of(dtype, &rows.concat(), width, (&ids.0, &ids.1));
-            prop_assert_eq!(bits(&other), bits(&made), "{:?}", dtype);
-            let hashes = made.summary.hashes.clone();
-            prop_assert_eq!(Summary { hashes, ..other.summary }, made.summary.clone(), "{:?}", dtype);
+        for (dtype, same) in [(DType::F64, &made), (DType::F16, &short)] {
+            let other = of(dtype);
+            prop_assert_eq!(bits(&other), bits(same), "{:?}", dtype);
+            let hashes = same.summary.hashes.clone();
+            prop_assert_eq!(Summary { hashes, ..other.summary }, same.summary.clone(), "{:?}", dtype);
         }
+        prop_assert_eq!(&made.summary.bands, &short.summary.bands);
+    }
+
+    /// Values of 16 bits are summed without a shift: also at the limits of their digits and exponents.
+    #[test]
+    fn squares_of_short_values_are_exact(codes in prop::collection::vec(0u16..0x7f80, 2..128), near in any::<bool>(), base in 0u16..0x7f00) {
+        // Values that are neighbours, or of any exponent below half of the largest.
+        let values: Vec<f64> = codes
+            .iter()
+            .map(|code| f64::from(f32::from_bits(u32::from(if near { base + code % 3 } else { code % 0x5f00 }) << 16)))
+            .collect();
+        let ids: Vec<i64> = (0..values.len() as i64).collect();
+        let made = sums_of(DType::BF16, &values, 1, (&ids, &ids));
+        let mean = values.iter().map(|x| x / values.len() as f64).sum::<f64>();
+        let squares: f64 = values.iter().map(|x| (x - mean) * (x - mean)).sum();
+        prop_assert!((made.squares[0] - squares).abs() <= 1e-8 * squares, "{} {}", made.squares[0], squares);
     }
 
     /// A thread's memory has nothing of the part before.
