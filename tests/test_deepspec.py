@@ -267,7 +267,7 @@ def test_examples_that_share_bytes_are_found(tmp_path: Path) -> None:
     (path / "samples.idx").write_bytes(index)
     (found,) = [f for f in actshard.verify(path).findings if f.code == "address-overlap"]
     assert found.place == "record 5, byte 280"
-    assert "as example 4 has" in found.found
+    assert "; example 4 has bytes" in found.found
 
 
 def test_gaps_and_unlisted_files_are_found(tmp_path: Path) -> None:

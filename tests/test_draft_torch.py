@@ -164,7 +164,7 @@ def test_a_damaged_example_is_named_and_its_place_is_never_that_of_another(case:
 
 def test_an_example_in_two_files_is_told_and_read_once() -> None:
     with pytest.warns(
-        actshard.ActshardWarning, match=r"data_0\.ckpt\.gz: is example 0 again, as data_0\.ckpt; not read"
+        actshard.ActshardWarning, match=r"data_0\.ckpt\.gz: contains example 0, as does data_0\.ckpt; not read"
     ):
         store = actshard.open(ERRORS / "specforge_twice")
     assert len(store) == 1

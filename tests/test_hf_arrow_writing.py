@@ -229,7 +229,7 @@ def test_unsupported_data_are_refused_before_anything_is_written(tmp_path: Path)
         ({"rows": "both"}, 'rows: expected "sequences" or "vectors"'),
         ({"part": (0, 2)}, "part: not supported"),
         ({"metadata": {"features": {}}}, "'features' is written by actshard"),
-        ({"metadata": {"description": 1}}, "'description': expected a text"),
+        ({"metadata": {"description": 1}}, "'description': expected a string"),
         ({"d_model": 1 << 31}, None),
     ):
         if said is not None:
@@ -329,7 +329,7 @@ def listed(path: Path, **change: Any) -> Path:
         ({"columns": ["last"] * 3}, "field 'actshard.layers': expected a layer for every column"),
         (
             {"columns": ["layer_7", "vector", "last"]},
-            "expected columns of one kind, size and dtype, found vector beside",
+            "expected columns of one kind, size and dtype, found vector next to",
         ),
         ({"layers": [1, 2]}, "field 'actshard.layers'"),
         ({"layers": [1, 1, 2]}, "layers: expected different names"),

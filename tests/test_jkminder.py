@@ -95,7 +95,7 @@ def test_a_first_token_that_does_not_begin_every_shard_is_no_bos(copied: Path) -
     changed(copied / "tokens.pt", np.int64(77), 17)
     store = quietly(copied)
     assert store.token_counts.tolist() == [1] * 32
-    assert "where sequences begin is not known" in str(store.warnings[0])
+    assert "the starts of sequences are unknown" in str(store.warnings[0])
 
 
 def test_a_sequence_longer_than_the_context_has_lost_its_bounds(copied: Path) -> None:
@@ -113,7 +113,7 @@ def test_shuffled_layers_open_one_by_one(copied: Path) -> None:
     """Rows of each layer were permuted on their own, so that neither layers nor tokens align."""
     for layer in ("layer_3_out", "layer_13_out"):
         edit(copied / layer / "config.json", shuffle_shards=True)
-    with refuses(actshard.UnsupportedError, copied, "layers do not align. Open the folder of a layer by itself"):
+    with refuses(actshard.UnsupportedError, copied, "layers do not align. Open the folder of a single layer"):
         actshard.open(copied)
     store = quietly(copied / "layer_3_out")
     assert (len(store), store.table.column_names) == (32, [])
@@ -166,7 +166,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[actshard.ActshardError], 
     "fewer shards in a layer": (
         lambda d: edit(d / "layer_3_out/config.json", shard_count=2),
         actshard.FormatError,
-        "expected the rows per shard of layer_3_out",
+        "rows per shard: expected [17, 10], as in layer_3_out, found [17, 10, 5]",
     ),
     "fewer tokens": (
         lambda d: [edit(d / layer / "config.json", shard_count=2) for layer in ("layer_3_out", "layer_13_out")],

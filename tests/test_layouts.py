@@ -150,7 +150,7 @@ WRONG = {
     ),
     "twice": (
         "version = 1\n[activations]\nfiles = '{layer:d}.npy'\naxes = ['layer', 'dim']",
-        "line 4: activations.axes: 'layer' is captured",
+        "line 4: activations.axes: 'layer' is already captured",
     ),
     "dtype": (
         "version = 1\n[activations]\nfiles = 'a.bin'\naxes = ['dim']\ndtype = 'x9'",

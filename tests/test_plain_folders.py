@@ -219,14 +219,14 @@ def test_rows_past_31_and_32_bits_of_values_are_theirs(tmp_path: Path, values: i
     assert np.array_equal(bits(np.load(tmp_path / "d/activations/5.npy", mmap_mode="r")[-10:]), bits(want))
 
 
-def test_numbers_beside_named_layers_become_texts_and_are_told(tmp_path: Path) -> None:
+def test_numbers_next_to_named_layers_become_strings_and_are_reported(tmp_path: Path) -> None:
     """Draft-model caches have numbered layers and "last"."""
     with actshard.create(tmp_path / "s", "zarr", layers=[1, 9, "last"], d_model=4) as writer:
         writer.append(np.arange(5 * 3 * 2 * 4, dtype=np.float32).reshape(5, 3, 2, 4))
     source = actshard.open(tmp_path / "s")
     done = actshard.convert(source, tmp_path / "d", "npy", verify=True)
     (loss,) = [loss for loss in done.losses if loss.what == "layers"]
-    assert loss.detail.startswith("1, 9 become texts")
+    assert loss.detail.startswith("1, 9 become strings")
     store = actshard.open(tmp_path / "d")
     assert store.layers == ("1", "9", "last")
     for layer in source.layers:

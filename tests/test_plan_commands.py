@@ -156,7 +156,7 @@ def test_a_file_with_another_plan_is_kept(source: Path, tmp_path: Path) -> None:
     assert file.read_bytes() == before
     refused = command(*made[:4], "--to", "zarr", *made[6:])
     assert refused.returncode == 3
-    assert "plan.json: is not this plan. Pass --replace" in refused.stderr
+    assert "plan.json: exists and is not this plan. Pass --replace" in refused.stderr
     assert file.read_bytes() == before
     fine(*made[:4], "--to", "zarr", *made[6:], "--replace")
     assert file.read_bytes() != before
@@ -224,7 +224,7 @@ def test_a_time_that_is_not_measured_has_a_reason(
     shutil.rmtree(tmp_path / "s")
     assert str(measuring.measure(gone)).startswith(f"a sample of the work failed: {tmp_path / 's'}")
     made = actshard.plan.create(tmp_path / "e", "zarr", layers=[0], d_model=8, num_examples=9, tasks=2)
-    assert "the model takes the time" in str(planning.rate(made, quiet=True))
+    assert "the time depends on the model" in str(planning.rate(made, quiet=True))
     parts = actshard.plan.merge(tmp_path / "m", [source], tasks=2)
     assert planning.rate(parts, quiet=True) == "the tasks read and copy nothing"
     for task in range(len(plan)):
@@ -326,10 +326,10 @@ def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch
     ]
     refused = command("run", file, "--partition", "cpu")
     assert refused.returncode == 3
-    assert "partition: expected an option of on='local': workers; on='slurm' has it" in refused.stderr
+    assert "partition: expected an option of on='local': workers; it is an option of on='slurm'" in refused.stderr
     refused = command("run", file, "--on", "dask", "--cpus", 2)
     assert refused.returncode == 3
-    assert refused.stderr.endswith("in_flight; on='slurm' and on='ray' have it\n")
+    assert refused.stderr.endswith("in_flight; it is an option of on='slurm' and on='ray'\n")
     unknown = command("run", file, "-o", "partitoin=cpu")
     assert unknown.stderr.endswith("partitoin: expected an option of on='local': workers\n")
 
@@ -344,15 +344,15 @@ def test_status_tells_errors_once_and_what_it_leaves_out(
     now = Status(40, (0,), (), lost, failed, (4, 6, 7, 8, *range(10, 40)), False, True)
     running.show_status(plan, now, "my plan.json")
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "convert: of 40 tasks 1 done, 30 stopped, 5 failed, 34 missing"
+    assert lines[0] == "convert, 40 tasks: 1 done, 30 stopped, 5 failed, 34 missing"
     assert lines[1] == "  stopped 10: node, process 1"
     assert lines[21:] == [
         "  stopped: 10 more, see --json",
         "  failed 1-3, 9: /data/a.jsonl: row 7",
         "  failed 5: /data/a.jsonl: row 8",
         "  missing 4, 6-8, 10-39",
-        "  a commit was begun and is not finished; repeat it if it was killed",
-        "next: actshard run 'my plan.json', as before: it runs what is not done",
+        "  a commit was started and is not finished; if it was killed, run it again",
+        "next: actshard run 'my plan.json', with the same options: it runs the tasks that are not done",
     ]
     changed: dict[int, actshard.ActshardError] = {1: actshard.ChangedInputError("Make the plan again.", path="/a")}
     running.show_status(plan, Status(2, (0,), (), (), changed, (), False, False), "p.json")

@@ -138,10 +138,10 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = [
         "field 'arguments.examples': expected 5 numbers",
     ),
     ("convert", lambda p: _changed(p, sizes={**p["arguments"]["sizes"], "shard_bytes": -1}), "sizes.shard_bytes"),
-    ("convert", lambda p: _tasks(p, "examples", [0, 2], [3, 5]), "expected a range that begins with 2, found"),
-    ("convert", lambda p: _tasks(p, "examples", [0, 3], [2, 5]), "expected a range that begins with 3, found"),
-    ("convert", lambda p: _tasks(p, "examples", [0, 5], [0, 5]), "expected a range that begins with 5, found"),
-    ("convert", lambda p: _tasks(p, "examples", [0, 1 << 80]), "expected a range that begins with 0, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 2], [3, 5]), "expected a range that starts at 2, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 3], [2, 5]), "expected a range that starts at 3, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 5], [0, 5]), "expected a range that starts at 5, found"),
+    ("convert", lambda p: _tasks(p, "examples", [0, 1 << 80]), "expected a range that starts at 0, found"),
     ("layers", lambda p: _tasks(p, "layers", [0, 9]), "field 'arguments.layers': expected the 9 layers"),
     ("verify", lambda p: _changed(p, path="../x"), "field 'arguments.path': expected an absolute path"),
     ("verify", lambda p: _changed(p, examples=7), "field 'arguments.examples': expected as many"),
@@ -206,7 +206,9 @@ def test_a_working_folder_of_others_is_neither_used_nor_removed(source: Path, tm
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     plan = actshard.plan.stats(source, tasks=1, work=tmp_path / "mine")
-    with pytest.raises(actshard.ExistsError, match=r"mine: expected a new folder .*'thesis.tex'; pass another work="):
+    with pytest.raises(
+        actshard.ExistsError, match=r"mine: expected a new or empty working folder, .*'thesis.tex'; pass another work="
+    ):
         plan.run(0)
     plan = actshard.plan.stats(source, tasks=1, work=tmp_path / "new")
     plan.run(0)
@@ -327,7 +329,8 @@ def test_a_plan_that_nobody_could_load_is_not_written(
     monkeypatch.setattr(data, "MAX_VALUES", 50)
     for call in (lambda: plan.save(tmp_path / "plan.json"), lambda: actshard.run(plan, workers=2)):
         with pytest.raises(
-            actshard.ArgumentError, match=r"expected a plan of at most .* 50 values, .*: plan less at a time"
+            actshard.ArgumentError,
+            match=r"expected a plan of at most .* 50 values, .*: plan fewer files or examples at a time",
         ):
             call()
     assert not list(tmp_path.iterdir())

@@ -373,7 +373,7 @@ def test_another_server_is_not_the_source(server: Served, tmp_path: Path, monkey
     shutil.copytree(server.root, tmp_path / "second")
     with served(tmp_path / "second") as second:
         point_to(second, monkeypatch)
-        with pytest.raises(actshard.ChangedInputError, match="is on another server"):
+        with pytest.raises(actshard.ChangedInputError, match="another server or account"):
             plan.run(0)
         assert second.requests == []
 
@@ -493,7 +493,7 @@ def test_copies_that_were_damaged_are_refused(tmp_path: Path) -> None:
     with refuses(actshard.FormatError, copy, f"task {task}: expected {len(whole):,} bytes, found {len(whole) - 1:,}"):
         plan.commit()
     copy.unlink()
-    with refuses(actshard.FormatError, copy, "found nothing"):
+    with refuses(actshard.FormatError, copy, "found no file"):
         plan.commit()
     shutil.rmtree(plan.work / "tasks" / f"{task:05}")
     in_tasks(plan)

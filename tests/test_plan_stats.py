@@ -149,7 +149,7 @@ def test_results_of_other_leaves_are_refused(source: Path, tmp_path: Path) -> No
     for task in range(3):
         plan.run(task)
     (plan.work / "tasks/00001/sums.npy").write_bytes((plan.work / "tasks/00000/sums.npy").read_bytes()[:-8])
-    with pytest.raises(actshard.FormatError, match=r"task 1: expected 2 files of .*, as when it was done"):
+    with pytest.raises(actshard.FormatError, match=r"task 1: expected 2 files of .*, as when the task finished"):
         plan.commit()
 
 

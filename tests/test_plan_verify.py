@@ -114,7 +114,7 @@ def test_damaged_results_are_refused(odd: Path, tmp_path: Path) -> None:
     plan.run(0)
     plan.run(1)
     np.save(plan.work / "tasks/00001/hashes.npy", np.zeros(3, np.uint64))
-    with pytest.raises(actshard.FormatError, match=r"task 1: expected 2 files of .*, as when it was done"):
+    with pytest.raises(actshard.FormatError, match=r"task 1: expected 2 files of .*, as when the task finished"):
         plan.commit()
 
 

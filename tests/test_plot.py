@@ -155,8 +155,8 @@ def test_the_command_writes_files(store: actshard.Store, tmp_path: Path) -> None
     ("words", "match"),
     [
         (["norms", "-o", "x.pdf"], "svg or .png"),
-        (["other", "-o", "x.svg"], "one of norms"),
-        (["packing", "-o", "x.svg"], "not a plot of a dataset of activations; these are norms"),
+        (["other", "-o", "x.svg"], "one of the plots norms"),
+        (["packing", "-o", "x.svg"], "expected a plot of a dataset of activations (norms"),
     ],
 )
 def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: actshard.Store, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_the_command_draws_separability_of_a_named_column(store: actshard.Store,
     assert "Linear probe of label" in Path(out).read_text()
     for options, text in (
         (["separability", "--label", "none"], "has no column 'none'"),
-        (["norms", "--label", "label"], "--label: is for separability"),
-        (["separability", "--tokens", "all"], "--tokens: separability is about"),
+        (["norms", "--label", "label"], "--label: expected the plot separability"),
+        (["separability", "--tokens", "all"], "--tokens: expected content for separability"),
     ):
         done = run(app, ["plot", str(store.path), *options, "-o", out])
         assert done.exit_code

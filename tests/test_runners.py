@@ -286,7 +286,7 @@ def test_commands_run_tell_and_commit(notes: Path, tmp_path: Path) -> None:
     assert "example 5" in done.stderr
     told = command("status", file)
     assert told.returncode == 2
-    assert "of 4 tasks 3 done, 1 failed" in told.stdout
+    assert "create, 4 tasks: 3 done, 1 failed" in told.stdout
     assert "example 5" in told.stdout
     assert command("commit", file).returncode == 3
     (tmp_path / "captured.py").write_text(CAPTURE.replace("if 5 in examples", "if False"))

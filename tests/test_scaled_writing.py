@@ -186,7 +186,7 @@ def test_a_resumed_writer_makes_the_same_files_and_the_same_error(tmp_path: Path
 def test_values_that_codes_cannot_express_are_refused(tmp_path: Path, dtype: str, bad: float) -> None:
     states = np.ones((5, 4, 8), BF16)
     states[3, 1, 2] = bad
-    with pytest.raises(actshard.DtypeError, match=r"example 1, token 3: 1 NaN, infinite or largest values"):
+    with pytest.raises(actshard.DtypeError, match=r"example 1, token 3: expected values .* found 1 from this token on"):
         written(tmp_path / "out", [np.ones((2, 4, 8), BF16), states], dtype)
 
 

@@ -100,8 +100,8 @@ def test_a_process_finds_its_share(
         ({"RANK": 8, "WORLD_SIZE": 8}, "RANK: expected a number below WORLD_SIZE=8, found 8"),
         ({"RANK": "x", "WORLD_SIZE": 8}, "RANK: expected a number, found 'x'"),
         ({"RANK": "-1", "WORLD_SIZE": 8}, "RANK: expected a number, found '-1'"),
-        ({"RANK": 1}, "RANK: expected WORLD_SIZE beside it"),
-        ({"WORLD_SIZE": 2}, "WORLD_SIZE: expected RANK beside it"),
+        ({"RANK": 1}, "RANK: expected WORLD_SIZE in the environment too"),
+        ({"WORLD_SIZE": 2}, "WORLD_SIZE: expected RANK in the environment too"),
         (mpi(3, 3), "OMPI_COMM_WORLD_RANK: expected a number below OMPI_COMM_WORLD_SIZE=3"),
         (step(4, 4), "SLURM_PROCID: expected a number below SLURM_STEP_NUM_TASKS=4"),
         # Of sbatch --array=3,7: Slurm tells steps of one.

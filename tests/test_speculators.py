@@ -137,9 +137,9 @@ DAMAGED: dict[str, tuple[list[int], str, str]] = {
     "layers_differ": ([2], r"expected BF16 \[2, 3, 8\] as in most files, found BF16 \[2, 2, 8\]", "format"),
     "missing": ([2], "hs_2.safetensors: expected a file, found nothing", "missing-file"),
     "short_states": ([1], "expected 5 rows of states, one per token id, found 4", "format"),
-    "swapped": ([0, 2], "expected the 3 token ids of the row, found 2 that differ at place 0", "format"),
+    "swapped": ([0, 2], "expected the 3 token ids of the row, found 2 that differ at position 0", "format"),
     "truncated": ([1], "the file has 271", "header"),
-    "wrong_token_ids": ([1], "found 5 that differ at place 0: these are the states of another row", "format"),
+    "wrong_token_ids": ([1], "found 5 that differ at position 0: these are the states of another row", "format"),
 }
 
 

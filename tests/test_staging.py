@@ -339,7 +339,7 @@ def test_the_command_stages(server: Served, tmp_path: Path) -> None:
     )
     assert (done["path"], done["layers"]) == (str(tmp_path / "copy"), [layer])
     said = command("stage", url, str(tmp_path / "copy"), "--layers", str(layer), *words_of(server)).stdout
-    assert "it was complete" in said
+    assert "the copy was complete" in said
     assert f"layers {layer}" in command("info", str(tmp_path / "copy"), COLUMNS="300").stdout
 
 

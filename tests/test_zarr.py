@@ -361,7 +361,9 @@ def test_stores_of_a_run_must_be_alike(tmp_path: Path) -> None:
     write_store(run / "shards/a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 4, 16))
     write_store(run / "shards/b.zarr", acts(h=8), np.full(6, 8, "<i4"), (1, 1, 4, 8))
     with refuses(
-        actshard.FormatError, run / "shards/b.zarr/arrays/activations/.zarray", "the hidden size of a.zarr, 16, found 8"
+        actshard.FormatError,
+        run / "shards/b.zarr/arrays/activations/.zarray",
+        "hidden size: expected 16, as in a.zarr, found 8",
     ):
         opened(run)
     shutil.rmtree(run / "shards/b.zarr")
@@ -515,7 +517,7 @@ def test_layer_names_that_make_no_sense_are_a_warning_and_a_finding(tmp_path: Pa
         (made if name == ".zattrs" else made["metadata"][".zattrs"])["layers"] = named
         (path / name).write_text(json.dumps(made))
     with pytest.warns(
-        actshard.ActshardWarning, match="attribute 'layers': expected 2 different integers or texts, found"
+        actshard.ActshardWarning, match="attribute 'layers': expected 2 different integers or strings, found"
     ):
         store = actshard.open(path)
     assert (store.layers, len(store.warnings)) == ((0, 1), 1)

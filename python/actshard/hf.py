@@ -51,9 +51,9 @@ def to_dataset(
 ) -> datasets.Dataset:
     """Returns one layer as a ``datasets.Dataset``.
 
-    Without ``file`` the dataset is in memory: a view of the mapped file if all of the layer's rows are included and follow each
-    other in it (see :meth:`RowArray.__array__`), else one parallel read. With ``file`` the rows are written in blocks to an Arrow
-    file, and the dataset maps it; ``datasets`` passes such a dataset to its processes without copying it.
+    Without ``file`` the dataset is in memory: a view of the mapped file if all rows of the layer are included and contiguous in it
+    (see :meth:`RowArray.__array__`), else one parallel read. With ``file`` the rows are written in blocks to an Arrow file, and the
+    dataset maps it; ``datasets`` passes such a dataset to its processes without copying it.
 
     Args:
         store: an open store.
@@ -170,7 +170,7 @@ class _ArrowRows:
         """Rows as Arrow lists that share their memory."""
         import pyarrow as pa
 
-        values = np.ascontiguousarray(values)  # rows of one token each may lie apart
+        values = np.ascontiguousarray(values)  # a strided view if examples have one token each
         flat = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
         return pa.FixedSizeListArray.from_arrays(flat, self._store.d_model)
 

@@ -10,8 +10,8 @@ Requires jax, which actshard does not install. :class:`DataSource` needs numpy o
 ...     loss = step(batch["activations"])
 >>> loader = grain.DataLoader(data_source=actshard.jax.DataSource(store, 5), sampler=sampler, worker_count=2)
 
-One batch is on its way to the devices while the loop body computes with the one before it. A CPU device may use the memory of a
-batch instead of copying it: JAX arrays never change, and neither do those batches.
+One batch is copied to the devices while the loop body computes with the previous one. A CPU device may use the memory of a batch
+without a copy: neither JAX arrays nor these batches ever change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any
     ``jax_enable_x64``, JAX has no 64-bit types: int64 arrays become int32 after a check of their values, and float64 activations
     are refused.
 
-    ``stream.state_dict()`` is the position after the last batch that was yielded, not of the one that is sent ahead.
+    ``stream.state_dict()`` is the position after the last yielded batch; the batch that is copied ahead does not count.
 
     Args:
         stream: a stream of activations or of tokens.
@@ -89,7 +89,7 @@ def _read(stream: Epochs[Any], placing: _Placing) -> Iterator[dict[str, Any]]:
 
 
 def _sent(loop: Loop[Any], placing: _Placing) -> dict[str, Any] | None:
-    """The next batch, on its way to the devices; None at the end, or if the loop was closed."""
+    """The next batch, whose copy to the devices was started; None at the end, or if the loop was closed."""
     try:
         batch = loop.take()
     except StopIteration:

@@ -74,8 +74,8 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-# The scripts of `actshard completion` call this process. typer's own add_completion would add two options to the help.
-shells.completion_init()  # type: ignore[attr-defined]  # typer exports its options alone
+# Needed by the scripts that `actshard completion` prints. typer's add_completion would also add two options to the help.
+shells.completion_init()  # type: ignore[attr-defined]  # typer exports only its options
 
 app = typer.Typer(
     cls=Commands,
@@ -181,9 +181,11 @@ def top_command(
     path: PathArgument,
     example: Annotated[int, typer.Option("--example", "-e", help="The example's number; -1 is the last.")] = 0,
     layer: Annotated[str, typer.Option(help="A layer's name. Default: the last layer.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to print.")] = 100,
-    largest: Annotated[int, typer.Option(min=0, max=20, help="Largest dimensions to print for each token.")] = 3,
-    tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json: prints the text of tokens.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to print.")] = 100,
+    largest: Annotated[
+        int, typer.Option(min=0, max=20, help="Number of largest dimensions to print for each token.")
+    ] = 3,
+    tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json, to print the text of tokens.")] = "",
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
@@ -217,7 +219,7 @@ def stats_command(
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Read all rows and print mean, deviation, range and norm of each layer; NaN and infinite values are counted."""
+    """Read all rows and print mean, standard deviation, range and norm of each layer. Counts NaN and infinite values."""
     from actshard.cli import stats as verb
 
     store = actshard.open(_place(path, storage_option, cache), format)
@@ -244,19 +246,19 @@ def bench_stream_command(
         str, typer.Option(help="A layer's name, comma-separated names, or all. Default: the first layer.")
     ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16_384,
-    shuffle: Annotated[str, typer.Option(help="none, window or exact.")] = "window",
-    memory: Annotated[str, typer.Option(help="Size of the window of --shuffle window.")] = "1GiB",
-    tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
+    shuffle: Annotated[str, typer.Option(help="Shuffle: none, window or exact.")] = "window",
+    memory: Annotated[str, typer.Option(help="For --shuffle window: memory of the window.")] = "1GiB",
+    tokens: Annotated[str, typer.Option(help="Tokens: content, all, last or special.")] = "content",
     dtype: Annotated[str, typer.Option(help="Dtype of the batches. Default: the stored dtype.")] = "",
-    mode: Annotated[str, typer.Option("--io", help="mmap, pread or auto.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Stop after this time, or after one epoch.")] = 30.0,
+    mode: Annotated[str, typer.Option("--io", help="How files are read: mmap, pread or auto.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop after this many seconds, or after one epoch.")] = 30.0,
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Stream a dataset and print bytes per second, time to the first batch, and quality of the shuffle."""
+    """Stream a dataset and print bytes per second, time to the first batch, and the quality of the shuffle."""
     from actshard.cli import bench_stream as verb
 
     reading: Any = mode  # open() checks it
@@ -307,21 +309,21 @@ def convert_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
-    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Keep a finished result instead of failing.")] = False,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept an existing finished result.")] = False,
     format: FormatOption = None,
     storage_option: LongStorageOption = None,
     cache: CacheOption = "",
     target_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="For a TARGET that is a URL: an option of its storage. Repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="If TARGET is a URL: a storage option. Repeatable."),
     ] = None,
     scratch: Annotated[
-        str, typer.Option(help="For a TARGET that is a URL: local folder for the result before its upload.")
+        str, typer.Option(help="If TARGET is a URL: local folder for the result before its upload.")
     ] = "",
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Convert a dataset to another format. Resumable; --dry-run lists all losses. A refused --dry-run exits with 2."""
+    """Convert a dataset to another format. Resumable. --dry-run lists all losses; it exits with 2 if --to is not possible."""
     from actshard.cli import convert as verb
     from actshard.cli._layers import renamed
     from actshard.cli._places import options_named
@@ -364,7 +366,9 @@ def tokenize_command(
     form: RowFormatOption = "text",
     option: RowOptions = None,
     chat_template: ChatTemplate = None,
-    config: Annotated[Path | None, typer.Option(help="Levanter's YAML: builds all caches of all components.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Levanter's YAML file: build the caches of all components.")
+    ] = None,
     component: Annotated[
         list[str] | None, typer.Option(help="With --config: build only this component. Repeatable.")
     ] = None,
@@ -374,7 +378,9 @@ def tokenize_command(
     layout: CacheLayout = "consolidated",
     storage: CacheStorage = "plain",
     dtype: TokenDtype = "",
-    jobs: Annotated[int, typer.Option(min=0, help="Number of processes. 0: by processors and files.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Number of processes. 0: one per processor, at most one per file.")
+    ] = 0,
     skip_errors: SkipErrors = False,
     keep_shards: KeepShards = False,
     overwrite: Annotated[
@@ -397,7 +403,9 @@ def tokenize_command(
     }
     if config is not None:
         if sources or out is not None:
-            raise actshard.ArgumentError("tokenize: expected no SOURCES and --out with --config, which names both")
+            raise actshard.ArgumentError(
+                "tokenize: expected neither SOURCES nor --out with --config, which contains both"
+            )
         plans = (
             verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=quiet or json, **own)
         )
@@ -420,7 +428,7 @@ def merge_command(
     different_models: DifferentModels = False,
     json: JsonOption = False,
 ) -> None:
-    """Merge the parts that several processes wrote, or several datasets. Run it again after an interruption.
+    """Merge the parts that several processes wrote, or several datasets. After an interruption, run it again.
 
     With --part, running it again after a finished merge is an error, because the dataset exists.
     """
@@ -455,22 +463,24 @@ def run_command(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run only these tasks: 17, 0-63, 3,5, or auto (share of this process by RANK, SLURM_*, OMPI_*). Repeatable. "
-            "Does not commit.",
+            help="Run only these tasks, and do not commit: 17, 0-63, 3,5, or auto (the share of this process, from RANK, SLURM_* "
+            "or OMPI_*). Repeatable.",
             show_default=False,
         ),
     ] = None,
     on: Annotated[str, typer.Option("--on", help=f"Engine: {', '.join(ENGINES)}.")] = "local",
-    workers: Annotated[int, typer.Option(min=0, help="For local: number of processes. 0: this process.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="local: number of worker processes. 0: run in this process.")] = 0,
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Engine's option. Repeatable.")
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="NAME=VALUE", help="Another option of the engine. Repeatable."),
     ] = None,
-    partition: Annotated[str, typer.Option(help="Slurm's partition.", show_default=False)] = "",
-    account: Annotated[str, typer.Option(help="Slurm's account.", show_default=False)] = "",
-    qos: Annotated[str, typer.Option(help="Slurm's quality of service.", show_default=False)] = "",
+    partition: Annotated[str, typer.Option(help="Slurm: partition.", show_default=False)] = "",
+    account: Annotated[str, typer.Option(help="Slurm: account.", show_default=False)] = "",
+    qos: Annotated[str, typer.Option(help="Slurm: quality of service.", show_default=False)] = "",
     array_size: Annotated[int, typer.Option(min=0, help="Slurm: size of the job array. 0: up to 64.")] = 0,
     time: Annotated[
-        str, typer.Option(help="Slurm: time limit of an array element: minutes or 4:00:00.", show_default=False)
+        str,
+        typer.Option(help="Slurm: time limit of an array element, in minutes or as 4:00:00.", show_default=False),
     ] = "",
     logs: Annotated[str, typer.Option(help="Slurm: folder for the logs of array elements.", show_default=False)] = "",
     memory: Annotated[
@@ -478,17 +488,21 @@ def run_command(
     ] = "",
     cpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: processors per task. 0: one.")] = 0,
     gpus: Annotated[float, typer.Option(min=0, help="Slurm, Ray: GPUs per task.")] = 0,
-    address: Annotated[str, typer.Option(help="Ray's cluster, such as auto.", show_default=False)] = "",
-    scheduler: Annotated[str, typer.Option(help="Dask's scheduler, such as tcp://host:8786.", show_default=False)] = "",
+    address: Annotated[str, typer.Option(help="Ray: address of the cluster, such as auto.", show_default=False)] = "",
+    scheduler: Annotated[
+        str, typer.Option(help="Dask: address of the scheduler, such as tcp://host:8786.", show_default=False)
+    ] = "",
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Continue with other tasks after a failure.")
+        bool, typer.Option("--keep-going", help="Continue with the other tasks after one has failed.")
     ] = False,
-    retries: Annotated[int, typer.Option(min=0, help="Retries of a failed task.")] = 0,
-    no_commit: Annotated[bool, typer.Option("--no-commit", help="Do not commit; `actshard commit` does.")] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Number of times to retry failed tasks.")] = 0,
+    no_commit: Annotated[
+        bool, typer.Option("--no-commit", help="Do not commit; run `actshard commit` afterwards.")
+    ] = False,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Run the tasks of a plan that are not done, and commit it. Run it again after an interruption."""
+    """Run the unfinished tasks of a plan, then commit it. After an interruption, run it again."""
     from actshard.cli import running as verb
     from actshard.cli.convert import options_named
 
@@ -525,12 +539,14 @@ def run_command(
 @app.command("status", **about("status"))
 def status_command(
     plan: PlanArgument,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat until all tasks are done or have failed.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print the status every 5 s until all tasks are done or have failed.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Print which tasks of a plan are done, running, stopped, failed and missing.
 
-    Exit status: 0 all done, 1 tasks left, 2 tasks failed.
+    Exit status: 0 all done, 1 tasks left, 2 tasks failed, 3 could not run.
     """
     from actshard.cli import running as verb
 
@@ -542,7 +558,7 @@ def status_command(
 
 @app.command("commit", **about("commit"))
 def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
-    """Combine the results of a plan's tasks. Run it again after an interruption."""
+    """Combine the results of a plan's tasks. After an interruption, run it again."""
     from actshard.cli import running as verb
 
     found = actshard.plan.load(plan)
@@ -559,7 +575,9 @@ def stage_command(
     folder: Annotated[
         str, typer.Argument(metavar="DIR", help="The local folder to create, such as $TMPDIR/run.", show_default=False)
     ],
-    layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
+    layer: Annotated[
+        str, typer.Option("--layers", "--layer", help="Layers to copy: comma-separated names. Default: all.")
+    ] = "",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Accept a complete copy without checking the source for changes.")
     ] = False,
@@ -567,7 +585,7 @@ def stage_command(
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Copy a dataset, or some of its layers, to a local folder. Processes that call it together share one copy; resumable."""
+    """Copy a dataset, or some of its layers, to a local folder. Resumable. Processes that run it at once share one copy."""
     from actshard.cli import stage as verb
 
     done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
@@ -601,13 +619,17 @@ def push_command(
         str, typer.Argument(help="s3://BUCKET/RUN, gs://, az:// or hf://datasets/ORG/NAME.", show_default=False)
     ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the dataset at the URL: removes everything below it.")
+        bool, typer.Option("--overwrite", help="Replace the dataset at the URL. Removes everything below the URL.")
     ] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse a dataset with errors.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Check the dataset first, and refuse one with errors.")
+    ] = True,
     private: Annotated[
         bool, typer.Option("--private/--public", help="Visibility of a new repository on the hub.")
     ] = True,
-    links: Annotated[bool, typer.Option("--links", help="Follow symbolic links that leave the folder.")] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Follow symbolic links to files outside of the folder.")
+    ] = False,
     storage_option: StorageOption = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
@@ -626,9 +648,9 @@ def push_command(
 def completion_command(
     shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.", show_default=False)],
 ) -> None:
-    """Print a script that completes commands and options in a shell."""
+    """Print a shell script that completes commands and options."""
     asked = {"prog_name": "actshard", "complete_var": "_ACTSHARD_COMPLETE", "shell": shell.value}
-    typer.echo(shells.get_completion_script(**asked))  # type: ignore[attr-defined]  # typer exports its options alone
+    typer.echo(shells.get_completion_script(**asked))  # type: ignore[attr-defined]  # typer exports only its options
 
 
 @app.command("demo", **about("demo"))

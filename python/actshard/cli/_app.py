@@ -1,4 +1,4 @@
-"""The group of all commands: their order and panels in ``actshard --help``, their examples, and exit statuses."""
+"""The group of all commands: order and panels in ``actshard --help``, examples, and exit statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Stream": ("bench-stream",),
     "Convert and merge": ("convert", "merge"),
     "Token caches": ("tokenize",),
-    "Plans: work in tasks, on several machines": ("plan", "run", "status", "commit"),
+    "Plans: divide work into tasks for several machines": ("plan", "run", "status", "commit"),
     "Remote data": ("stage", "push", "cache"),
     "Setup": ("demo", "completion"),
 }
@@ -41,7 +41,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class TruncatedData(Exception):  # noqa: N818 -- carries an error through click
-    """An ActshardError that is an EOFError: click takes those for the end of its input, and would print "Aborted." alone."""
+    """Wraps an ActshardError that is an EOFError, which click would treat as the end of its input and report as "Aborted."."""
 
     def __init__(self, error: ActshardError) -> None:
         super().__init__(str(error))
@@ -57,11 +57,11 @@ class Commands(typer.core.TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else 0)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parses the words up to a subcommand's name."""
+        """Parses the arguments up to a subcommand's name."""
         return _usage(lambda: super(Commands, self).make_context(*args, **kwargs))
 
     def invoke(self, ctx: Any) -> Any:
-        """Parses the words of a subcommand and runs it."""
+        """Parses the arguments of a subcommand and runs it."""
         try:
             return _usage(lambda: super(Commands, self).invoke(ctx))
         except EOFError as error:
@@ -71,7 +71,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def _usage(step: Callable[[], Any]) -> Any:
-    """Runs ``step``. A usage error of click would exit with 2, which means errors found in a dataset."""
+    """Runs ``step``. click exits with 2 after a usage error, but here 2 means errors found in a dataset."""
     try:
         return step()
     except _USAGE_ERROR as error:

@@ -23,7 +23,7 @@ def console() -> Console:
 
 
 def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> None:
-    """Prints names with their values (rich markup), then the warnings."""
+    """Prints names and values (rich markup), then the warnings."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -36,7 +36,7 @@ def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> 
 
 
 def one_line(text: object, width: int) -> str:
-    """Removes line breaks, escapes control characters, which may be commands to the terminal, and truncates to a width."""
+    """Removes line breaks, escapes control characters, which the terminal might interpret, and truncates to a width."""
     flat = " ".join(str(text).split()).translate(ESCAPES)
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 

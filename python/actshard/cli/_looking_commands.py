@@ -22,8 +22,8 @@ from actshard.cli._options import (
 )
 from actshard.cli._output import output
 
-_OF_TOKENS = f"; of token caches {', '.join(PLOTS_OF_CACHES)}"
-TokenizerFolder = Annotated[str, typer.Option(help="A folder with tokenizer.json: shows the text of tokens.")]
+_OF_TOKENS = f"; of a token cache: {', '.join(PLOTS_OF_CACHES)}"
+TokenizerFolder = Annotated[str, typer.Option(help="A folder with tokenizer.json, to show the text of tokens.")]
 
 
 def report_command(
@@ -32,7 +32,7 @@ def report_command(
     layer: StatsLayers = "",
     tokens: StatsTokens = "content",
     rows: StatsRows = None,
-    examples: Annotated[int, typer.Option(min=0, max=20, help="Examples to show token by token.")] = 6,
+    examples: Annotated[int, typer.Option(min=0, max=20, help="Number of examples to show token by token.")] = 6,
     tokenizer: TokenizerFolder = "",
     deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
     format: FormatOption = None,
@@ -68,7 +68,8 @@ def plot_command(
     what: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(x for x in PLOTS if x not in PLOTS_OF_CACHES)}{_OF_TOKENS}.", show_default=False
+            help=f"Plot of a dataset: {', '.join(x for x in PLOTS if x not in PLOTS_OF_CACHES)}{_OF_TOKENS}.",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -78,7 +79,7 @@ def plot_command(
     tokens: StatsTokens = "content",
     label: Annotated[
         str,
-        typer.Option(help="The column whose classes separability is about. Default: label, labels, class or target."),
+        typer.Option(help="For separability: the column with the classes. Default: label, labels, class or target."),
     ] = "",
     format: FormatOption = None,
     storage_option: LongStorageOption = None,

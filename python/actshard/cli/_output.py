@@ -1,4 +1,4 @@
-"""Prints what a command found: for people, or as JSON."""
+"""Prints the result of a command, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 
 def output(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
-    """Calls ``pretty``, or prints what ``data`` returns as JSON."""
+    """Calls ``pretty``, or prints the value of ``data()`` as JSON."""
     if not json:
         pretty()
         return

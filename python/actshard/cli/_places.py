@@ -13,20 +13,20 @@ from actshard.location import Location
 
 
 def options_named(words: Sequence[str] | None) -> dict[str, str]:
-    """Parses ``--storage-option NAME=VALUE``. Messages do not repeat the words, which may be secrets."""
+    """Parses ``--storage-option NAME=VALUE``. Messages do not contain the values, which may be secrets."""
     made: dict[str, str] = {}
     for number, word in enumerate(words or (), 1):
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ArgumentError(f"--storage-option: expected KEY=VALUE, found no key and '=' in option {number}")
+            raise ArgumentError(f"--storage-option: expected KEY=VALUE, found no key or no '=' in option {number}")
         if name in made:
-            raise ArgumentError(f"--storage-option: expected {name!r:.40} once")
+            raise ArgumentError(f"--storage-option: expected {name!r:.40} once, found it again in option {number}")
         made[name] = value
     return made
 
 
 def place(path: str, words: Sequence[str] | None = None, cache: str = "") -> Location:
-    """Returns the location of an existing path or URL. Prints why a cache on disk is not used, if so."""
+    """Returns the location of an existing path or URL. Prints a warning if the disk cache cannot be used."""
     return _located(path, options_named(words), cache)
 
 

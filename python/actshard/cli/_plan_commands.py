@@ -1,4 +1,4 @@
-"""``actshard plan convert | verify | stats | tokenize | merge | stage``: the commands of those names, cut into tasks."""
+"""``actshard plan convert | verify | stats | tokenize | merge | stage``: plans that divide these commands into tasks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from actshard.cli._output import output
 plan_app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    help="Split work into tasks for Slurm, Ray, Dask or local processes. Prints bytes, files, memory, time and the next commands.",
+    help="Divide work into tasks for Slurm, Ray, Dask or local processes. Prints bytes, files, memory, time and the next commands.",
 )
 
 _TASKS = 64
@@ -75,7 +75,9 @@ def plan_convert_command(
     target: Annotated[
         str, typer.Argument(help="The folder to create, on a file system that all machines share.", show_default=False)
     ],
-    to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help=f"Target format: {', '.join(formats.written())}.", show_default=False)
+    ],
     tasks: TasksOption = _TASKS,
     out: PlanFile = _FILE,
     layer: ConvertLayers = "",
@@ -93,7 +95,7 @@ def plan_convert_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a conversion: the result has the bytes of `actshard convert`, for any number of tasks."""
+    """Plan a conversion. For any number of tasks, the result is byte-identical to that of `actshard convert`."""
     from actshard.cli import convert as verb
     from actshard.cli._layers import renamed
 
@@ -130,7 +132,7 @@ def plan_verify_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a check of every value: the commit prints the report of `actshard verify --deep`."""
+    """Plan a check of every value. The commit prints the same report as `actshard verify --deep`."""
     made = actshard.plan.verify(path, tasks=tasks, format=format, layout=layout, work=work or None)
     _made(made, out, replace, no_measure, json)
 
@@ -150,7 +152,7 @@ def plan_stats_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan statistics: the commit prints those of `actshard stats`, to the last bit."""
+    """Plan the statistics of layers. The commit prints the same values as `actshard stats`, bit for bit."""
     from actshard.cli._layers import of_store
 
     layers = None
@@ -185,7 +187,7 @@ def plan_tokenize_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a token cache: the result has the bytes of `actshard tokenize`."""
+    """Plan a token cache. The result is byte-identical to that of `actshard tokenize`."""
     from actshard.cli.tokenize import format_named
 
     made = actshard.plan.tokenize(
@@ -224,7 +226,7 @@ def plan_merge_command(
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a merge of datasets: the result has the bytes of `actshard merge`."""
+    """Plan a merge of datasets. The result is byte-identical to that of `actshard merge`."""
     made = actshard.plan.merge(
         target, part, tasks=tasks, physical=physical, different_models=different_models, work=work or None
     )
@@ -242,14 +244,16 @@ def plan_stage_command(
             metavar="DIR", help="The folder to create, on a file system that all machines share.", show_default=False
         ),
     ],
-    layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
+    layer: Annotated[
+        str, typer.Option("--layers", "--layer", help="Layers to copy: comma-separated names. Default: all.")
+    ] = "",
     tasks: TasksOption = _TASKS,
     out: PlanFile = _FILE,
     replace: ReplacePlan = False,
     no_measure: NoMeasure = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan a copy of a dataset, or some of its layers, to a folder: that of `actshard stage`."""
+    """Plan a copy of a dataset, or some of its layers. The result is the same folder as that of `actshard stage`."""
     from actshard.cli._layers import several
 
     names = several(layer, "--layers") if layer else None

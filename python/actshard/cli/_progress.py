@@ -1,4 +1,4 @@
-"""Shows progress of a long command: a bar on a terminal, a line a minute in a log file, nothing if quiet.
+"""Shows progress of a long command: a bar on a terminal, one line per minute in a log file, nothing if quiet.
 
 The public functions report progress with different signatures. Each is converted to a :class:`Step`, which one renderer shows.
 """
@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         done, total: units of work, for the bar and the remaining time; ``total`` is 0 while unknown.
-        unit: the units' name. ``"bytes"`` are printed with a unit of their own.
+        unit: the units' name. ``"bytes"`` are printed as KB, MB, ...
         bytes: bytes of the units done, if known: the speed is then in bytes.
         stage: the current stage; empty for a task with one stage.
         counts: formatted counts; None: ``done`` of ``total``.
@@ -59,7 +59,7 @@ class _Shown:
 class _Pace:
     """Computes speed and remaining time.
 
-    Both count from the first report of a stage, because a resumed task starts with units that took no time.
+    Both start at the first report of a stage, because a resumed task begins with units that were done earlier.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -176,17 +176,17 @@ def progress(
 
 
 def _lines(what: str, clock: Callable[[], float]) -> Callable[[Step], None]:
-    """Returns a callback that prints a line a minute."""
-    told = clock()
+    """Returns a callback that prints one line per minute."""
+    printed = clock()
     pace = _Pace(clock)
 
     def line(step: Step) -> None:
-        nonlocal told
+        nonlocal printed
         now = clock()
         shown = pace.of(step)
-        if now - told < _EVERY:
+        if now - printed < _EVERY:
             return
-        told = now
+        printed = now
         parts = ", ".join(part for part in (step.stage, shown.counts, shown.rate, shown.left) if part)
         print(f"{what}: {parts}", file=sys.stderr, flush=True)
 

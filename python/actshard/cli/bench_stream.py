@@ -13,7 +13,7 @@ from actshard.store import Store
 
 
 def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
-    """Reads one epoch, or for ``seconds``; returns speed, memory and the quality of the shuffle."""
+    """Reads for ``seconds``, at most one epoch; returns speed, memory and the quality of the shuffle."""
     stream = store.stream(layer, batch_size, **options)
     kept: list[tuple[Any, Any]] = []
     total = 0

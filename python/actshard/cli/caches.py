@@ -45,8 +45,8 @@ def about(cache: TokenCache) -> dict[str, Any]:
 
 def _skipped(cache: TokenCache) -> int:
     own = cache.ledger.extra.get("actshard")
-    told = own.get("skipped") if isinstance(own, dict) else None
-    return sum(told.values()) if isinstance(told, dict) else 0
+    counts = own.get("skipped") if isinstance(own, dict) else None
+    return sum(counts.values()) if isinstance(counts, dict) else 0
 
 
 def show_info(cache: TokenCache) -> None:
@@ -75,11 +75,11 @@ def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
     """Returns the tokenizer to decode with: the given one, or the ledger's if it exists on this machine."""
     if given:
         return load_tokenizer(given)
-    told = cache.ledger.preprocessor.get("tokenizer")
-    if not isinstance(told, str) or not Location.at(told).exists():
+    recorded = cache.ledger.preprocessor.get("tokenizer")
+    if not isinstance(recorded, str) or not Location.at(recorded).exists():
         return None
     try:
-        return load_tokenizer(told)
+        return load_tokenizer(recorded)
     except (ActshardError, MissingExtraError):
         return None
 

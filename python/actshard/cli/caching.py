@@ -22,6 +22,6 @@ def show(found: CacheInfo) -> None:
 
 
 def show_cleared(left: CacheInfo, freed: int) -> None:
-    """Prints what clearing removed, and what is being downloaded."""
+    """Prints the bytes that clearing removed, and the objects that are still in use."""
     more = f"; {size(left.bytes)} of {left.objects:,} objects are in use" if left.objects else ""
     console().print(f"{escape(str(left.folder))}: {size(freed)} removed{more}", soft_wrap=True)

@@ -24,7 +24,7 @@ def columns_named(words: str) -> list[str] | dict[str, str] | None:
         try:
             made: list[str] | dict[str, str] = json.loads(words)
         except ValueError as error:
-            raise ArgumentError(f"--columns: expected names, or JSON: {error}") from error
+            raise ArgumentError(f"--columns: expected names of columns, or JSON: {error}") from error
         return made
     if words == "none":
         return []
@@ -70,7 +70,7 @@ def previews(source: Location, target: str, format: str | None, own: Mapping[str
 
 
 def show_previews(found: Sequence[Preview], format: str | None) -> None:
-    """Prints plans side by side."""
+    """Prints the previews in one table, then the losses of each format."""
     out = console()
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
     grid.add_column("")

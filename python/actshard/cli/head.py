@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LAYERS_AT_MOST = 8
 _TEXTS = ("text", "text_preview", "prompt", "response")
-"""The formats' names for an example's text."""
+"""Names of text columns in the formats."""
 _SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
 
 
@@ -44,7 +44,7 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
 
 
 def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:
-    """Reads columns of the first examples, without reading all others if the format supports it."""
+    """Reads columns of the first examples. Reads only these examples if the format supports it."""
     head = store.contents.head_columns
     return head(columns, n) if head is not None else store.read_columns(columns).slice(0, n)
 

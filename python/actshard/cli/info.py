@@ -17,7 +17,7 @@ from actshard.store import Store
 
 
 def whence(path: Any) -> dict[str, Any]:
-    """``revision``: the commit of a dataset of the hub. ``staged_from``: the source of a staged copy."""
+    """Returns ``revision``, the commit of a dataset on the hub, or ``staged_from``, the source of a staged copy."""
     at = Location.at(path)
     if isinstance(at.storage, Remote):
         return {"revision": at.storage.native.revision} if at.storage.native.revision else {}
@@ -34,7 +34,7 @@ def guessed(path: Any) -> Any:
     """Returns a proposed description of a folder of plain files."""
     place = Location.at(path)
     if place.kind() != "folder":
-        raise MissingFileError("expected a folder of files to describe", path=place)
+        raise MissingFileError("--guess: expected a folder of files to describe", path=place)
     return formats.get(formats.described()).guess(place)
 
 

@@ -1,4 +1,4 @@
-"""``actshard plan``: what a plan takes, and what to type next."""
+"""``actshard plan``: saves a plan, and prints its predicted size, memory and time, and the next commands."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from actshard.plan.measuring import LIMIT, Rate, measure
 from actshard.work import existing_above
 
 _MOST_ELEMENTS = 1000
-"""Slurm's MaxArraySize is 1001 unless an administrator changed it: the elements of larger plans share the tasks."""
+"""Slurm's default MaxArraySize is 1001. The array elements of larger plans run several tasks each."""
 _WORKERS = 8
-"""Processes of the second figure of time."""
+"""Number of processes for which a second time is printed."""
 
 
 def save(plan: Plan, file: str, replace: bool) -> Path:
     """Writes a plan's file.
 
     Raises:
-        ExistsError: there is a file that is not this plan.
+        ExistsError: the file exists and does not contain this plan.
     """
     path = _arguments.local_path(file, "--out")
     if not replace and (path.exists() or path.is_symlink()):
@@ -38,12 +38,14 @@ def save(plan: Plan, file: str, replace: bool) -> Path:
         except ActshardError:
             same = False
         if not same:
-            raise ExistsError("is not this plan. Pass --replace to replace it, or another -o FILE.", path=path)
+            raise ExistsError(
+                "exists and is not this plan. Pass --replace to overwrite it, or another -o FILE.", path=path
+            )
     return plan.save(path)
 
 
 def rate(plan: Plan, *, quiet: bool) -> Rate | str:
-    """Measures a sample of the work; or returns why it does not."""
+    """Measures a sample of the work, or returns the reason why it cannot."""
     if not plan.left():
         return "all tasks are done"
     if not any(int(task["bytes"]) for task in plan.tasks):
@@ -54,13 +56,13 @@ def rate(plan: Plan, *, quiet: bool) -> Rate | str:
 
 @dataclass(frozen=True)
 class Told:
-    """What a plan takes.
+    """The printed summary of a plan.
 
     Attributes:
         plan: the plan.
         path: its file.
-        rate: what was measured, or why nothing was.
-        free: free bytes and files of the file system of the working folder; files None: it does not tell.
+        rate: the measured rate, or the reason why there is none.
+        free: free bytes and files of the working folder's file system; files is None if the file system does not count them.
     """
 
     plan: Plan
@@ -70,20 +72,20 @@ class Told:
 
     @classmethod
     def of(cls, plan: Plan, path: Path, rate: Rate | str) -> Told:
-        """Looks at the plan's file system."""
+        """Creates the summary of a plan, with the free space of its file system."""
         there = existing_above(plan.work)
         inodes = os.statvfs(there)
         return cls(plan, path, rate, (shutil.disk_usage(there).free, inodes.f_favail if inodes.f_files else None))
 
     def seconds(self, processes: int) -> float | None:
-        """Time of all tasks in so many processes at the measured rate, if nothing they share limits them."""
+        """Time of all tasks in this number of processes, if each reaches the measured rate; None without a rate."""
         if isinstance(self.rate, str):
             return None
         sizes = [int(task["bytes"]) for task in self.plan.tasks]
         return max(sum(sizes) / min(processes, len(sizes)), *sizes) / self.rate.per_second
 
     def commands(self) -> dict[str, str]:
-        """What to type next, by what it does. The first ones also commit."""
+        """The next commands, by a description of each. The first ones also commit."""
         file, count = shlex.quote(str(self.path)), len(self.plan)
         made = {"here": f"actshard run {file} --workers {min(os.cpu_count() or 1, count)}"}
         if count > 1:
@@ -97,7 +99,7 @@ class Told:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        said = self.plan.predicted
+        predicted = self.plan.predicted
         return {
             "plan": str(self.path),
             "id": self.plan.id,
@@ -105,7 +107,7 @@ class Told:
             "work": str(self.plan.work),
             "tasks": len(self.plan),
             "notes": list(self.plan.notes),
-            "predicted": {name: getattr(said, name) for name in said.__dataclass_fields__},
+            "predicted": {name: getattr(predicted, name) for name in predicted.__dataclass_fields__},
             "free": {"bytes": self.free[0], "files": self.free[1]},
             "not_measured": self.rate if isinstance(self.rate, str) else None,
             "rate": None
@@ -123,7 +125,7 @@ class Told:
         return sorted({1, min(_WORKERS, len(self.plan)), len(self.plan)})
 
     def time(self) -> str:
-        """The time in words."""
+        """The predicted times as text."""
         whole = self.seconds(1)
         if isinstance(self.rate, str) or whole is None:
             return f"not measured: {self.rate}"
@@ -136,27 +138,27 @@ class Told:
             shown.append(f"{duration(seconds)} in {'one process' if n == 1 else f'{n:,} processes'}")
         return (
             f"about {', '.join(shown)}: {size(int(self.rate.per_second))}/s in one process here, measured on "
-            f"{size(self.rate.bytes)}. What processes share, a disk or a network, may limit them."
+            f"{size(self.rate.bytes)}. A shared disk or network may limit several processes."
         )
 
 
 def show(told: Told) -> None:
-    """Prints what a plan takes, and what to type next."""
-    plan, said = told.plan, told.plan.predicted
-    how = "" if said.exact else ", predicted"
+    """Prints a plan's predicted size, memory and time, and the next commands."""
+    plan, predicted = told.plan, told.plan.predicted
+    how = "" if predicted.exact else ", predicted"
     lines: list[tuple[str, object]] = [
         ("plan", f"{escape(str(told.path))}: {plan.verb} in {len(plan):,} task{'s' if len(plan) > 1 else ''}")
     ]
-    if said.read:
-        lines.append(("reads", size(said.read)))
-    if said.bytes or said.files:
-        lines.append(("writes", f"{size(said.bytes)} in {said.files:,} files{how}"))
-    if said.scratch:
-        lines.append(("scratch", f"{size(said.scratch)} until the commit"))
+    if predicted.read:
+        lines.append(("reads", size(predicted.read)))
+    if predicted.bytes or predicted.files:
+        lines.append(("writes", f"{size(predicted.bytes)} in {predicted.files:,} files{how}"))
+    if predicted.scratch:
+        lines.append(("scratch", f"{size(predicted.scratch)} until the commit"))
     files = "" if told.free[1] is None else f" and {told.free[1]:,} files"
     lines += [
         ("free", f"{size(told.free[0])}{files}, for {escape(str(plan.work))}"),
-        ("memory", f"{size(said.memory)} per task"),
+        ("memory", f"{size(predicted.memory)} per task"),
         ("time", escape(told.time())),
     ]
     show_facts(lines, ())

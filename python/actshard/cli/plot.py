@@ -39,18 +39,20 @@ def run(
     library()
     file = _arguments.local_path(out, "--out")
     if what not in PLOTS:
-        raise ArgumentError(f"expected a plot, one of {', '.join(PLOTS)}, found {what!r:.80}")
+        raise ArgumentError(f"expected one of the plots {', '.join(PLOTS)}, found {what!r:.80}")
     if file.suffix.lower() not in FORMATS:
         raise ArgumentError(f"--out: expected a name that ends with .svg or .png, found {file.name!r:.80}")
     if of is not None and what != "separability":
-        raise ArgumentError(f"--label: is for separability, found {what}")
+        raise ArgumentError(f"--label: expected the plot separability, found {what}")
     if what == "separability" and tokens != "content":
-        raise ArgumentError(f"--tokens: separability is about each example's last content token, found {tokens!r:.80}")
+        raise ArgumentError(
+            f"--tokens: expected content for separability, which uses each example's last content token, found {tokens!r:.80}"
+        )
     cache = None if layout is not None else token_cache_at(at, format)
     if (cache is not None) != (what in PLOTS_OF_CACHES):
         others = [x for x in PLOTS if (x in PLOTS_OF_CACHES) == (cache is not None)]
-        held = "a token cache" if cache is not None else "a dataset of activations"
-        raise ArgumentError(f"{what}: is not a plot of {held}; these are {', '.join(others)}", path=at)
+        kind = "a token cache" if cache is not None else "a dataset of activations"
+        raise ArgumentError(f"expected a plot of {kind} ({', '.join(others)}), found {what}", path=at)
     draw = getattr(plot, what)
     with plot.style(), progress(what, quiet=quiet, unit="tokens") as watch:
         if cache is not None:
@@ -71,7 +73,7 @@ def run(
 
 
 def _drawn(store: Store, what: str, names: Any, of: str | None, tokens: Any, tell: Any) -> Any:
-    """A plot of several layers, of all rows or of a sample of them."""
+    """Draws a plot of several layers, from all rows or a sample of them."""
 
     def rows(done: int, total: int) -> None:
         tell("rows", done, total)

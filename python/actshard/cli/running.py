@@ -19,9 +19,9 @@ from actshard.plan.plan import ranges
 from actshard.verifying import Report
 
 _EVERY = 5.0
-"""Seconds between two looks of ``--watch``."""
+"""Seconds between two reports of ``--watch``."""
 _SHOWN = 20
-"""Most attempts and errors that are printed."""
+"""Maximum number of attempts and of errors to print."""
 
 
 def tasks_named(words: Sequence[str], plan: Plan) -> list[int]:
@@ -48,7 +48,7 @@ def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
 
 
 def engine_options(**given: str | float) -> dict[str, Any]:
-    """The options that were given, as the engines want them; :func:`actshard.run` refuses those that an engine lacks."""
+    """Returns the given options with the types that engines expect. :func:`actshard.run` refuses options of other engines."""
     made: dict[str, Any] = {}
     for name, value in given.items():
         if (isinstance(value, float) and value.is_integer()) or (
@@ -61,9 +61,9 @@ def engine_options(**given: str | float) -> dict[str, Any]:
 
 
 def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
-    """The status; with ``watch``, one after the other until all tasks are done, or all others failed.
+    """Yields the status; with ``watch``, repeatedly until every task is done or has failed.
 
-    A driver runs failed tasks again when all others ended: between, nothing runs. So two looks must find the same.
+    A driver retries failed tasks after all others have ended, and no task runs in between. So a second look must confirm the end.
     """
     ended = False
     while True:
@@ -76,31 +76,31 @@ def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
 
 
 def show_status(plan: Plan, now: Status, file: str) -> None:
-    """Prints how far a plan is, and what to type next."""
+    """Prints a plan's progress and the next command."""
     out = console()
     tasks = f"{now.tasks:,} task{'' if now.tasks == 1 else 's'}"
     if now.committed:
         out.print(f"{plan.verb}: {tasks}, committed")
         return
     counts = {"done": now.done, "running": now.running, "stopped": now.stopped, "failed": now.failed}
-    told = [f"{len(some):,} {what}" for what, some in {**counts, "missing": now.missing}.items() if some]
+    shown = [f"{len(some):,} {what}" for what, some in {**counts, "missing": now.missing}.items() if some]
     speed = f", {now.bytes / now.seconds / 1e6:,.1f} MB/s per task" if now.bytes and now.seconds else ""
-    out.print(f"{plan.verb}: of {tasks} {', '.join(told)}{speed}{_time_left(plan, now)}", soft_wrap=True)
+    out.print(f"{plan.verb}, {tasks}: {', '.join(shown)}{speed}{_time_left(plan, now)}", soft_wrap=True)
     for line in _details(now):
         out.print(f"  {line}", soft_wrap=True)
     if now.committing:
-        out.print("  a commit was begun and is not finished; repeat it if it was killed")
-    # A changed input's error tells to make the plan again.
+        out.print("  a commit was started and is not finished; if it was killed, run it again")
+    # The error of a changed input advises to make the plan again.
     changed = any(isinstance(error, ChangedInputError) for error in now.failed.values())
     again = not now.running and not changed and bool(now.failed or now.stopped)
     if again or not now.left:
-        how = ", as before: it runs what is not done" if now.left else ""
+        how = ", with the same options: it runs the tasks that are not done" if now.left else ""
         verb = "run" if now.left else "commit"
         out.print(f"[dim]next: actshard {verb} {escape(shlex.quote(file))}{how}[/]", soft_wrap=True)
 
 
 def _details(now: Status) -> Iterator[str]:
-    """Attempts, errors and missing tasks. Tasks with the same error share a line: one bad file fails many."""
+    """Yields lines about attempts, errors and missing tasks. Tasks with the same error share a line."""
     for attempt in now.running[:_SHOWN]:
         part = f", {100 * attempt.done // attempt.total} %" if attempt.total else ""
         yield f"running {attempt.task}: {escape(attempt.host)}, process {attempt.pid}{part}"
@@ -119,13 +119,13 @@ def _details(now: Status) -> Iterator[str]:
 
 
 def _more(some: Sized, what: str) -> Iterator[str]:
-    """How many are not printed."""
+    """Yields a line with the number of entries that are not printed, if any."""
     if len(some) > _SHOWN:
         yield f"{what}: {len(some) - _SHOWN:,} more, see --json"
 
 
 def _time_left(plan: Plan, now: Status) -> str:
-    """The time that the other tasks take at the speed of the finished ones, in as many processes as run now."""
+    """Remaining time at the speed of the finished tasks, with the number of processes that are running now; as text."""
     sizes = [max(int(task.get("bytes", 0)), 1) for task in plan.tasks]
     done = sum(sizes[task] for task in now.done)
     if not now.left or not done or not now.seconds:
@@ -136,7 +136,7 @@ def _time_left(plan: Plan, now: Status) -> str:
 
 
 def plain(made: Any) -> Any:
-    """What a commit returned, as JSON values."""
+    """Returns the value of a commit as JSON values."""
     if isinstance(made, dict):
         from actshard.cli import stats
 
@@ -146,7 +146,7 @@ def plain(made: Any) -> Any:
 
 
 def show(plan: Plan, made: Any) -> None:
-    """Prints what a commit returned."""
+    """Prints the value of a commit."""
     if isinstance(made, Report):
         from actshard.cli import verify
 
@@ -159,9 +159,9 @@ def show(plan: Plan, made: Any) -> None:
 
 
 def show_done(plan: Plan, tasks: Sequence[int]) -> None:
-    """Prints which tasks were run, and how many are done in all."""
+    """Prints which tasks were run, and how many tasks of the plan are done."""
     if not tasks:
-        typer.echo("no task is this process's share")
+        typer.echo("this process has no tasks: the plan has fewer tasks than there are processes")
         return
     now = plan.status()
     some = f"task{'' if len(tasks) == 1 else 's'} {ranges(tasks)}"
@@ -172,5 +172,5 @@ def show_done(plan: Plan, tasks: Sequence[int]) -> None:
 
 
 def exit_status(made: Any) -> int:
-    """That of ``actshard verify`` for a report; otherwise 0."""
+    """Returns the exit status: for a report that of ``actshard verify``, otherwise 0."""
     return made.status if isinstance(made, Report) else 0

@@ -25,7 +25,7 @@ def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *,
 def show(done: Staged) -> None:
     """Prints the result."""
     out = console()
-    fetched = f"{size(done.fetched)} read" if done.fetched else "it was complete"
+    fetched = f"{size(done.fetched)} read" if done.fetched else "the copy was complete"
     out.print(f"{escape(str(done.path))}: {done.files:,} files, {size(done.bytes)}; {fetched}", soft_wrap=True)
     for loss in done.losses:
         out.print(f"[yellow]lost[/] {escape(loss)}", soft_wrap=True)

@@ -24,14 +24,14 @@ from actshard.store import Store
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 _MASSIVE, _ROWS = 3, 20
-"""Most massive rows that are printed of a layer, and of all."""
+"""Maximum number of massive rows to print: per layer, and in total."""
 _QUANTILES = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]
 
 
 def run(
     store: Store, layers: Sequence[Layer], tokens: Any, *, rows: int | None, save: bool, quiet: bool
 ) -> dict[Layer, Stats]:
-    """Computes the statistics of layers, or reads those that were kept before, and shows progress."""
+    """Computes the statistics of layers, or reads saved ones, and shows progress."""
     made: dict[Layer, Stats] = {}
     for layer in layers:
         if rows is None and (found := kept(store, store.layers[store.group_of(layer)], tokens)) is not None:
@@ -123,21 +123,22 @@ def show(store: Store, found: dict[Layer, Stats]) -> None:
     repeated = repeated_examples(store, found)
     every = [*advice_of(found), *(repeated.advice() if repeated is not None else [])]
     for advice in sorted(every, key=lambda advice: list(_COLOURS).index(advice.severity)):
-        said = (
+        line = (
             f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
         )
-        out.print(said, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     if massive := massive_rows(store, found, most=_MASSIVE):
         out.print("massive rows:", style="bold")
         out.print(_massive(massive))
     out.print(
-        f"[dim]over all {store.d_model:,} columns: std is the root of the mean variance of a column; median and 99.9 % "
-        "are quantiles of the rows' norms; gamma is the norm of the mean relative to that of the deviations; --json prints all[/]"
+        f"[dim]mean, std, min and max are over all {store.d_model:,} columns; std is the square root of the mean variance of a "
+        "column; median and 99.9 % are quantiles of the rows' norms; gamma is the norm of the mean relative to that of the "
+        "deviations; --json prints all[/]"
     )
 
 
 def _massive(rows: Sequence[MassiveRow]) -> Table:
-    """Massive rows with the text of their tokens, where it is known."""
+    """Returns a table of massive rows, with the text of their tokens if it is known."""
     grid = Table(box=None, pad_edge=False)
     for name in ("layer", "example", "token", "norm", "x median"):
         grid.add_column(name, justify="right")

@@ -27,7 +27,7 @@ def format_named(name: str, words: list[str], template: Path | None) -> dict[str
         try:
             made["chat_template"] = Location.of(template).read_utf8()
         except ActshardError as error:
-            raise ArgumentError(f"--chat-template: cannot read it: {error.detail}", path=template) from error
+            raise ArgumentError(f"--chat-template: cannot read the file: {error.detail}", path=template) from error
     return made
 
 
@@ -54,16 +54,16 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     made = []
     for plan in config.plans(components or None):
         with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
-            made.append(_told(config.build_plan(plan, watch.build, **options)))
+            made.append(_summary(config.build_plan(plan, watch.build, **options)))
     return made
 
 
 def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:
     """Lists the caches of a configuration without building them."""
-    return [_told(plan) for plan in LmDataConfig.from_yaml(file).plans(components or None)]
+    return [_summary(plan) for plan in LmDataConfig.from_yaml(file).plans(components or None)]
 
 
-def _told(plan: CachePlan) -> dict[str, Any]:
+def _summary(plan: CachePlan) -> dict[str, Any]:
     about = {} if plan.cache is None else _about(plan.cache)
     return {"component": plan.component, "split": plan.split, "state": plan.state, "path": str(plan.path), **about}
 

@@ -20,10 +20,11 @@ from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import load_tokenizer
 
 _BAR = 24
-"""Characters of a bar; it ends at this number of medians:"""
+"""Characters of a bar."""
 _MEDIANS = 4
+"""Length of a bar, in multiples of the median norm."""
 _MASSIVE = 100
-"""A token with a norm above this number of medians is massive (arXiv 2402.17762)."""
+"""A token is massive if its norm exceeds this multiple of the median norm (arXiv 2402.17762)."""
 
 
 def look(store: Store, example: int, layer: str, tokenizer: str, largest: int) -> Examined:
@@ -68,7 +69,7 @@ def show(store: Store, found: Examined, count: int) -> None:
 
 
 def _bar(norm: float, median: float) -> tuple[str, str]:
-    """A bar and its colour."""
+    """Returns a bar and its colour."""
     if not math.isfinite(norm):
         return "not finite", "red"
     if not median > 0:
@@ -82,7 +83,7 @@ def _bar(norm: float, median: float) -> tuple[str, str]:
 
 
 def visible(piece: str) -> str:
-    """A token's text in one line: spaces at its ends and line breaks are drawn."""
+    """Returns a token's text as one line, with visible symbols for line breaks and for spaces at its ends."""
     shown = piece.replace("\n", "⏎").replace("\r", "⏎").replace("\t", "⇥")
     bare = shown.strip(" ")
     if len(bare) == len(shown):
@@ -102,12 +103,12 @@ def _notes(store: Store, found: Examined, count: int) -> list[str]:
     if found.content < len(found):
         made.append(f"tokens from {found.content} on are padding")
     if found.pieces is None and (found.ids is not None or found.text is not None):
-        made.append("--tokenizer DIR prints the text of each token, if it gives one for each row")
+        made.append("--tokenizer DIR prints the text of each token, if it yields one token per stored row")
     return made
 
 
 def row(cache: TokenCache, example: int, tokenizer: str, count: int) -> dict[str, Any]:
-    """A row of a token cache: ids, texts if there is a tokenizer, and the other fields that have a value per token."""
+    """Returns a row of a token cache: ids, texts if there is a tokenizer, and other fields with one value per token."""
     found, decode = cache[example], tokenizer_of(cache, tokenizer)
     ids = found[cache.token_field].reshape(-1)
     made: dict[str, Any] = {"row": example, "tokens": len(ids), "ids": ids[:count].tolist()}

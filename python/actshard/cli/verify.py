@@ -28,6 +28,5 @@ def show(report: Report) -> None:
     looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
     verdict = "no problems" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
     depth = "" if report.deep else "; --deep also checks every value"
-    out.print(
-        f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict} in {looked}{depth}", soft_wrap=True
-    )
+    checked = f" in {looked}" if looked else ""
+    out.print(f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict}{checked}{depth}", soft_wrap=True)

@@ -7,8 +7,8 @@ Samples, batches, dtypes and attributes are those of deepseek-ai/DeepSpec afdfa7
 parallel read. Differences:
 
 - ``cache_dir`` may be any store, its path or its URL: speculators, SpecForge, Zarr; also versions 3 and 4 of the fork;
-- damaged records, and those whose tensors overlap or leave gaps, raise an error that names the file. DeepSpec checks with
-  ``assert``, which ``python -O`` leaves out, and returns other samples' bytes where it does not check;
+- damaged records, and records whose tensors overlap or leave gaps, raise an error that names the file. DeepSpec checks with
+  ``assert``, which ``python -O`` removes, and returns bytes of other samples where it does not check;
 - ``max_open_shards`` is accepted and ignored.
 
 Requires torch.
@@ -43,12 +43,12 @@ class CacheDataset(data.Dataset):
     Args:
         cache_dir: a folder, a URL, or an open store.
         max_open_shards: ignored.
-        layers: layers, in the order in which they lie side by side; a mapping ``{name: number}`` for stores that do not know the
-            numbers of their layers in the model. None: all but the last.
+        layers: layers, in the order in which they are concatenated; a mapping ``{name: number}`` for stores that do not record
+            the numbers of their layers in the model. None: all but ``last``.
         last: the layer of last hidden states.
         input_ids: the column of token ids.
         loss_mask: the column of masks; None: every token counts.
-        dtype: ``"bfloat16"`` converts states of another dtype, which is an error otherwise.
+        dtype: ``"bfloat16"`` converts states of another dtype. None: another dtype is an error.
         target_model_name_or_path: the model's name, for stores that do not record it.
 
     Attributes:
@@ -88,13 +88,13 @@ class CacheDataset(data.Dataset):
         self.manifest = self._manifest(target_model_name_or_path)
 
     def _numbers(self, layers: Layers | None) -> Sequence[int]:
-        said = self._examples.store.metadata.get("target_layer_ids")
-        if layers is None and self._examples.store.format == "deepspec" and isinstance(said, list):
-            return [int(layer) for layer in said]  # names tell repeated numbers apart
+        recorded = self._examples.store.metadata.get("target_layer_ids")
+        if layers is None and self._examples.store.format == "deepspec" and isinstance(recorded, list):
+            return [int(layer) for layer in recorded]  # not the layers' names, which differ for repeated numbers
         if self._examples.numbers is None:
             names = ", ".join(f"{layer!r}: ..." for layer in self._examples.layers)
             raise ArgumentError(
-                f"layers: the numbers of these layers in the model are not stored; pass layers={{{names}}}",
+                f"layers: the numbers of these layers in the model are not recorded; pass layers={{{names}}}",
                 path=self._examples.store.path,
             )
         return self._examples.numbers
@@ -180,6 +180,6 @@ def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_n
     ):
         if found != expected:
             raise WrongCacheError(
-                f"field {field!r}: expected {expected} of the draft model's configuration, found {found}",
+                f"field {field!r}: expected {expected}, from the draft model's configuration, found {found}",
                 path=train_dataset.cache_dir,
             )

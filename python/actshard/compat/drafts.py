@@ -1,8 +1,8 @@
-"""Examples of a store as trainers of draft models take them: token ids, loss mask, states of layers side by side, last states.
+"""Examples for trainers of draft models: token ids, loss mask, concatenated states of layers, and last hidden states.
 
 Shared by :mod:`actshard.compat.deepspec`, :mod:`~actshard.compat.specforge` and :mod:`~actshard.compat.speculators`, whose
-datasets differ in names, axes and dtypes only. The states of all examples of a batch are one parallel read, and so are their last
-states. Token ids and masks are read for these examples alone where the format can, else the columns are held in memory.
+datasets differ only in names, axes and dtypes. A batch is one parallel read of states and one of last states. Token ids and masks
+are read per batch if the format supports it; otherwise whole columns are kept in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Layers = Sequence[Layer] | Mapping[Any, int]
-"""Names of layers, in the order in which they lie side by side; or a mapping from these names to the layers' numbers."""
+"""Names of layers, in the order in which they are concatenated; or a mapping from these names to the layers' numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class DraftSample:
     Attributes:
         ids: ``(T,)`` token ids.
         mask: ``(T,)`` loss mask.
-        states: ``(T, L * d_model)``, the L layers of a token side by side; L may be 0.
+        states: ``(T, L * d_model)``, the L layers of a token, concatenated; L may be 0.
         last: ``(T, d_model)``, the last hidden states; None without such a layer.
     """
 
@@ -48,9 +48,9 @@ class DraftExamples:
 
     Args:
         source: a store, or the path or URL of one.
-        ids, mask: dtypes of token ids and masks, which must hold the values exactly.
-        layers: see :data:`Layers`; None: all but the last.
-        last: the layer of last hidden states; None: none.
+        ids, mask: dtypes of token ids and masks. Values that do not fit are an error.
+        layers: see :data:`Layers`; None: all but ``last``.
+        last: the layer of last hidden states; None: no last hidden states.
         input_ids: the column of token ids.
         loss_mask: the column of masks; None: every token counts.
         dtype: dtype of the states; None: as stored.
@@ -93,7 +93,7 @@ class DraftExamples:
             if not all(type(number) is int for number in numbers):
                 raise ArgumentError(f"layers: expected integers as the layers' numbers, found {numbers!r:.200}")
             return numbers
-        # Formats that number layers by position say so.
+        # Formats whose layer names are positions have provenance "layers".
         if "layers" in self.store.contents.provenance or not all(isinstance(layer, int) for layer in self.layers):
             return None
         return tuple(int(layer) for layer in self.layers)
@@ -115,7 +115,7 @@ class DraftExamples:
         return self.store.dtype if self.dtype is None else self.dtype
 
     def require(self, dtype: DTypeLike, why: str) -> None:
-        """Raises DtypeError unless states have this dtype."""
+        """Raises DtypeError, with a message that begins with ``why``, unless states have this dtype."""
         wanted = _arguments.dtype(dtype)[0]
         if self.state_dtype != wanted:
             raise DtypeError(
@@ -132,7 +132,7 @@ class DraftExamples:
         """Reads examples, at most the first ``most`` tokens of each; with ``last=False``, without their last states.
 
         Raises:
-            As :meth:`Store.gather`; FormatError: ids or masks that are not one integer per token, or do not fit their dtype.
+            As :meth:`Store.gather`; FormatError: ids or masks are not one integer per token, or do not fit their dtype.
         """
         numbers, first = np.asarray(examples, np.int64), self.store.special_tokens
         stored = self.store.tokens_of(numbers)
@@ -150,7 +150,7 @@ class DraftExamples:
         return made
 
     def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Token ids and masks of examples, without their states.
+        """Reads token ids and masks of examples, without their states.
 
         Raises:
             As :meth:`read`.
@@ -178,7 +178,7 @@ class DraftExamples:
         if not len(groups):
             return np.empty((len(examples), 0), self.state_dtype)
         named = self.layers if groups is self._groups else (self.last,)
-        # numpy's allocator keeps the memory of freed samples, which are of similar sizes; new pages cost as much as the copy.
+        # Allocated by numpy, which reuses the memory of freed samples: faulting in new pages would cost as much as the copy.
         out = np.empty((len(examples), len(groups) * self.width), self.state_dtype)
         found: NDArray[Any] = self.store.gather_of(groups, examples, tokens, out, self.dtype, named)
         return found
@@ -192,19 +192,19 @@ class DraftExamples:
             if self._table is None:
                 self._table = self.store.read_columns(wanted)
         except NotStoredError as error:
-            said = "input_ids= and loss_mask= name the columns of token ids and masks; loss_mask=None trains on every token"
-            raise NotStoredError(f"{error.detail}. {said}", path=self.store.path) from error
+            remedy = "input_ids= and loss_mask= name the columns of token ids and masks; loss_mask=None trains on every token"
+            raise NotStoredError(f"{error.detail}. {remedy}", path=self.store.path) from error
         from actshard.formats.tables import picked
 
         return picked(self._table, numbers)
 
     def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[Any]:
-        """The values of the content tokens in the column's dtype: a copy of a list with one per stored or content token."""
+        """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""
         kind = self._kinds[name]
         where = f"column {name!r}, example {example}"
         listed = getattr(value, "values", None)
         if listed is None or len(listed) not in (tokens, content) or listed.null_count:
-            found = "nothing" if listed is None else f"{len(listed)} values, {listed.null_count} of them null"
+            found = "no list" if listed is None else f"{len(listed)} values, {listed.null_count} of them null"
             raise FormatError(
                 f"{where}: expected {content} integers, one per token, found {found}", path=self.store.path
             )

@@ -361,8 +361,8 @@ class TrainingDataset:
         )
         made = []
         for n, (i, layers) in enumerate(zip(indices, chosen, strict=True)):
-            mine = rows[n * k : (n + 1) * k]
-            made.append({"i": int(i), "layers": layers, "seq_len": len(mine[0]), "activations": _stacked(mine)})
+            part = rows[n * k : (n + 1) * k]
+            made.append({"i": int(i), "layers": layers, "seq_len": len(part[0]), "activations": _stacked(part)})
         return made
 
     @staticmethod

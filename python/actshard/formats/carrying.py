@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 ORIGIN = "converted_from"
 """Metadata field of a converted dataset that contains its source's metadata."""
 _OF_FILES = ("shards", "statistics", "tensors")
-"""Metadata fields that list files; dropped, because a converted dataset has other files."""
+"""Metadata fields that list files. Dropped, because a converted dataset has different files."""
 
 
 class Carrying:
-    """A format's part in conversions. Methods for the source come first, then those for the target."""
+    """A format's part in conversions: first the methods for the source, then the methods for the target."""
 
     derived: ClassVar[frozenset[str]] = frozenset()
     """Columns that contain positions or counts of rows. Dropped, because every format writes its own."""
     number_column: ClassVar[str | None] = None
     """A column that numbers examples. Dropped where it equals their order."""
     model_key: ClassVar[str | None] = None
-    """The metadata field of the model's name."""
+    """The metadata field that contains the model's name."""
 
     of_files: ClassVar[frozenset[str]] = frozenset()
-    """Metadata fields that describe the files, and are no loss where another format has no place for metadata."""
+    """Metadata fields that describe the files. Dropping them is not reported as a loss."""
 
     # -- from this format ------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def checked_origin(found: Any) -> dict[str, Any] | None:
 
 
 def without_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without lists of shards and tensors, as JSON-compatible values."""
+    """Metadata as JSON-compatible values, without lists of shards and tensors."""
     kept = {name: value for name, value in metadata.items() if name not in _OF_FILES}
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return plain

@@ -34,7 +34,7 @@ class Options:
     """A description of the folder's files, for formats that need one: a path, TOML text or a dict."""
 
     keep: bool = False
-    """Whether an index of many files may be kept in the user's cache folder, and read from there."""
+    """Whether the index of a folder with many files may be stored in the user's cache folder, and read from it."""
 
     @classmethod
     def of(cls, path: Path | Location) -> Options:
@@ -44,7 +44,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether a path looks like a format, and why. Shown to the user if no format recognizes the path."""
+    """Whether a path looks like a dataset of a format, and why. Shown to the user if no format recognizes the path."""
 
     matches: bool
     looked_for: str
@@ -69,13 +69,13 @@ class Router:
 
 @dataclass(frozen=True)
 class Contents:
-    """A dataset's checked metadata, and its rows, not read yet."""
+    """A dataset's checked metadata, and readers of its rows. No row has been read yet."""
 
     format: str
     path: Path
     metadata: dict[str, Any]
     layers: tuple[Layer, ...]
-    """Names in stored order: all integers, or all texts."""
+    """Names in stored order: all integers or all strings."""
     d_model: int
     dtype: np.dtype[Any]
     num_examples: int
@@ -86,17 +86,17 @@ class Contents:
     column_names: Sequence[str]
     """Columns of the table; expensive ones are left out."""
     columns: Callable[[Sequence[str]], pa.Table]
-    """Reads columns by name, including those not in ``column_names``."""
+    """Reads columns by name, including columns that ``column_names`` omits."""
     files: Callable[[], list[Path]]
     """Lists all files that contain rows. The list may be long, and files may be missing."""
     model: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
-    """Other stored data, as text: patch labels, logits, router tensors."""
+    """Names of other stored data: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
     """Warnings of the reader. :func:`actshard.verify` reports warnings that are not a :class:`Remark` as ``reader-warning``."""
     tokens_each: int | None = None
-    """Number of tokens per example where it is constant, which avoids a list; else None."""
+    """Number of tokens per example if it is constant, so that no list of counts is needed; else None."""
     content_lengths: Callable[[], NDArray[np.int64] | None] = lambda: None
     """Returns content tokens per example, where examples are padded; None: no padding."""
     special_tokens: int = 0
@@ -104,17 +104,18 @@ class Contents:
     counts_are_cheap: bool = True
     """Whether ``token_counts`` is available without reading the whole dataset."""
     units: tuple[int, ...] | None = None
-    """Boundaries of units of examples decoded together, from 0 to ``num_examples``; None: examples can be read one by one."""
+    """Boundaries of the units of examples that are decoded together, from 0 to ``num_examples``. None: each example can be
+    read by itself."""
     unit_columns: Callable[[int], pa.Table] | None = None
     """Reads columns of one unit while it is cached; with ``layers_differ``, column ``layers`` lists each example's layers."""
     head_columns: Callable[[Sequence[str], int], pa.Table] | None = None
-    """Reads columns of the first n examples, from the fewest files; None: ``columns`` is as cheap.
+    """Reads columns of the first n examples, from as few files as possible; None: ``columns`` is as cheap.
 
-    Types are those of the part read: a column may have type null there and contain strings later."""
+    Types are inferred from these examples: a column can have type null here and contain strings later."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
     """Reads columns of all examples in order, in batches; None if the format can only read whole columns."""
     example_columns: Callable[[Sequence[str], NDArray[np.int64]], pa.Table] | None = None
-    """Reads columns of these examples, in this order, and nothing of the others; None if the format can only read whole columns."""
+    """Reads columns of only these examples, in this order; None if the format can only read whole columns."""
     token_columns: tuple[str, ...] = ()
     """Columns of lists with one value per stored token, such as token ids and masks."""
     layers_differ: bool = False
@@ -124,9 +125,9 @@ class Contents:
     one_row_each: bool | None = None
     """Whether every example has exactly one row, if the metadata declare it; None: see ``token_counts``."""
     folders: tuple[Path, ...] = ()
-    """The dataset's folders, if it has several; ``path`` is then above them, and may have files of others. Empty: ``path`` is."""
+    """The dataset's folders, if there are several; ``path`` then contains them, and may contain other files. Empty: ``path``."""
     columns_in: Callable[[], Sequence[Path]] = lambda: ()
-    """Files with columns and metadata, and folders of such files, besides the dataset's own: plans compare them, too."""
+    """Files with columns or metadata, and folders of such files, other than ``folders``. Plans check that they are unchanged."""
     types_may_differ: bool = False
     """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
     has_logits: bool = False
@@ -135,12 +136,12 @@ class Contents:
     logits: Callable[[], Logits | None] = lambda: None
     router: Callable[[], Router | None] = lambda: None
     whole: Contents | None = None
-    """The dataset, if these are some of its examples."""
+    """The whole dataset, if these contents are a selection of its examples."""
     layout: Any = None
-    """The description of the files that was given, for formats that use one."""
+    """The ``layout=`` argument, for formats that use one."""
     chosen: Chosen | None = None
-    """Their numbers in ``whole``."""
+    """The selected examples, as numbers in ``whole``."""
     parts: tuple[Any, ...] = ()
-    """The stores that this one joins, in order. (Stores are above this floor: a ``Readable`` each.)"""
+    """The stores that this one concatenates, in order. Each is a ``Readable``, a type that this module cannot import."""
     converts: bool = False
     """Whether reads convert rows to ``dtype``, which may be narrower than the stored one."""

@@ -1,4 +1,4 @@
-"""Places of tensors in files of ``torch.save``, and the columns of draft-model examples: token ids, masks, values, file names."""
+"""Addresses of tensors in ``torch.save`` files, and the columns of draft-model examples: token ids, masks, values, file names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _FILE = "file"
 """Column of the examples' files, relative to the folder."""
 _Fault = tuple[int, str, str, Any]
-"""An example that cannot be read: its number, kind and text of the error, the file."""
+"""An example that cannot be read: its number, the error's kind and message, the file."""
 
 
 class PlaceTable:
-    """Collects the files in which tensors lie, as the core opens them: with one row step each.
+    """Collects files of tensors for the core, which opens each with one row stride.
 
-    Tensors whose elements do not follow each other, or that are deflated, are decoded as a whole by the core.
+    The core decodes a whole tensor if its rows are not contiguous or if it is compressed.
     """
 
     def __init__(self, paths: Sequence[Location]) -> None:
@@ -39,7 +39,7 @@ class PlaceTable:
         self._numbers: dict[Any, int] = {}
 
     def place(self, example: int, part: PlacedTensor, gzipped: bool, offset: int) -> tuple[int, int]:
-        """Returns the number of a file and the first byte of a tensor's rows, ``offset`` bytes into each row."""
+        """Returns a tensor's file number, and the offset of its rows plus ``offset``, a position within a row in bytes."""
         item = stored(part.array.dtype).itemsize
         row = part.width * item
         step = part.token_stride * item if part.tokens > 1 else row
@@ -54,14 +54,14 @@ class PlaceTable:
         return number, offset + (0 if apart else part.array.offset)
 
     def add(self, steps: NDArray[np.uint64], swapped: NDArray[np.uint8]) -> int:
-        """Adds every path once, with the bytes between its rows; returns the number of the first."""
+        """Adds every path once, with its row stride in bytes. Returns the number of the first."""
         first = len(self._files)
         each = zip(self._paths, steps.tolist(), (swapped != 0).tolist(), strict=True)
         self._files += [(path, step, swap, False, None) for path, step, swap in each]
         return first
 
     def unread(self, example: int) -> int:
-        """Returns the number of a file from which no rows are read."""
+        """Adds a file of which no rows are read, and returns its number."""
         self._files.append((self._paths[example], 1 << 20, False, False, None))
         return len(self._files) - 1
 
@@ -75,7 +75,7 @@ class PlaceTable:
         options: Options,
         faults: Sequence[_Fault] = (),
     ) -> Rows:
-        """Opens rows at places: ``numbers`` and ``starts`` are (groups, examples)."""
+        """Opens rows by file number and offset of their first byte, both (groups, examples)."""
         return _native.placed_rows(
             self._files,
             np.ascontiguousarray(numbers.reshape(-1)),
@@ -118,7 +118,7 @@ def rows_of_parts(
     width: int,
     options: Options,
 ) -> Rows:
-    """Rows of tensors that all files have: a group for each tensor and first byte within its rows."""
+    """Rows of tensors that all files have: one group for each pair of a tensor and an offset within its rows."""
     dtype = groups[0][0].dtype
     item, table = stored(dtype).itemsize, PlaceTable(paths)
     firsts: dict[int, int] = {}
@@ -140,7 +140,7 @@ class DraftColumns:
         root: the folder.
         paths: the examples' files.
         rows: rows of token ids and masks.
-        values: numbers and texts of the files, None where a file has none.
+        values: numbers and strings of the files; None for a file without the value.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class DraftColumns:
                     f"has no column {name!r}; columns are {', '.join(self.names)}", path=self._root.place
                 )
         parts: dict[str, Any] = {}
-        if held := [name for name in wanted if name in self.per_token]:
-            read = self._tokens.some(held, numbers)
-            parts = {name: read[name].combine_chunks() for name in held}
+        if token_names := [name for name in wanted if name in self.per_token]:
+            read = self._tokens.some(token_names, numbers)
+            parts = {name: read[name].combine_chunks() for name in token_names}
         parts |= {name: self._plain(name, numbers.tolist()) for name in wanted if name not in parts}
         return table_of(list(wanted), [(parts, len(numbers))])
 

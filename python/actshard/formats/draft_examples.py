@@ -3,11 +3,11 @@
 ::
 
     input_ids, loss_mask, attention_mask    (S,) or (1, S) integers
-    states of layers, side by side          (S, L * H) or (1, S, L * H)
+    states of layers, concatenated          (S, L * H) or (1, S, L * H)
     last hidden state                       (S, H) or (1, S, H)
 
 SpecForge, Model-Optimizer, AngelSlim and EAGLE name the tensors differently (:class:`DraftKeys`). Tensors may be views of a shared
-storage: strides and offsets are those of the file.
+storage, so strides and offsets are read from the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 _AT_ONCE = 512
 _GZIPPED_AT_ONCE = 16
-"""Gzipped files read together: each is in memory, inflated, until its tensors are found."""
+"""Number of gzipped files read together. Each is kept decompressed in memory until its tensors are found."""
 _SHOWN_KEYS = 8
 
 
@@ -40,10 +40,10 @@ class DraftKeys:
     Attributes:
         kind: the kind's name.
         mark: the key by which a file is recognised.
-        aux: key of the layers' states, side by side; None: only the last hidden state is stored.
+        aux: key of the layers' concatenated states; None: only the last hidden state is stored.
         last: key of the last hidden state; None if it is not stored, so that the width of a layer is unknown.
         masks: keys of masks that every file has.
-        id_axes: axes of ``input_ids``.
+        id_axes: number of axes of ``input_ids``.
         without: a key that files of this kind do not have.
     """
 
@@ -68,7 +68,7 @@ class DraftKeys:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor in a file with its axes (token, element), or (token,): elements between neighbours, and the first byte."""
+    """A tensor in a file, with axes (token, element) or (token,). Strides are in elements."""
 
     array: StoredArray
     tokens: int
@@ -79,13 +79,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, eq=False)
 class PlacedTensors:
-    """A tensor that all files of a folder have, with elements side by side: arrays over the files.
+    """A tensor that all files of a folder have, with contiguous rows: arrays with one entry per file.
 
     Attributes:
         dtype: safetensors name.
-        width: elements of a row.
-        offsets: the first byte, uint64.
-        steps: elements from one token's row to the next, uint64.
+        width: elements per row.
+        offsets: offset of the first byte, uint64.
+        steps: row strides in elements, uint64.
         swapped: whether elements are byte-swapped, uint8.
     """
 
@@ -107,18 +107,18 @@ class DraftExample:
     columns: dict[str, PlacedTensor]
     """Token ids and masks."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Numbers and texts of the file, such as ``conversation_id``."""
+    """Numbers and strings of the file, such as ``conversation_id``."""
     sizes: tuple[int, int] = (0, 0)
 
 
 def values_of_files(examples: Sequence[DraftExample | None]) -> dict[str, list[Any]]:
-    """Numbers and texts of files, by name; None where a file has none."""
+    """Numbers and strings of files, by name; None for a file without the value."""
     names = dict.fromkeys(name for example in examples if example is not None for name in example.values)
     return {name: [None if example is None else example.values.get(name) for example in examples] for name in names}
 
 
 def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
-    """The kind of a file's saved object; None if it is of none of them."""
+    """The kind of a file's saved object; None if no kind matches."""
     if not isinstance(value, dict):
         return None
     for keys in kinds:
@@ -128,7 +128,7 @@ def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
 
 
 def _axes(value: Any) -> int:
-    """Axes of a tensor; 0 if it is none."""
+    """Number of axes of a tensor; 0 if the value is not a tensor."""
     return len(value.shape) if isinstance(value, StoredArray) else 0
 
 
@@ -136,7 +136,7 @@ def read_each(paths: Sequence[Location], limit: int, use: Callable[[int, TorchFi
     """Calls ``use`` with each file's number and its parsed form, or the error of a damaged one. Files are read in parallel.
 
     Raises:
-        FileAccessError: a file cannot be read, for reasons that are not in the file.
+        FileAccessError, MissingFileError: a file cannot be accessed. Damaged files raise nothing.
     """
     first = 0
     while first < len(paths):
@@ -164,7 +164,7 @@ def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
     """Finds the tensors of a file, and checks that their shapes agree.
 
     Raises:
-        FormatError, UnsupportedError: a tensor is missing, of another dtype, or of another number of tokens.
+        FormatError, UnsupportedError: a tensor is missing, or has an unexpected dtype, shape or number of tokens.
     """
     value = file.value
     if not isinstance(value, dict):
@@ -196,8 +196,8 @@ def _tensor(file: TorchFile, value: dict[Any, Any], key: str) -> StoredArray:
     if isinstance(found, RefusedObject):
         raise UnsupportedError(f"{key}: expected a plain tensor, found {found.name}", path=file.path)
     if not isinstance(found, StoredArray):
-        there = ", ".join(str(each)[:40] for each in list(value)[:_SHOWN_KEYS])
-        what = f"a {type(found).__name__}" if key in value else f"none; the file has {there or 'no keys'}"
+        keys_found = ", ".join(str(each)[:40] for each in list(value)[:_SHOWN_KEYS])
+        what = f"a {type(found).__name__}" if key in value else f"none; the file has {keys_found or 'no keys'}"
         raise FormatError(f"{key}: expected a tensor, found {what}", path=file.path)
     return found
 

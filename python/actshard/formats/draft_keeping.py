@@ -1,8 +1,8 @@
-"""The kept index of a folder of draft-model examples: what :mod:`actshard.formats.kept` stores of :class:`DraftExample` objects.
+"""The cached index of a folder of draft-model examples, stored by :mod:`actshard.formats.kept`.
 
-Names and order of files follow from the folder's listing. So an index has only the number of tokens of each example, and for each
-of its tensors the first byte, bytes between rows and byte order; shapes and dtypes are the same in all files. Folders with damaged
-or gzipped files, or with tensors that are decoded as a whole, are not kept.
+Names and order of files follow from the folder's listing. The index contains only the number of tokens of each example and, for
+each of its tensors, offset, row stride and byte order. Shapes and dtypes are the same in all files. No index is stored for a folder
+with damaged or gzipped files, or with tensors that are decoded as a whole.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from actshard.location import Location
 _VERSION = 1
 _STATES = ("aux", "last")
 _WIDEST = 1 << 32
-"""Elements between neighbours, and of a row, are fewer."""
+"""Row strides and widths, in elements, are below this limit."""
 _FURTHEST = 1 << 40
-"""Offsets are below."""
+"""Offsets are below this limit."""
 
 
 def place_of(root: Location, format: str, paths: Sequence[Location], keep: bool) -> KeptIndex | None:
-    """The place of a folder's index; None if none is kept. Lists the folders of all files."""
+    """The cached index of a folder; None if the folder has no index. Lists the folders of all files."""
     if not keep or not root.is_local or len(paths) < LEAST_FILES:
         return None
     listing = Listing(root)
@@ -49,7 +49,7 @@ def place_of(root: Location, format: str, paths: Sequence[Location], keep: bool)
 def stored_of(
     keys: DraftKeys, examples: Sequence[DraftExample | None]
 ) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
-    """The header and arrays that are kept; None if an example is damaged, or has to be inflated or decoded."""
+    """The index's header and arrays; None if an example is damaged, compressed or has to be decoded."""
     whole = [example for example in examples if example is not None]
     if len(whole) < len(examples):
         return None
@@ -83,7 +83,7 @@ def _is_decoded(part: PlacedTensor) -> bool:
 
 @dataclass(frozen=True)
 class KeptExamples:
-    """The examples of an index. ``parts`` are tensors: ``"aux"``, ``"last"``, and columns; ``values`` are numbers and texts."""
+    """The examples of an index. ``parts`` are tensors: ``"aux"``, ``"last"`` and columns; ``values`` are numbers and strings."""
 
     keys: DraftKeys
     tokens: NDArray[np.uint32]
@@ -94,7 +94,7 @@ class KeptExamples:
 def restored(
     kinds: Sequence[DraftKeys], n: int, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]
 ) -> KeptExamples | None:
-    """The examples of n files; None if a number does not fit. Offsets are checked against files when rows are read."""
+    """The examples of n files; None if the index is invalid. Offsets are checked against files when rows are read."""
     keys = next((keys for keys in kinds if keys.kind == header.get("kind")), None)
     parts = _checked_parts(keys, header.get("parts"))
     values = _checked_values(header.get("values"), n)
@@ -115,7 +115,7 @@ def restored(
 
 
 def _checked_parts(keys: DraftKeys | None, found: Any) -> list[tuple[str, str, int]] | None:
-    """Names, dtypes and widths of tensors: those of the kind, in the order in which files are read."""
+    """Names, dtypes and widths of the kind's tensors, in the order in which files are read."""
     if keys is None or not isinstance(found, list):
         return None
     made: list[tuple[str, str, int]] = []
@@ -136,7 +136,7 @@ def _checked_parts(keys: DraftKeys | None, found: Any) -> list[tuple[str, str, i
 
 
 def _checked_values(values: Any, n: int) -> dict[str, list[Any]] | None:
-    """A number, a text or nothing for each of n examples, by name."""
+    """For each name, a number, a string or None per example."""
     sound = isinstance(values, dict) and all(
         isinstance(each, list) and len(each) == n and all(x is None or type(x) in (str, int, float, bool) for x in each)
         for each in values.values()

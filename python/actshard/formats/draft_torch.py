@@ -1,7 +1,7 @@
 """Folders of draft-model examples, one file of ``torch.save`` each, as a dataset. See ``draft_examples`` for the files.
 
 A format provides the names of its folders and files, in order, and the names of its tensors. An example that cannot be read keeps
-its number; a warning has the reason, and reading it raises an error with the reason.
+its number. A warning and the error of a read contain the reason.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from actshard.layers import Layer
 from actshard.location import Location
 
 _SHOWN = 20
-"""Damaged files that are named in warnings."""
+"""Number of damaged files that are named in warnings."""
 _TRIED = 4
-"""Files that detection reads: the first ones may be damaged."""
+"""Number of files that detection tries, because the first ones may be damaged."""
 _TIMES = 2
-"""A file may store this many times the bytes of its tensors."""
+"""A file may be this many times as large as its tensors before it is reported."""
 _LEAST = 1024
-"""Bytes of a file that is too small to matter."""
+"""Files up to this size in bytes are not reported as too large."""
 _Shape = tuple[int, int, str]
 """Width of the layers' states, width of the last hidden state, dtype."""
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Names of the folders and the files of a dataset, from its folder down; groups are numbers, which give the order.
+    """Patterns of the names of a dataset's folders and files, from its folder down. Their groups are numbers.
 
     Attributes:
-        levels: a pattern per level; the last is that of files.
-        order: positions of the groups in the order of examples.
-        example: positions of the groups that name an example; two files of one example are a fault.
+        levels: a pattern per level; the last matches files.
+        order: positions of the groups by which examples are sorted.
+        example: positions of the groups that identify an example; two files of one example are a fault.
         sure: whether the names alone identify the format, if no file can be read.
     """
 
@@ -59,7 +59,7 @@ class DraftTree:
     sure: bool = False
 
     def files(self, root: Location, most: int | None = None) -> list[tuple[tuple[int, ...], Location]]:
-        """Numbers and locations of files, in order; if ``most`` is given, of about as many of the first ones found."""
+        """Numbers and locations of files, in order. With ``most``: of about this many of the files found first."""
         found: list[tuple[tuple[int, ...], Location]] = [((), root)]
         for depth, level in enumerate(self.levels):
             kind = "file" if depth == len(self.levels) - 1 else "folder"
@@ -82,11 +82,11 @@ class DraftFolder:
 
     Attributes:
         format: its name.
-        looked_for: for messages.
+        looked_for: description of the files, for messages.
         kinds: kinds of files, the most specific first.
-        trees: names of files, the deepest first.
-        listing: lists the files of formats whose files have any name; None: by ``trees``.
-        beside: other files of a dataset, by name.
+        trees: patterns of file names, the deepest first.
+        listing: lists the files, for formats without fixed file names; None: ``trees`` finds them.
+        others: names of further files of a dataset.
     """
 
     format: str
@@ -94,7 +94,7 @@ class DraftFolder:
     kinds: tuple[DraftKeys, ...]
     trees: tuple[DraftTree, ...] = ()
     listing: Callable[[Location, int | None], list[Location]] | None = None
-    beside: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def _files(
         self, root: Location, most: int | None
@@ -133,7 +133,7 @@ class DraftFolder:
 
         Raises:
             MissingFileError: there are no files.
-            ActshardError: of the first file, if none can be read.
+            ActshardError: no file can be read; the error of the first file.
         """
         tree, found = self._files(root, None)
         if not found:
@@ -144,7 +144,7 @@ class DraftFolder:
         for numbers, path in found:
             key = tuple(numbers[n] for n in example)
             if key in seen:
-                text = f"{path.relative_to(root)}: is example {'.'.join(map(str, key))} again, as {seen[key].name}; not read"
+                text = f"{path.relative_to(root)}: contains example {'.'.join(map(str, key))}, as does {seen[key].name}; not read"
                 made.warnings.append(Remark("duplicate-sample", text))
                 continue
             seen[key] = path
@@ -161,7 +161,10 @@ class DraftFolder:
         return self.dataset(root, options).contents(options)
 
     def check(self, root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
-        """Checks masks, token ids, storages much larger than their tensors, and, deep, checksums. Opening reports damaged files."""
+        """Checks masks, token ids and storages much larger than their tensors; if deep, also checksums.
+
+        Opening reports damaged files.
+        """
         with report.noting(root):
             dataset = self.dataset(root, Options.of(root))
             report.count("files", len(dataset.paths))
@@ -205,10 +208,10 @@ class DraftDataset:
     keys: DraftKeys | None = None
     shape: _Shape = (0, 0, "")
     kept: KeptExamples | None = None
-    """The examples, if they are those of a kept index; :attr:`examples` is then empty."""
+    """The examples, if they come from a cached index; :attr:`examples` is then empty."""
 
     def read(self, limit: int) -> None:
-        """Reads the pickles, chooses the kind and shape that most files have, and names the others as faults."""
+        """Reads the pickles. The most common kind and shape are the dataset's; other files are faults."""
         self.examples = [None] * len(self.paths)
         kinds: dict[int, DraftKeys] = {}
 
@@ -236,7 +239,7 @@ class DraftDataset:
             self.warnings.append(Remark("format", text))
 
     def keep(self, place: KeptIndex | None) -> None:
-        """Keeps an index of what was read, if there is a place for it."""
+        """Stores an index of the examples at ``place``, unless that is None or a file is damaged."""
         if place is None or self.faults or self.keys is None:
             return
         index = stored_of(self.keys, self.examples)
@@ -244,7 +247,7 @@ class DraftDataset:
             place.save(*index)
 
     def restore(self, header: dict[str, Any], arrays: list[NDArray[Any]]) -> bool:
-        """Takes what was kept instead of reading files; False if it does not fit."""
+        """Restores the examples from a cached index instead of reading files; False if the index is invalid."""
         found = restored(self.folder.kinds, len(self.paths), header, arrays)
         if found is None:
             return False
@@ -257,7 +260,7 @@ class DraftDataset:
         return True
 
     def _agree(self, kinds: dict[int, DraftKeys]) -> None:
-        """Chooses the most common kind, shape and dtypes of columns. Files with others are faults."""
+        """Chooses the most common kind, shape and dtypes of columns. Other files become faults."""
 
         def shape_of(number: int) -> tuple[Any, ...]:
             example = self.examples[number]
@@ -296,7 +299,7 @@ class DraftDataset:
         if given is None:
             if not last:
                 text = (
-                    f"hidden states of {aux} columns: the files do not record how many layers lie side by side, so they are one "
+                    f"hidden states of {aux} columns: the files do not record how many layers are concatenated, so they are one "
                     "layer named 0. Name them with layout={'layers': [...]}"
                 )
                 self.warnings.append(Remark("layout", text))
@@ -320,7 +323,7 @@ class DraftDataset:
         dtype = self.shape[2]
         counts = self.counts()
         columns = DraftColumns(self.root, self.paths, *self.columns(options))
-        beside = [name for name in self.folder.beside if (self.root.joinpath(name)).exists()]
+        others = [name for name in self.folder.others if (self.root.joinpath(name)).exists()]
         return Contents(
             format=self.folder.format,
             path=self.root.place,
@@ -339,12 +342,12 @@ class DraftDataset:
             files=lambda: [path.place for path in self.paths],
             provenance={"kind": self.keys.kind, "files": len(self.paths)}
             | ({} if _given(options.layout) else {"layers": "by position: their numbers are not stored"}),
-            extras=tuple(beside),
+            extras=tuple(others),
             warnings=tuple(self.warnings),
         )
 
     def counts(self) -> NDArray[np.uint32]:
-        """Number of tokens of each example; 1 of damaged ones."""
+        """Number of tokens of each example; 1 for damaged examples."""
         if self.kept is not None:
             return self.kept.tokens
         return np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
@@ -392,18 +395,18 @@ _CODES = {
     "unsupported": "unsupported",
     "not_found": "missing-file",
 }
-"""Codes of findings by the kind of an error."""
+"""Codes of findings by error kind."""
 
 
 def _told(shape: tuple[Any, ...]) -> str:
     keys, widths, dtypes, columns = shape
-    held = ", ".join(f"{key} {dtype}" for key, dtype in columns)
+    shown = ", ".join(f"{key} {dtype}" for key, dtype in columns)
     states = ", ".join(f"{key} of {n} columns" for key, n in zip((keys.aux, keys.last), widths, strict=True) if n)
-    return f"{states} {'/'.join(dtypes)}, {held}"
+    return f"{states} {'/'.join(dtypes)}, {shown}"
 
 
 def _given(layout: Any) -> tuple[Layer, ...] | None:
-    """Names of layers that the caller gave: ``layout={"layers": [...]}``."""
+    """Layer names from the argument ``layout={"layers": [...]}``."""
     if layout is None:
         return None
     if not isinstance(layout, dict) or set(layout) != {"layers"}:

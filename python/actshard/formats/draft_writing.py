@@ -1,6 +1,6 @@
 """Writes draft-model examples: a file of ``torch.save`` per example, as :mod:`draft_examples` reads them.
 
-A file has the temporary name ``.NAME.part`` until its example is committed. There is no manifest: while the journal is there, the
+A file has the temporary name ``.NAME.part`` until its example is committed. There is no manifest: while the journal exists, the
 dataset is unfinished. A format provides the names of its files, and of the tensors in them (:class:`DraftKind`).
 """
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 AUX = "aux"
-"""Content of a tensor: the layers but the last, side by side."""
+"""Content of a tensor: the layers except the last, concatenated."""
 _GZIP_LEVEL = 6
 _AROUND = 2200
-"""Bytes of a file besides its tensors, about."""
+"""Approximate size of a file without its tensors, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class DraftKind:
     Attributes:
         tensors: key, content, and whether there is a first axis of 1, in the order of the file. Contents are ``"input_ids"``,
             ``"loss_mask"``, ``"attention_mask"``, :data:`AUX` and :data:`~actshard.formats.per_token.LAST`.
-        values: columns of integers, flags or texts, stored after the tensors where they are given.
-        may_lack_aux: whether layers other than the last may be absent: the tensor is then empty.
+        values: columns of integers, flags or strings that are stored after the tensors if given.
+        may_lack_aux: whether layers other than the last may be absent; the tensor is then empty.
     """
 
     tensors: tuple[tuple[str, str, bool], ...]
@@ -67,7 +67,7 @@ class DraftKind:
 
 
 class DraftCarrying(Carrying):
-    """The files have no place for metadata of other formats. A copy keeps the kind of its files."""
+    """Drops metadata, for which the files have no place. A copy to the same format keeps the kind of files."""
 
     of_files: ClassVar[frozenset[str]] = frozenset(("kind",))
 
@@ -81,10 +81,10 @@ class DraftCarrying(Carrying):
 
 
 class DraftTarget(Target):
-    """Writes a file per example. Layers have any names, which the files do not record."""
+    """Writes a file per example. Layers may have any names; the files do not record them."""
 
     kinds: ClassVar[Mapping[str, DraftKind]]
-    """Kinds of files by name; the first is the default if there is a last hidden state, else the first without one."""
+    """Kinds of files by name. The default is the first kind; without a last hidden state, the first kind that stores none."""
     file: ClassVar[re.Pattern[str]]
     """Relative paths of files; group 1 is the example's number."""
     copies: ClassVar[float] = 1.5
@@ -122,7 +122,7 @@ class DraftTarget(Target):
         return asked
 
     def _check_layers(self) -> None:
-        """Raises ArgumentError unless the layers are those that files of this kind store."""
+        """Raises ArgumentError for layers that files of this kind cannot store, or without layers that they require."""
         kind, found = self.kind, f"found {list(self.spec.layers)}"
         what = self.format if len(self.kinds) == 1 else f"{self.format}'s {self.kind_name}"
         if kind.has(LAST) and self.last is None:
@@ -163,7 +163,7 @@ class DraftTarget(Target):
         return False
 
     def _found(self) -> Iterator[tuple[int, bool, Path]]:
-        """Files that this writer made: number of the example, whether the name is the final one, path."""
+        """Files that this writer made: example number, whether the file has its final name, path."""
         for folder, folders, names in os.walk(self.root):
             folders[:] = [each for each in folders if each != FOLDER]
             for name in names:
@@ -193,7 +193,7 @@ class DraftTarget(Target):
                 pa.types.is_null,
             )
             if field.name in self.kind.values and not any(is_(field.type) for is_ in plain):
-                raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or texts, found {field.type}")
+                raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or strings, found {field.type}")
 
     def check_count(self, n: int, columns: Sequence[str]) -> None:
         if IDS not in columns:
@@ -266,8 +266,8 @@ class DraftTarget(Target):
             raise ArgumentError(f"example {bad} has no tokens, and {self.format} requires at least one; leave it out")
         if block.columns is None:
             raise ArgumentError(f"columns: {self.format} stores token ids: pass columns={{{IDS!r}: [...]}}")
-        held = self._per_token(block.columns, self.n)
-        for name, (_, counts) in held.items():
+        per_token = self._per_token(block.columns, self.n)
+        for name, (_, counts) in per_token.items():
             check_counts(counts, tokens, name, self.n)
         values = {
             name: block.columns[name].to_pylist() for name in self.kind.values if name in block.columns.column_names
@@ -291,8 +291,8 @@ class DraftTarget(Target):
                         states[:, k] = rows[starts[i, layer] : starts[i, layer] + n]
                 elif content == LAST:
                     body.reshape(n, self.row_bytes)[:] = rows[starts[i, self.last] : starts[i, self.last] + n]
-                elif content in held:
-                    body[:] = held[content][0][at[i] : at[i + 1]].astype("<i8").view(np.uint8)
+                elif content in per_token:
+                    body[:] = per_token[content][0][at[i] : at[i + 1]].astype("<i8").view(np.uint8)
                 elif content != AUX:
                     body[:] = np.ones(n, "<i8").view(np.uint8)
             archive.seal(into)
@@ -323,7 +323,7 @@ class DraftTarget(Target):
         self._new = []
 
     def _sync(self, folders: set[Path]) -> None:
-        """Syncs the entries of folders, and of those between them and the dataset's."""
+        """Syncs the folders of written files, up to the dataset's folder."""
         between = {each for folder in folders for each in (folder, *folder.parents) if each.is_relative_to(self.root)}
         sync_folders(sorted(between, reverse=True))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from actshard.formats.target import Target
 
 Tell = Callable[[str, int, int], object]
-"""Progress callback, called occasionally with (what, done, total)."""
+"""Progress callback, called at intervals with (unit, done, total)."""
 Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess", "save"]
 """Methods of :class:`Format` that ``rooms`` can implement."""
 
@@ -45,12 +45,12 @@ class Format:
     order: ClassVar[int] = 100
     """Position in lists of writable formats; ties are sorted by name."""
     records_summed: ClassVar[tuple[str, ...]] = ()
-    """How names of files end that a deep check reads whole, for checksums of the files or of their records."""
+    """Suffixes of files that a deep check reads completely, to compare checksums of the files or of their records."""
 
     findings: ClassVar[tuple[Code, ...]] = ()
-    """Codes used only by this format's reader and check; general codes are in :mod:`actshard.codes`."""
+    """Codes that only this format's reader and check use. General codes are in :mod:`actshard.codes`."""
     calls: ClassVar[tuple[Code, ...]] = ()
-    """Codes of warnings used only by this format's writer."""
+    """Codes of warnings that only this format's writer uses."""
 
     rooms: ClassVar[Mapping[Room, str]] = MappingProxyType({})
     """``module:function`` or ``module:Class`` by method name. ``.module`` is relative to the package that declares the format.
@@ -77,7 +77,9 @@ class Format:
         """
         detect = self._in_room("detect")
         if detect is None:  # a bug in a plugin; the registry reports it
-            raise NotImplementedError(f"{type(self).__name__}: its rooms name no 'detect', and it has no such method")
+            raise NotImplementedError(
+                f"{type(self).__name__}: expected 'detect' in its rooms or a method detect, found neither"
+            )
         found: Evidence = detect(Location.at(path))
         return found
 
@@ -97,7 +99,7 @@ class Format:
         """Writes an object for which :meth:`is_given` is true to a new folder, which :meth:`open` can open."""
         save = self._in_room("save")
         if save is None:
-            raise UnsupportedError(f"{self.name} takes no objects of other libraries", path=folder)
+            raise UnsupportedError(f"{self.name} does not accept objects of other libraries", path=folder)
         save(given, Location.at(folder))
 
     takes_layout: ClassVar[bool] = False
@@ -121,7 +123,10 @@ class Format:
         return [] if begun is None else list(begun(path))
 
     def guess(self, path: Path | Location) -> Any:
-        """Proposes a description of a folder's files, for formats with :attr:`takes_layout`: has ``text`` and ``unsure``."""
+        """Proposes a description of a folder's files, for formats with :attr:`takes_layout`.
+
+        The result has the attributes ``text`` and ``unsure``.
+        """
         guess = self._in_room("guess")
         if guess is None:
             raise UnsupportedError(f"{self.name} datasets need no description", path=path)

@@ -1,20 +1,20 @@
-"""Indexes of folders of many files, kept in the user's cache folder: opening such a folder again parses none of its files.
+"""Cached indexes of folders with many files: opening such a folder again parses none of its files.
 
 .. code-block:: text
 
     $ACTSHARD_CACHE-index/, or ~/.cache/actshard-index/
       <SHA-256 of the folder's real path, its format and description>.idx
         8 bytes    b"actsidx1"
-        32 bytes   SHA-256 of all that follows
+        32 bytes   SHA-256 of the rest of the file
         u64        bytes of the JSON
         JSON       {"state": ..., "header": {...}, "arrays": [[dtype, elements], ...]}, padded to 8 bytes
         arrays     one after another, little-endian, each padded to 8 bytes
 
 ``state`` is a SHA-256 of the names, sizes, modification times, change times and inodes of all files that the index depends on. An
-index with another state is not used. It is kept only if no file was changed in the last seconds: a later change within the
-resolution of a file system's clock would leave all of these as they were.
+index with another state is not used. An index is stored only if no file changed in the last seconds: a second change within the
+resolution of the file system's clock would not alter the state.
 
-An index is as untrusted as any file. It contains numbers, no paths; formats check every number, as they do for files.
+Indexes are untrusted, like any file. They contain numbers but no paths, and formats check every number.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from actshard.location import Location, cache_folder
 from actshard.logs import LOG
 
 LEAST_FILES = 256
-"""Indexes of fewer files are not kept."""
+"""No index is stored for a folder with fewer files."""
 LARGEST = 256 << 20
-"""Bytes of the largest index that is kept or read."""
+"""Size limit of one index in bytes, for storing and reading."""
 MOST_BYTES = 1 << 30
-"""Bytes of all kept indexes. The least recently used ones are removed first."""
+"""Size limit of all stored indexes in bytes. The least recently used are removed first."""
 SETTLED_NS = 5_000_000_000
-"""Nanoseconds since the last change of a file after which an index is kept."""
+"""Nanoseconds that must have passed since the last change of any file before an index is stored."""
 _MAGIC = b"actsidx1"
 _DTYPES = ("<u4", "<u8", "<i8", "|u1")
 
 
 class Listing:
-    """The files of a local folder that an index depends on. The state is that of the first look at each."""
+    """The files of a local folder that an index depends on. Each file's state is read once, on first access."""
 
     def __init__(self, root: Location) -> None:
         self.root = root
@@ -94,7 +94,7 @@ class Listing:
 
     @property
     def state(self) -> str:
-        """Differs from an earlier state if a file was added, removed, replaced or written."""
+        """A hash that changes if a file is added, removed, replaced or written."""
         made = hashlib.sha256()
         for key in sorted(self._folders):
             lines = [f"{name}\0{version}" for name, version in self._folders[key]]
@@ -105,12 +105,12 @@ class Listing:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last change is long ago, compared with the resolution of clocks of file systems."""
+        """Whether the last change is older than the resolution of any file system's clock."""
         return self.newest < self.began - SETTLED_NS
 
 
 def folder() -> Path | None:
-    """The folder of kept indexes; None if ``ACTSHARD_INDEX=0``, or if there is no cache folder."""
+    """The folder of stored indexes; None if ``ACTSHARD_INDEX=0``, or if there is no cache folder."""
     if os.environ.get("ACTSHARD_INDEX") == "0":
         return None
     try:
@@ -121,13 +121,13 @@ def folder() -> Path | None:
 
 
 class KeptIndex:
-    """The place of one folder's index.
+    """The cached index of one folder.
 
     Args:
-        listing: the files it depends on, all listed.
+        listing: the files that the index depends on, all of them listed.
         format: the name of the format.
-        version: changes when the format's index does.
-        key: what else the index depends on, such as a description.
+        version: version of the format's index layout.
+        key: further data that the index depends on, such as a description.
     """
 
     def __init__(self, listing: Listing, format: str, version: int, key: str = "") -> None:
@@ -138,7 +138,7 @@ class KeptIndex:
         self.path = None if above is None else above / f"{name}.idx"
 
     def load(self) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
-        """Returns the header and the arrays; None if no index is kept, or if it is stale or damaged."""
+        """Returns the header and the arrays; None if no index is stored, or if it is stale or damaged."""
         if self.path is None:
             return None
         try:
@@ -148,13 +148,13 @@ class KeptIndex:
                     return None
                 data = file.read(LARGEST + 1)
             with contextlib.suppress(OSError):  # of a read-only file system
-                os.utime(self.path)  # recently used
+                os.utime(self.path)  # marks the index as recently used
         except OSError:
             return None
         return parsed(data, self.listing.state)
 
     def save(self, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> None:
-        """Keeps an index, if the files have settled. A failure to write is not an error."""
+        """Stores an index, if no file changed recently. A failure to write is only logged."""
         if self.path is None or not self.listing.is_settled:
             return
         data = packed(self.listing.state, header, arrays)
@@ -174,7 +174,7 @@ class KeptIndex:
 
 
 def _make_room(inside: Path, size: int) -> None:
-    """Removes the least recently used indexes, and what a killed process left."""
+    """Removes the least recently used indexes and files left by killed processes, until ``size`` bytes fit the limit."""
     found = []
     for entry in os.scandir(inside):
         if entry.name.endswith((".idx", ".part")) and entry.is_file(follow_symlinks=False):
@@ -189,7 +189,7 @@ def _make_room(inside: Path, size: int) -> None:
 
 
 def clear() -> None:
-    """Removes all kept indexes."""
+    """Removes all stored indexes."""
     inside = folder()
     if inside is None or not inside.is_dir():
         return
@@ -212,7 +212,7 @@ def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]
 
 
 def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
-    """The header and arrays of an index; None if it is damaged, or of another state."""
+    """The header and arrays of an index; None if it is damaged or its state differs."""
     if data[:8] != _MAGIC or len(data) < 48 or hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
         return None
     at = 48 + int.from_bytes(data[40:48], "little")

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 _COPIED_AT_ONCE = 256 << 20
-"""Bytes that are copied between two notes of progress."""
+"""Bytes that are copied between two progress reports."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A file of a merged dataset that is copied together.
+    """A file of a merged dataset that is copied from pieces of other files.
 
     Attributes:
-        name: its path below :attr:`Merge.path`, with ``/``.
-        pieces: (file, first byte, bytes, first byte in the new file); what no piece covers is zeros.
-        size: bytes of the new file.
+        name: path relative to :attr:`Merge.path`, with ``/``.
+        pieces: (source file, offset, bytes, offset in the new file). Bytes outside of all pieces are zero.
+        size: size of the new file in bytes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Assembled:
         return sum(count for _, _, count, _ in self.pieces)
 
     def write(self, target: Path, tell: Callable[[int], object] = lambda count: None) -> None:
-        """Writes the file under a temporary name, syncs and renames it. ``tell`` is called with bytes that were copied."""
+        """Writes the file under a temporary name, syncs and renames it. ``tell`` is called with the bytes copied by each step."""
         temporary = target.with_name(f".{target.name}.part")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -71,7 +71,7 @@ class Merge:
         parts: datasets to merge, in order.
         move: whether source files may be moved.
         options: the format's options.
-        copies: files that tasks of a plan copied before, by their names below ``path``.
+        copies: files that tasks of a plan have already copied, by name relative to ``path``.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Merge:
     copies: Mapping[str, Path] = field(default_factory=dict)
 
     def assemble(self, file: Assembled) -> None:
-        """Copies a file together, unless it is there, or a task did it."""
+        """Writes a file from its pieces, unless it exists or a task of a plan has copied it."""
         target = self.path / file.name
         if target.exists() or self._placed(target):
             return
@@ -112,7 +112,7 @@ class Merge:
         rename(temporary, target)
 
     def _placed(self, target: Path, name: Path | None = None) -> bool:
-        """Moves a task's copy to its place. ``name``: the path that it will have; None: ``target``."""
+        """Moves a task's copy to ``target``; False if there is no copy. ``name``: the final path, if it is not ``target``."""
         copy = self.copies.get((name or target).relative_to(self.path).as_posix()) if self.copies else None
         if copy is None or not copy.exists():
             return False
@@ -121,7 +121,7 @@ class Merge:
         return True
 
     def _link_of(self, temporary: Path, target: Path, source: str, copy: str) -> None:
-        """Links a file of a store. The store has its name when all of its files are there."""
+        """Links a file of a store. The store gets its name when all of its files exist."""
         if not self._placed(Path(copy), target / Path(copy).relative_to(temporary)):
             _link(source, copy)
 
@@ -130,7 +130,7 @@ def _link(source: Any, target: Any) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # another file system, or no support for links
+        # another file system, or one without hard links
         size = Path(source).stat().st_size
         _native.copy_range(source, 0, size, target, 0)
         _native.sync_files([target])
@@ -140,24 +140,24 @@ class Merger(ABC):
     """A format's implementation of merging.
 
     :meth:`check` detects all errors before anything is moved or written. :meth:`run` may be called again after a crash and
-    resumes: it assembles and takes files, and :meth:`finish` writes what makes them a dataset.
+    resumes: it assembles and takes files, and :meth:`finish` writes the remaining files, which complete the dataset.
     """
 
     makes: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names that a merge creates in the dataset's folder."""
     physical: ClassVar[str | None] = None
-    """Plural name of this format's datasets, if a merged dataset can be a list of several; ``physical=True`` then makes it one."""
+    """Plural name of this format's datasets, if a merge can produce a list of them; ``physical=True`` then produces one dataset."""
     files: ClassVar[re.Pattern[str] | None] = None
-    """Names of files that a writer of the format creates, in any folder. Only these are removed from a merged part; None: all."""
+    """Names of files that the format's writers create, in any folder. Only these are removed from a merged part; None: all."""
     names_itself: ClassVar[bool] = False
     """Whether the format chooses the name of the merged dataset's folder, below the given path."""
 
     def datasets(self, path: Path) -> list[Path]:
-        """The datasets of a source: itself, unless it is a list of several."""
+        """The datasets of a source: the source itself, unless it is a list of datasets."""
         return [path]
 
     def several(self, path: Path) -> bool:
-        """Whether a merged dataset still consists of several."""
+        """Whether a merged dataset still consists of several datasets."""
         return False
 
     def kind(self, contents: Contents) -> dict[str, Any]:
@@ -165,11 +165,11 @@ class Merger(ABC):
         return {}
 
     def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
-        """Files and bytes of a dataset merged of parts of these (shards, files, bytes).
+        """Files and bytes of a dataset merged from parts, each given as (shards, files, bytes).
 
         ``whole``: shards, files and bytes of a dataset that has all examples and is written at once.
         """
-        one = whole[1] - whole[0]  # files beside the shards, which the merged dataset has once
+        one = whole[1] - whole[0]  # files other than shards, which the merged dataset has once
         return sum(shards for shards, _, _ in parts) + one, sum(size for _, _, size in parts)
 
     @abstractmethod
@@ -177,12 +177,12 @@ class Merger(ABC):
         """Raises if the merge is impossible. Writes nothing."""
 
     def assembled(self, plan: Merge) -> list[Assembled]:
-        """Files that must be copied together, because no part has them as a whole."""
+        """Files that must be copied from pieces, because no part contains them unchanged."""
         return []
 
     @abstractmethod
     def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
-        """Files and stores that become part of the dataset as they are: (where they are, where they go)."""
+        """Files and stores that become part of the dataset unchanged: (source, target)."""
 
     @abstractmethod
     def finish(self, plan: Merge) -> Path:
@@ -206,7 +206,7 @@ class Merger(ABC):
 
 
 def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
-    """Raises FormatError if no type holds a column's values of all parts, because they would become strings."""
+    """Raises FormatError if no type can store a column's values of all parts unchanged: they would become strings."""
     import pyarrow as pa
 
     known: dict[str, tuple[Any, Path]] = {}

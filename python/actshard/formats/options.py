@@ -1,7 +1,7 @@
 """Types of the options that :func:`actshard.create` and :func:`actshard.convert` pass to a format.
 
-For type checkers and editors. What an option means, its default and its limits: each format's ``Target.own``, which also rejects
-the options of other formats when a call runs. A test compares the two.
+For type checkers and editors. Each format's ``Target.own`` documents meaning, default and limits of its options, and rejects other
+options at run time. A test compares both.
 """
 
 from __future__ import annotations

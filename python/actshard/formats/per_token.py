@@ -1,6 +1,6 @@
 """Columns with one value per token: token ids, masks. They are read like rows, with one element each.
 
-The columns of a store are lists, one per example, with as many values as the example has stored tokens.
+The columns of a store are lists, one per example, with one value per stored token.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from actshard._native import Rows
 
 _SHOWN = 20
-"""Examples with wrong values that are reported, per column."""
+"""Number of examples with invalid values that are reported per column."""
 _EXAMPLES = 1 << 16
-"""Number of examples whose lengths are looked at together."""
+"""Number of examples whose lengths are examined together."""
 _VALUES = 1 << 24
-"""Values of a column that are read at once, unless one example has more."""
+"""Number of values of a column that are read at once, unless one example has more."""
 LAST = "last"
 """Name of the layer of last hidden states."""
 
 
 def layer_names(ids: Sequence[int], last: str | None = None) -> tuple[int | str, ...]:
-    """Names of layers that lie side by side: their ids; a repeated id also has its number (``"9 (2)"``); then ``last``."""
+    """Layer names from ids, in stored order; a repeated id also has a number (``"9 (2)"``). ``last`` follows, if given."""
     seen: dict[int, int] = {}
     made: list[int | str] = []
     for layer in ids:
@@ -45,7 +45,7 @@ class TokenColumns:
     """Reads per-token columns of a dataset's examples.
 
     Args:
-        rows: by name of the column: rows of one element, with one group.
+        rows: by column name, rows of one element, with one group.
         n: number of examples.
         path: the dataset, for errors.
     """
@@ -127,7 +127,7 @@ class TokenColumns:
 def wrong_values(
     name: str, values: NDArray[Any], vocabulary: int = 1 << 31
 ) -> tuple[NDArray[np.int64], str, Literal["token-range", "mask-value"]]:
-    """Positions of values that are no token ids (``"input_ids"``), or not 0 or 1 (masks); what is expected; the finding's code."""
+    """Positions of invalid values (``"input_ids"``: not token ids; masks: not 0 or 1), the expected value, the finding's code."""
     if name == "input_ids":
         return (
             np.flatnonzero((values < 0) | (values >= vocabulary)),
@@ -158,8 +158,8 @@ def check_token_values(
             for row, k in dict(zip(rows[::-1].tolist(), at[::-1].tolist(), strict=True)).items():
                 shown[name] += 1
                 if shown[name] <= _SHOWN:
-                    said = f"example {first + row}, {name}, token {k - ends[row]}"
-                    report.add(code, place(first + row), int(column.values[k].as_py()), expected, said)
+                    where = f"example {first + row}, {name}, token {k - ends[row]}"
+                    report.add(code, place(first + row), int(column.values[k].as_py()), expected, where)
         first += len(batch)
 
 
@@ -218,13 +218,13 @@ def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDA
 
 
 def made_up_masks(stored: Sequence[str], columns: Sequence[str]) -> list[tuple[str, str]]:
-    """Losses of a conversion whose source lacks masks that the format stores: ``stored`` are its columns."""
+    """Losses of a conversion whose source lacks masks. ``stored``: the format's columns; ``columns``: the source's."""
     lacking = [name for name in stored if name.endswith("_mask") and name not in columns]
     return [("masks", f"the source has no {name}: it is written as ones") for name in lacking]
 
 
 def check_counts(counts: NDArray[np.int64], tokens: NDArray[np.int64], name: str, first: int) -> None:
-    """Raises ArgumentError unless every example has as many values as tokens."""
+    """Raises ArgumentError unless every example has one value per token."""
     if (wrong := np.flatnonzero(counts != tokens)).size:
         i = int(wrong[0])
         raise ArgumentError(

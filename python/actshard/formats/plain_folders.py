@@ -1,4 +1,4 @@
-"""Folders that actshard writes as plain files, formats ``npy`` and ``safetensors``: their description begins with a mark.
+"""Folders of plain files that actshard writes (formats ``npy`` and ``safetensors``): their description begins with a mark.
 
 .. code-block:: text
 
@@ -26,7 +26,7 @@ from actshard.location import Location
 
 NAME, COLUMNS, METADATA = "layout.toml", "columns.parquet", "metadata.json"
 MARK = "# actshard: "
-"""The beginning of a description that actshard wrote with a dataset; the format's name follows."""
+"""The beginning of a description written by actshard. The format's name follows."""
 
 
 def plain_evidence(path: Location, format: str) -> Evidence:
@@ -41,10 +41,10 @@ def plain_evidence(path: Location, format: str) -> Evidence:
 def plain_contents(path: Location, options: Options, format: str) -> Contents:
     """The contents of the described folder, with its metadata."""
     made = registry.get(registry.described()).open(path, options)
-    held: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if (path / METADATA).kind() == "file":
-        held = Fields(read_json(path / METADATA), path / METADATA).value
-    return replace(made, format=format, metadata=held)
+        fields = Fields(read_json(path / METADATA), path / METADATA).value
+    return replace(made, format=format, metadata=fields)
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
@@ -59,13 +59,13 @@ def beginning(path: Location) -> bytes:
 
 
 def marked(path: Location) -> str | None:
-    """The format that a description is a part of, by its first line; None for any other description."""
+    """The format named in the first line of a description that actshard wrote; None for other descriptions."""
     first = beginning(path).partition(b"\n")[0].decode(errors="replace").rstrip()
     return first.removeprefix(MARK) if first.startswith(MARK) else None
 
 
 class PlainCarrying(Carrying):
-    """All columns and metadata are the user's."""
+    """Keeps all columns and metadata: the format adds none."""
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None

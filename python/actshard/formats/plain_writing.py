@@ -1,7 +1,7 @@
 """Writes plain folders: a .npy or .safetensors file per layer, and the layout.toml that describes them; see :mod:`.plain_folders`.
 
-Rows are appended to activations/LAYER behind room for a header, which is written at the end, when the shape is known. layout.toml
-comes last: without it no reader of ours accepts the folder, and without headers no other library opens the files.
+Rows are appended to activations/LAYER after space reserved for a header, which is written at the end, when the shape is known.
+layout.toml is written last: without it actshard does not open the folder, and without headers no other library opens the files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 FOLDER, LENGTHS, KEY = "activations", "lengths", "activations"
 _TEXT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}")
-"""Names of layers that are names of files on every system."""
+"""Layer names that are valid file names on every system."""
 LARGEST = (10**15, 10**9)
-"""More examples and tokens than any file has: a header has room for their digits."""
+"""Upper limits of examples and tokens. Headers reserve space for their digits."""
 
 
 class PlainTarget(Target):
@@ -76,16 +76,16 @@ class PlainTarget(Target):
                     f"convert(layers={{{name!r}: 'name', ...}})"
                 )
         self.names: list[Layer] = list(spec.layers) if self.numbered else list(texts)
-        """Names of layers as they are read: numbers beside texts become texts."""
+        """Layer names as they are read: numbers become strings if other names are strings."""
         self._rows = 0
-        """Rows of each layer that are written."""
+        """Number of rows written per layer."""
         self._dirty: set[Path] = set()
 
     # -- of a kind of files ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-        """The bytes before an array. Their number does not depend on the shape."""
+        """The bytes before an array. Their number must not depend on the shape."""
 
     @property
     def room(self) -> int:
@@ -106,7 +106,7 @@ class PlainTarget(Target):
         return [
             (
                 "layers",
-                f"{', '.join(changed)} become texts, because other layers of the dataset have names that are texts",
+                f"{', '.join(changed)} become strings, because other layers of the dataset have strings as names",
             )
         ]
 
@@ -211,7 +211,7 @@ class PlainTarget(Target):
         write_bytes(self.root / NAME, text.encode())
 
     def description(self, each: int | None, *, columns: bool) -> str:
-        """The layout.toml of examples of ``each`` tokens; None: their numbers of tokens differ."""
+        """The text of layout.toml. ``each``: tokens per example; None: examples differ."""
         name = "{layer:d}" if self.numbered else "{layer:s}"
         axes = ["row", "dim"] if each is None else ["example", "dim"] if each == 1 else ["example", "token", "dim"]
         first = f"{FOLDER}/{self.spec.layers[0]}{self.suffix}"
@@ -239,7 +239,7 @@ class PlainTarget(Target):
         return "\n".join(lines) + "\n"
 
     def more_lines(self, key: str) -> list[str]:
-        """Further lines of a table of the description."""
+        """Additional lines for a table of the description."""
         return []
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
@@ -249,7 +249,7 @@ class PlainTarget(Target):
 
 
 def _runs(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Joins pieces that follow each other in memory and in the file, and leaves out empty ones."""
+    """Joins pieces that are adjacent in memory and in the file, and drops empty ones."""
     pieces = pieces[pieces[:, 2] > 0]
     if len(pieces) < 2:
         return pieces

@@ -72,7 +72,7 @@ def _plugin(point: EntryPoint) -> Format | None:
 
 
 def _wrong_in(format: Format) -> str | None:
-    """Returns an error in a plugin's declarations that would break listing all formats; None if there is none."""
+    """Returns a message if a plugin's declarations are invalid and would break the list of formats; else None."""
     if not _NAME.fullmatch(format.name):
         return f"name: expected letters, digits, '.', '_', '+' and '-', found {format.name!r:.80}"
     if format.holds != "activations":
@@ -142,7 +142,7 @@ def of_object(given: object) -> Format | None:
 
 
 def detect(name: str, path: Path) -> Evidence:
-    """Checks whether a path is a dataset of a format. Errors of a plugin count as no match.
+    """Checks whether a path is a dataset of a format. If a plugin fails, its format does not match.
 
     Raises:
         ActshardError, OSError: the path cannot be read.
@@ -162,7 +162,7 @@ def detect(name: str, path: Path) -> Evidence:
 
 
 def asked(format: Format, question: Callable[[], T], otherwise: T) -> T:
-    """Returns ``question()``; ``otherwise`` if it fails for a plugin. Used for questions asked of every format."""
+    """Returns ``question()``, or ``otherwise`` if it fails for a plugin. Used for calls to every format."""
     try:
         return question()
     except Exception:

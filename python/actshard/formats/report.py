@@ -23,8 +23,8 @@ from actshard.errors import (
 from actshard.location import Location
 
 NOT_OF_DATA = (ClosedError, InterruptedReadError, NoMemoryError)
-"""Errors that say nothing about the files: the caller closed a store, cancelled, or has too little memory. They are raised, as a
-finding would call sound data broken."""
+"""Errors that are not caused by the files: the store was closed, the read was interrupted, or memory is short. They are raised
+instead of reported, because a finding would declare valid data damaged."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Finding:
         place: position in the file: a field, a line, a byte or an example; or None.
         expected: the expected value; empty if there is none.
         found: the value found.
-        remedy: what to do about it.
+        remedy: the action to take.
     """
 
     code: str
@@ -51,8 +51,8 @@ class Finding:
 
     def __str__(self) -> str:
         where = f"{self.path}: {self.place}: " if self.place else f"{self.path}: "
-        said = f"expected {self.expected}, found {self.found}" if self.expected else self.found
-        return f"{self.severity} [{self.code}] {where}{said.removesuffix('.')}; {self.remedy}"
+        message = f"expected {self.expected}, found {self.found}" if self.expected else self.found
+        return f"{self.severity} [{self.code}] {where}{message.removesuffix('.')}; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         """The finding as JSON-compatible values."""
@@ -68,9 +68,9 @@ class Report:
     deep: bool
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
-    """Amounts checked: files, examples, rows, bytes."""
+    """Numbers of files, examples, rows and bytes that were checked."""
     layout: Any = field(default=None, repr=False, compare=False)
-    """The description of the files that was given, for formats that use one."""
+    """The ``layout=`` argument, for formats that use one."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
     _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
     """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""
@@ -119,19 +119,19 @@ class Report:
         }
 
     @classmethod
-    def of_dict(cls, said: dict[str, Any]) -> Report:
+    def of_dict(cls, values: dict[str, Any]) -> Report:
         """The report of :meth:`as_dict`.
 
         Raises:
-            LookupError, TypeError, ValueError: the values are no report.
+            LookupError, TypeError, ValueError: the values are not those of a report.
         """
-        if not isinstance(said["checked"], dict) or not isinstance(said["format"], str | None):
+        if not isinstance(values["checked"], dict) or not isinstance(values["format"], str | None):
             raise TypeError(
-                f"expected a format's name and amounts, found {said['format']!r:.40}, {said['checked']!r:.40}"
+                f"expected a format's name and amounts, found {values['format']!r:.40}, {values['checked']!r:.40}"
             )
-        made = cls(place_of(said["path"]), said["format"], bool(said["deep"]))
-        made.checked = {str(what): int(n) for what, n in said["checked"].items()}
-        for each in said["findings"]:
+        made = cls(place_of(values["path"]), values["format"], bool(values["deep"]))
+        made.checked = {str(what): int(n) for what, n in values["checked"].items()}
+        for each in values["findings"]:
             made.add(each["code"], place_of(each["path"]), each["found"], each["expected"], each["place"])
         return made
 
@@ -151,11 +151,11 @@ class Report:
                 self._wrong |= {(path, code), (path, text)}
 
     def count(self, what: str, n: int = 1) -> None:
-        """Adds to an amount checked."""
+        """Adds to a number in :attr:`checked`."""
         self.checked[what] = self.checked.get(what, 0) + n
 
     def error(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
-        """Adds an exception as a finding, unless the same code or message was already reported for its file.
+        """Adds an exception as a finding, unless its code or message was already reported for the same file.
 
         Raises:
             The error itself, if it is one of :data:`NOT_OF_DATA`.

@@ -1,4 +1,4 @@
-"""Scaled states: bfloat16 rows stored as float8 or int8 codes with float32 scales, and the error of reading them back.
+"""Scaled states: bfloat16 rows stored as float8 or int8 codes with float32 scales, and the resulting error.
 
 ::
 
@@ -32,12 +32,12 @@ AXES: dict[str, tuple[bool, bool, bool]] = {
     "layer": (False, True, False),
     "channel": (False, False, True),
 }
-"""Along which of the axes tokens, layers and channels the scales of an example differ."""
+"""For each kind of scales, whether they vary along tokens, layers and channels."""
 
 
 @dataclass
 class ScaleLoss:
-    """The error of scaled states, read back in bfloat16 and compared with the bfloat16 rows that were stored."""
+    """The error of scaled states: differences between the bfloat16 rows as read and as given."""
 
     max_abs_error: float = 0.0
     max_row_error: float = 0.0
@@ -46,12 +46,12 @@ class ScaleLoss:
     squared_values: float = 0.0
     saturated: int = 0
     vanished: int = 0
-    """Values other than zero that became zero."""
+    """Number of non-zero values that became zero."""
     nan: int = 0
 
     @property
     def relative_error(self) -> float:
-        """Root of the summed squares of errors, relative to that of values."""
+        """L2 norm of the errors divided by the L2 norm of the values."""
         return math.sqrt(self.squared_error / self.squared_values) if self.squared_values else 0.0
 
     def add(self, other: ScaleLoss) -> None:
@@ -62,11 +62,11 @@ class ScaleLoss:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> ScaleLoss:
-        """The error that :func:`dataclasses.asdict` made plain. Raises TypeError for other fields or values."""
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in said.values()):
+    def of(cls, values: Mapping[str, Any]) -> ScaleLoss:
+        """Restores an error from the result of :func:`dataclasses.asdict`. Raises TypeError for other fields or values."""
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
             raise TypeError("expected numbers")
-        return cls(**said)
+        return cls(**values)
 
     def __str__(self) -> str:
         nan = f"; {self.nan:,} values are NaN, as in the source" if self.nan else ""
@@ -85,14 +85,14 @@ class Scaling:
         self.scales = scales
         self.per = AXES[scales]
         self.loss = ScaleLoss()
-        """Of all rows written."""
+        """The error of all rows written."""
 
     @classmethod
     def asked(cls, dtype: np.dtype[Any] | None, scales: Any, format: str) -> Scaling | None:
-        """The scaling for the arguments ``dtype=`` and ``scales=``; None if rows are stored as they are.
+        """The scaling for the arguments ``dtype=`` and ``scales=``; None if rows are stored unscaled.
 
         Raises:
-            ArgumentError, DtypeError: one without the other, or an unknown word.
+            ArgumentError, DtypeError: one of the arguments lacks the other, or ``scales`` is unknown.
         """
         name = None if dtype is None else name_of(dtype)
         if scales is None:
@@ -123,12 +123,12 @@ class Scaling:
 
         Args:
             states: bfloat16 ``(tokens, layers, width)``, C-contiguous.
-            codes: bytes of the codes, as many as there are values.
-            scales: of :meth:`shape`.
-            example: its number, for messages.
+            codes: receives the codes, one byte per value.
+            scales: receives the scales; has the shape of :meth:`shape`.
+            example: the example's number, for messages.
 
         Raises:
-            DtypeError: values that the codes cannot express.
+            DtypeError: values that codes and scales cannot represent.
         """
         tokens, layers, width = states.shape
         raw = states.reshape(-1).view(np.uint8)
@@ -139,13 +139,13 @@ class Scaling:
         if refused:
             assert row is not None
             raise DtypeError(
-                f"example {example}, token {row // layers}: {refused:,} NaN, infinite or largest values, from this token on, which "
-                f"{self.dtype} with scales cannot express. Leave the example out, or store bfloat16."
+                f"example {example}, token {row // layers}: expected values that {self.dtype} with scales can represent, found "
+                f"{refused:,} from this token on that are NaN, infinite or too large. Leave the example out, or store bfloat16."
             )
         return ScaleLoss(most, worst, errors, squares, saturated, vanished, nan)
 
     def again(self, states: NDArray[Any], example: int) -> NDArray[Any]:
-        """The states as they are read back, bfloat16 ``(tokens, layers, width)``."""
+        """The states as a reader returns them, bfloat16 ``(tokens, layers, width)``."""
         codes, scales = np.empty(states.size, np.uint8), np.empty(self.shape(*states.shape), np.float32)
         self.fill(states, codes, scales, example)
         with np.errstate(invalid="ignore"):

@@ -45,14 +45,14 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
 
 
 def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
-    """Rows of a table, in this order. Unlike ``take``, lists of more than 2 GiB together are no error."""
+    """Rows of a table, in this order. Unlike ``take``, it accepts lists of more than 2 GiB in total."""
     import pyarrow as pa
 
     return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
 
 
 def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds values of both types unchanged, with nulls for missing fields; None if there is none.
+    """The type that can store values of both types unchanged, with nulls for missing fields; None if no type can.
 
     Types of parts are inferred from values, so nulls, empty lists, missing fields and narrower numbers are compatible.
     """
@@ -86,9 +86,9 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 
 def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The columns of a schema, as its types.
+    """The columns of a schema, cast to its types.
 
-    Columns that have their type are not cast: pyarrow 26 makes an invalid array of lists of nulls that it casts to their own type.
+    A column that already has its type is not cast: casting lists of nulls to their own type returns an invalid array in pyarrow 26.
     """
     import pyarrow as pa
 

@@ -32,7 +32,7 @@ PREVIEW = "text_preview"
 TEXTS = ("text", "prompt", PREVIEW)
 """Column names of an example's text: lmprobe, Zarr stores, pickle shards."""
 OTHER_TEXT = {"text": "prompt", "prompt": "text"}
-"""The two names of the column of whole texts. Pickle shards have only a preview, which is not a text's other name."""
+"""The names of a column of complete texts. The preview in pickle shards is not one of them."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -44,7 +44,7 @@ class Spec:
     layers: tuple[Layer, ...]
     d_model: int
     dtype: np.dtype[Any] | None
-    """None: the dtype of the first rows appended."""
+    """None: the dtype of the first appended rows."""
     metadata: dict[str, Any]
     num_examples: int | None
     tokens: int | None
@@ -52,11 +52,11 @@ class Spec:
     shard_bytes: int | None
     part: tuple[int, int] | None
     whole: int | None = None
-    """Of a part: number of examples of all parts, where it is known; ``num_examples`` are those of this part."""
+    """For a part: number of examples of all parts, if known. ``num_examples`` is the number of this part."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options specific to the format."""
     created: int | None = None
-    """When the dataset counts as created, in seconds since 1970, for formats that record it; None: SOURCE_DATE_EPOCH, or now."""
+    """Creation time to record, in seconds since 1970, for formats that record it; None: SOURCE_DATE_EPOCH, or now."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class AllExamples:
 class Target(ABC):
     """Writes a dataset of one format.
 
-    Call order: :meth:`restore` and :meth:`forget` if the dataset was begun before; then :meth:`settle` and :meth:`write`, any
-    number of times. Now and then: :meth:`dirty`, a sync of the files it returns and of their folders, :meth:`committed`. Finally
-    :meth:`finish`. All these calls come from one thread. The checks run on the thread that appends, before any data are kept.
+    Call order: :meth:`restore` and :meth:`forget` to resume a dataset; then :meth:`settle` and :meth:`write`, any number of
+    times. At intervals: :meth:`dirty`, a sync of the returned files and of their folders, :meth:`committed`. Finally
+    :meth:`finish`. One thread makes all these calls. Checks run in the appending thread, before any data are buffered.
     """
 
     format: ClassVar[str]
@@ -118,13 +118,13 @@ class Target(ABC):
     """Whether examples may have different numbers of tokens."""
     holds_columns = True
     only_columns: tuple[str, ...] | None = None
-    """The columns that the format has a place for: a conversion leaves others out and reports them. None: any column."""
+    """The columns that the format can store: a conversion drops others and reports them. None: any column."""
     needs_columns: ClassVar[tuple[str, ...]] = ()
     """Columns without which the format cannot be written."""
     unique: ClassVar[str | None] = None
     """An integer column whose values must be unique."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)
-    """Attributes determined by the first examples unless given."""
+    """Attributes that the first examples determine unless they are given."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Patterns of the file names written to the dataset's folder. Only matching files may be removed."""
     names_itself = False
@@ -134,38 +134,38 @@ class Target(ABC):
     holds_partial_layers = False
     """Whether an example may lack a layer, or have different tokens in different layers."""
     holds_named_layers = False
-    """Whether layers may have texts as names; otherwise they are integers."""
+    """Whether layer names may be strings; otherwise they are integers."""
     numbers_layers = True
-    """Whether integers as names of layers are taken for their numbers in the model, by the format's own readers or by people."""
+    """Whether readers of the format interpret integer layer names as the layers' numbers in the model."""
     holds_labels = False
-    """Whether patch labels have a separate place."""
+    """Whether the format stores patch labels separately."""
     holds_metadata = True
-    """Whether metadata have a place: the user's, and those of a conversion's source."""
+    """Whether the format stores metadata: the user's, and those of a conversion's source."""
     holds_logits = False
-    """Whether top-k logits and router logits have separate places, rather than columns."""
+    """Whether the format stores top-k logits and router logits separately, not as columns."""
     keeps_lengths = False
-    """Whether lengths of examples before padding are stored."""
+    """Whether the format stores lengths of examples before padding."""
     finds_by_text = False
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
     without_text = 0
-    """Number of examples that were written without a text although others have one, in formats that find them by text."""
+    """Number of examples written without a text although others have one, in formats that find examples by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
     """The format's column of an example's text."""
     empty_examples: ClassVar[str | None] = None
-    """What happens to examples without tokens, if they cannot be stored."""
+    """How the format treats examples without tokens, for messages; None: they are stored unchanged."""
     padding_note: ClassVar[str] = (
         "which {format} treats as content; actshard also stores their lengths and skips the zeros"
     )
-    """What becomes of padding, for the losses of a conversion to a format with a constant number of tokens."""
+    """How padding is treated, for the losses of a conversion to a format with a constant number of tokens."""
     keeping_all: ClassVar[str | None] = None
     """The option that keeps all tokens, for formats that can store a single row per example."""
     splits: ClassVar[Literal["examples", "layers"] | None] = None
-    """What tasks of a plan divide among them: ranges of examples, layers (formats with one file per layer), or None: one task
+    """How tasks of a plan divide the work: by ranges of examples, or by layers (formats with one file per layer). None: one task
     writes everything."""
     blocks_are_files: ClassVar[bool] = False
-    """Whether what is written depends on which examples come in one block; tasks then begin where the writer's blocks do."""
+    """Whether the files depend on which examples share a block. Tasks then begin where the writer's blocks begin."""
 
     writes_parquet: ClassVar[bool] = False
     """Whether columns are written as Parquet, for predictions of memory."""
@@ -174,7 +174,7 @@ class Target(ABC):
     """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 
     copies: ClassVar[float] = 0.0
-    """Memory of :meth:`write` beside the block, in blocks, for predictions."""
+    """Memory of :meth:`write` in addition to the block, in units of a block, for predictions."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -198,9 +198,9 @@ class Target(ABC):
         self.n = 0
         """Number of examples written."""
         self.plan: Path | None = None
-        """Working folder of the plan that this is written for. Writers refuse folders in which another plan makes a dataset."""
+        """Working folder of the plan that writes this dataset. Writers refuse folders in which another plan writes a dataset."""
         self.apart: Apart | None = None
-        """Set in a task of a plan, which writes some of the examples to files of its own."""
+        """Set in a task of a plan, which writes some of the examples to separate files."""
 
     @classmethod
     def conversion_options(
@@ -211,7 +211,7 @@ class Target(ABC):
         Args:
             own: options of this format implied by the source's metadata.
             asked: the user's options, which take precedence.
-            tokens: the tokens converted: ``"all"``, ``"content"`` or ``"last"``.
+            tokens: the tokens to convert: ``"all"``, ``"content"`` or ``"last"``.
             pooled: returns whether every example of the source has one row.
         """
         return {**own, **asked}
@@ -223,12 +223,12 @@ class Target(ABC):
 
     @property
     def reading(self) -> dict[Layer, Layer]:
-        """The name under which each layer is read, in the order in which the finished dataset has them."""
+        """The name under which each layer is read, in the finished dataset's order."""
         return {name: name for name in self.spec.layers}
 
     @property
     def reading_layout(self) -> dict[str, Any] | None:
-        """``layout=`` with which the dataset opens under :attr:`reading`, for formats whose files do not record names of layers."""
+        """The ``layout=`` that opens the dataset with the names of :attr:`reading`, if its files do not record layer names."""
         return None
 
     # -- checks, before anything is written -------------------------------------------------------------------
@@ -265,8 +265,8 @@ class Target(ABC):
     def check_columns(self, schema: pa.Schema) -> None:  # noqa: B027 -- a format may hold any
         """Raises for columns that the format cannot store, by name and type.
 
-        Called with the columns of the first examples, and again for a new column or a type that was undetermined. A conversion
-        calls it with the source's columns before it writes anything.
+        Called with the columns of the first examples, and again when a column is new or gets a type. A conversion calls it with
+        the source's columns before it writes anything.
 
         Raises:
             ArgumentError: a reserved name or an unsupported type.
@@ -294,14 +294,14 @@ class Target(ABC):
         """Determines all remaining settings from the first block, because the journal, written next, records them."""
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        """Losses of a conversion that only the format knows, as (what, detail), such as names of layers that it does not record.
+        """Format-specific losses of a conversion, as (what, detail), such as layer names that the format does not record.
 
-        ``columns`` are those that are written.
+        ``columns`` are the written columns.
         """
         return []
 
     def as_read(self, block: Block) -> NDArray[Any]:
-        """The rows of a block as the finished dataset returns them; others than the block's if the format stores approximations."""
+        """The rows of a block as the finished dataset returns them. They differ if the format stores approximations."""
         return block.memory
 
     def config(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Target(ABC):
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
-        """Takes over the settings an earlier writer determined."""
+        """Adopts the settings that an earlier writer determined."""
         if config.get("dtype") is not None:
             self.dtype = NUMPY_BY_NAME[config["dtype"]]
 
@@ -326,9 +326,9 @@ class Target(ABC):
         return None
 
     def alike(self) -> Path | None:
-        """Path of the only finished dataset with this configuration, whatever its number of examples; None if not exactly one.
+        """Path of the only finished dataset with this configuration and any number of examples; None if not exactly one.
 
-        Left by a writer killed after its last step but before its journal recorded it, in formats whose path depends on the
+        A writer leaves it if killed between its last step and the journal's record of it, in formats whose path depends on the
         number.
         """
         return None
@@ -337,10 +337,10 @@ class Target(ABC):
 
     @abstractmethod
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
-        """Resumes after commits with these states and examples of these lengths."""
+        """Resumes after commits with these states. ``lengths`` are those of the committed examples."""
 
     def forget(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- some formats write whole files only
-        """Removes data written after examples of these lengths (possibly none): written but not committed."""
+        """Removes uncommitted data, written after the committed examples. ``lengths`` are those of the committed examples."""
 
     @abstractmethod
     def write(self, block: Block) -> None:
@@ -368,21 +368,22 @@ class Target(ABC):
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Examples with which files begin, ascending from 0: a task that begins with one shares no large file with others.
+        """Examples that begin a file, ascending from 0; None: every example may begin a task.
 
-        ``lengths``: tokens ``(n, layers)`` of all examples. None: every example may begin a task.
+        A task that begins with such an example shares no large file with other tasks. ``lengths``: tokens ``(n, layers)`` of all
+        examples.
         """
         return None
 
     @property
     def room(self) -> int:
-        """Bytes at the beginning of files that are written when the dataset is finished."""
+        """Bytes reserved at the beginning of files, which are written when the dataset is finished."""
         return 0
 
     def states_at(
         self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """What :meth:`begin_at` needs to begin with each of ``firsts``, as JSON values.
+        """States with which :meth:`begin_at` begins at each of ``firsts``, as JSON values.
 
         Args:
             lengths: tokens ``(n, layers)`` of all examples.
@@ -392,7 +393,7 @@ class Target(ABC):
         return [{} for _ in firsts]
 
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
-        """Prepares to write examples from ``first`` on; others write those before. ``state``: of :meth:`states_at`."""
+        """Prepares to write examples from ``first``; other tasks write earlier ones. ``state`` is from :meth:`states_at`."""
         self.n = first
 
     def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -426,20 +427,20 @@ class Target(ABC):
 
 
 class Apart:
-    """Files of a task: each holds the bytes from the first that the task writes on, and it is known where these belong.
+    """Files of a task. Each begins with the first byte that the task writes; the offsets in the whole file are recorded.
 
-    A shard that two tasks share thus becomes two files without holes, which are put together when the plan is committed.
+    A shard shared by two tasks thus becomes two files without holes. They are joined when the plan is committed.
     """
 
     def __init__(self, room: int) -> None:
         self._room = room
         self.extents: dict[Path, list[int]] = {}
-        """For each file, the first byte and the end of what was written, in the whole file."""
+        """For each file, the first offset and the end of the written bytes in the whole file."""
 
     def placed(
         self, files: Sequence[tuple[Path, int]], pieces: NDArray[np.int64]
     ) -> tuple[list[tuple[Path, int]], NDArray[np.int64]]:
-        """Moves what :meth:`Target.put` writes to the beginning of the task's files."""
+        """Shifts the offsets of :meth:`Target.put` to the beginning of the task's files."""
         count = len(files)
         first, end = np.full(count, np.iinfo(np.int64).max), np.array([size for _, size in files], np.int64)
         np.minimum.at(first, pieces[:, 3], pieces[:, 4])
@@ -472,12 +473,12 @@ def positive(options: Mapping[str, Any], name: str, default: int | None) -> int 
 
 
 def created(spec: Spec, form: str) -> str:
-    """The time that a dataset records as its creation, by ``time.strftime``."""
+    """The creation time that a dataset records, formatted by ``time.strftime``."""
     return time.strftime(form, time.gmtime(given_time(spec)))
 
 
 def given_time(spec: Spec) -> int | None:
-    """The time that replaces the clock: that of the spec, or the environment variable SOURCE_DATE_EPOCH; None: the clock.
+    """The given creation time: from the spec, else from the environment variable SOURCE_DATE_EPOCH; None: use the clock.
 
     Source of the variable: https://reproducible-builds.org/specs/source-date-epoch.
     """
@@ -502,15 +503,17 @@ def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> N
     """Raises DtypeError unless the format supports this dtype."""
     name = name_of(dtype)
     if name not in names:
-        held = " or ".join(str(NUMPY_BY_NAME[n]) for n in names)
+        supported = " or ".join(str(NUMPY_BY_NAME[n]) for n in names)
         if name.startswith("F8"):
             raise DtypeError(
-                f"{format} supports {held}, not {dtype}{why}. dtype= does not convert 8-bit floats: read the rows, convert "
+                f"{format} supports {supported}, not {dtype}{why}. dtype= does not convert 8-bit floats: read the rows, convert "
                 "them with ml_dtypes and write them with create()"
             )
         # bfloat16 has the exponents of float32: float16 would lose values.
         wide = "F32" if name == "BF16" and "F32" in names else names[-1]
-        raise DtypeError(f"{format} supports {held}, not {dtype}{why}; pass dtype='{NUMPY_BY_NAME[wide]}' to convert")
+        raise DtypeError(
+            f"{format} supports {supported}, not {dtype}{why}; pass dtype='{NUMPY_BY_NAME[wide]}' to convert"
+        )
 
 
 def values_of(name: str, column: Any, first: int) -> list[Any]:
@@ -542,7 +545,7 @@ def check_times(table: pa.Table, first: int) -> None:
 
 
 def _is_finer(value: Any) -> bool:
-    """Whether a value has nanoseconds, which pyarrow gives as an object of pandas, if that is installed."""
+    """Whether a value has nanoseconds. pyarrow returns such values as pandas objects, if pandas is installed."""
     if isinstance(value, list | dict):
         return any(map(_is_finer, value.values() if isinstance(value, dict) else value))
     return bool(getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0))
@@ -568,18 +571,18 @@ def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> ND
 
 
 def arrays_in(table: pa.Table, name: str) -> NDArray[Any]:
-    """Returns a column made by :func:`list_column` as ``(n, k)`` in its original dtype."""
-    said = (table.schema.field(name).metadata or {}).get(b"dtype")
+    """Returns a column from :func:`list_column` as ``(n, k)`` in its original dtype."""
+    dtype = (table.schema.field(name).metadata or {}).get(b"dtype")
     column = table[name]
     if column.null_count:
         raise ArgumentError(
             f"{name}: expected values for all examples or for none, found {column.null_count} examples without"
         )
-    return array_of(column, None if said is None else said.decode())
+    return array_of(column, None if dtype is None else dtype.decode())
 
 
 def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
-    """Returns ``(n, k)`` numbers as a column of fixed-size lists. The field's metadata contains a dtype unknown to arrow."""
+    """Returns ``(n, k)`` numbers as a column of fixed-size lists. The field's metadata contain a dtype that Arrow lacks."""
     import pyarrow as pa
 
     metadata = None
@@ -592,9 +595,9 @@ def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
 
 
 def without_arrow_type(schema: pa.Schema) -> dict[str, str]:
-    """Columns of :func:`list_column` whose dtype Arrow lacks, with the dtype."""
-    said = {field.name: (field.metadata or {}).get(b"dtype") for field in schema}
-    return {name: dtype.decode(errors="replace") for name, dtype in said.items() if dtype is not None}
+    """Columns from :func:`list_column` whose dtype Arrow lacks, each with its dtype."""
+    dtypes = {field.name: (field.metadata or {}).get(b"dtype") for field in schema}
+    return {name: dtype.decode(errors="replace") for name, dtype in dtypes.items() if dtype is not None}
 
 
 def as_float32(table: pa.Table) -> pa.Table:
@@ -618,13 +621,13 @@ def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[Layer]) ->
 
 
 def refuse_parts(path: Path) -> None:
-    """Raises ExistsError for a folder with parts of a dataset, which is reserved for the merged dataset."""
+    """Raises ExistsError for a folder with parts of a dataset: it is reserved for the merged dataset."""
     if os.path.lexists(path / PARTS):
         raise ExistsError("contains parts of a dataset to be merged; choose another folder", path=path)
 
 
 def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
-    """Raises ExistsError if a folder contains names that merging its parts would create, by patterns."""
+    """Raises ExistsError if a folder contains names that merging its parts would create. ``makes`` are their patterns."""
     if not path.is_dir():
         return
     wanted = list(makes)

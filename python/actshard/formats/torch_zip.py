@@ -1,8 +1,8 @@
-"""Files of ``torch.save``, written without torch: byte for byte those of torch 2.15 on Linux.
+"""Files of ``torch.save``, written without torch: byte-identical to files of torch 2.15 on Linux.
 
 ::
 
-    NAME/data.pkl             pickle of protocol 2: the object; tensors are calls of torch._utils._rebuild_tensor_v2 or _v3
+    NAME/data.pkl             the object, in pickle protocol 2; tensors are calls of torch._utils._rebuild_tensor_v2 or _v3
     NAME/.format_version      "1"
     NAME/.storage_alignment   "64"
     NAME/byteorder            "little"
@@ -35,11 +35,11 @@ from actshard.errors import ArgumentError, UnsupportedError
 
 _ALIGN = 64
 _LARGE = 0xFFFFFFFF
-"""Sizes and offsets from here on are stored with 64 bits."""
+"""Sizes and offsets of at least this value are stored with 64 bits."""
 _DEEPEST = 60
 """Levels of nesting; readers accept 64."""
 _AT_ONCE = 1000
-"""Items between two MARKs."""
+"""Number of items after one MARK."""
 _STORAGES = {
     **{"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16"},
     **{"I64": "Long", "I32": "Int", "I16": "Short", "I8": "Char", "U8": "Byte", "BOOL": "Bool"},
@@ -49,12 +49,12 @@ _UNTYPED = {
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
     **{"U16": "uint16", "U32": "uint32", "U64": "uint64"},
 }
-"""Dtypes that have no storage of their own."""
+"""Dtypes without a typed storage."""
 
 
 @dataclass(frozen=True, eq=False)
 class NewTensor:
-    """A tensor to be written. The same object twice is one tensor in the file.
+    """A tensor to be written. An object that occurs twice in a value is stored once.
 
     Attributes:
         dtype: safetensors name.
@@ -72,7 +72,7 @@ class NewTensor:
 
 @dataclass(frozen=True)
 class _ZipRecord:
-    """A record: its name within the archive, its place, and its content (None: filled in by the caller)."""
+    """A record: name within the archive, offsets of header and data, size, and content (None: written by the caller)."""
 
     name: str
     header: int
@@ -95,10 +95,10 @@ class _ZipRecord:
 
 
 class TorchArchive:
-    """An archive that will contain a value. The caller writes elements at :attr:`places`, then :meth:`seal` writes all else.
+    """The layout of an archive for a value. The caller writes elements at :attr:`places`, then :meth:`seal` writes the rest.
 
     Args:
-        value: dicts, OrderedDicts, lists, tuples, texts, numbers, None and :class:`NewTensor`.
+        value: dicts, OrderedDicts, lists, tuples, strings, numbers, None and :class:`NewTensor`.
         root: the archive's folder; ``torch.save(value, "data_0.ckpt")`` names it ``data_0``.
 
     Attributes:
@@ -158,7 +158,7 @@ class TorchArchive:
 
 
 def torch_bytes(value: Any, root: str = "archive") -> bytes:
-    """Returns the file of ``torch.save`` of a value in which numpy arrays stand for tensors.
+    """Returns the bytes that ``torch.save`` writes for a value, with numpy arrays as tensors.
 
     Raises:
         ArgumentError: a value of another type, or values nested too deep.
@@ -192,7 +192,7 @@ def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]],
 
 
 class _Pickled:
-    """Opcodes of a value, as Python's pickler emits them, and its tensors in order. Equal texts are stored once."""
+    """Opcodes of a value, as Python's pickler emits them, and its tensors in order. Equal strings are stored once."""
 
     def __init__(self, value: Any) -> None:
         self._out = bytearray(b"\x80\x02")  # PROTO 2
@@ -276,7 +276,7 @@ class _Pickled:
             self._out += b"u" if len(some) > 1 else b"s"  # SETITEMS, SETITEM
 
     def _ordered(self) -> None:
-        """An empty OrderedDict, not remembered."""
+        """An empty OrderedDict, which is not added to the memo."""
         self._global("collections OrderedDict")
         self._out += b")R"  # EMPTY_TUPLE, REDUCE
 
@@ -375,19 +375,19 @@ def _put(into: NDArray[np.uint8], at: int, data: bytes) -> None:
 
 
 def _short(number: int) -> int:
-    """A number in a field of 32 bits: all ones if it is stored with 64 bits elsewhere."""
+    """A number for a field of 32 bits: all ones if the extra field stores it with 64 bits."""
     return 0xFFFFFFFF if number >= _LARGE else number
 
 
 def _more(record: _ZipRecord, size: int, packed: int) -> bytes:
-    """The extra field of 64-bit sizes and offsets; nothing if 32 bits are enough."""
+    """The extra field with 64-bit sizes and offsets; empty if 32 bits are enough."""
     fields = [size, packed] if record.size >= _LARGE else []
     fields += [record.header] if record.header >= _LARGE else []
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
 
 def _local(root: str, record: _ZipRecord) -> bytes:
-    """The local header, with padding up to the record's start; the least padding if that is not known yet."""
+    """The local header, with padding up to the record's start; without padding bytes if the start is not known yet."""
     name = f"{root}/{record.name}".encode()
     more = _more(record, record.size, 0)
     least = record.header + 30 + len(name) + len(more) + 4
@@ -397,7 +397,7 @@ def _local(root: str, record: _ZipRecord) -> bytes:
 
 
 def _descriptor(record: _ZipRecord, crc: int) -> bytes:
-    """Checksum and sizes after the data."""
+    """The descriptor after the data: checksum and sizes."""
     if not record.size:
         return b""
     return struct.pack("<4sI2Q" if record.is_64 else "<4s3I", b"PK\7\x08", crc, record.size, record.size)
@@ -430,7 +430,7 @@ _BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85
 
 
 def _serialization_id(names: list[str], crcs: list[int]) -> bytes:
-    """Digests of names and of checksums. torch identifies files by it in its logs, and does not check it."""
+    """Digests of names and of checksums. torch uses the id only to identify files in its logs."""
     found = 0
     for crc in crcs:
         found = _combined(found, crc)
@@ -439,7 +439,7 @@ def _serialization_id(names: list[str], crcs: list[int]) -> bytes:
 
 @lru_cache(64)
 def _digest_of_names(names: tuple[str, ...]) -> int:
-    """The names' hashes, combined in the order in which libstdc++'s ``unordered_set`` has them."""
+    """The names' hashes, combined in the iteration order of libstdc++'s ``unordered_set``."""
     table: list[int] = []
     buckets = iter(_BUCKETS)
     size = 1
@@ -457,7 +457,7 @@ def _digest_of_names(names: tuple[str, ...]) -> int:
 
 
 def _insert(table: list[int], value: int, size: int) -> None:
-    """At the beginning of its bucket; of the table, if the bucket is empty."""
+    """Inserts a value at the beginning of its bucket; at the beginning of the table if the bucket is empty."""
     table.insert(next((i for i, each in enumerate(table) if each % size == value % size), 0), value)
 
 

@@ -1,11 +1,11 @@
-"""``actshard.plan``: work on datasets, cut into tasks that any machine may run.
+"""``actshard.plan``: work on datasets, divided into tasks that any machine may run.
 
 A plan is data (:class:`Plan`); a task is a function of the plan and its number; engines run tasks (:func:`actshard.run`).
 
 - ``data``: the plan as data, and its JSON
 - ``plan``: running a task, status and commit
-- ``book``: the working folder, by which tasks, status and commit know of each other
-- ``verb``: what a kind of plan implements; one file for each kind: ``converting``, ...
+- ``book``: the working folder, through which tasks, status and commit share their state
+- ``verb``: the interface of the kinds of plans; each kind has its own module: ``converting``, ...
 """
 
 from __future__ import annotations

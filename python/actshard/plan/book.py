@@ -2,15 +2,15 @@
 
 .. code-block:: text
 
-    WORK/plan.json                              the plan; whoever comes first writes it
+    WORK/plan.json                              the plan, written by the first process
     WORK/tasks/00017/                           a finished task: its files, and result.json
-    WORK/attempts/00017.HOST.PID.XXXXXXXX/      an attempt that runs, or was killed; progress.json tells how far it is
+    WORK/attempts/00017.HOST.PID.XXXXXXXX/      an attempt that is running or was killed, with its progress.json
     WORK/failed/00017.json                      the last error of a task
     WORK/commit.json                            the commit has begun: the tasks' files are being renamed
 
-An attempt becomes the task's result by one rename of its folder, which fails if another attempt was first: two attempts hold the
-same bytes, and the second is removed. There are no locks and no messages, so any number of machines may share the folder on a
-network file system; only the commit, which one process runs, locks it.
+An attempt becomes the task's result by renaming its folder. The rename fails if another attempt finished first: both contain the
+same bytes, and the second is removed. Tasks use no locks and no messages, so any number of machines may share the folder on a
+network file system. Only the commit locks it.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ RESULT, COMMIT, PROGRESS = "result.json", "commit.json", "progress.json"
 _DONE = re.compile(r"(\d{5,})")
 _ATTEMPT = re.compile(r"(\d{5,})\.(.*)\.(\d+)\.[0-9a-f]{8}")
 ALIVE_SECONDS = 60.0
-"""An attempt that told nothing for this long counts as stopped."""
+"""An attempt that reported no progress for this long counts as stopped."""
 BEAT_SECONDS = 5.0
-"""Seconds between two notes of progress, for :meth:`Book.attempts`."""
+"""Seconds between two progress reports, which :meth:`Book.attempts` reads."""
 _SYNCED_AT_ONCE = 4096
 _MACHINE = "4026531836"
-"""The number of the first namespace of processes (PROC_PID_INIT_INO, linux/proc_ns.h): a process of no container."""
+"""Inode of the initial PID namespace (PROC_PID_INIT_INO, linux/proc_ns.h): the process is not in a container."""
 _LOOKING_THREADS, _LOOKED_AT_ONCE = 16, 64
-"""Threads that list folders, because a file server answers many at once, and folders of one step."""
+"""Threads that list folders (a file server handles many requests at once), and number of folders that a thread takes at a time."""
 _OWN = {TASKS, ATTEMPTS, FAILED, PLAN, COMMIT, "committing", "logs", "new"}
-"""Names in a working folder: those above, the commit's lock, Slurm's logs, and a staged copy that is put together."""
+"""Names in a working folder: those above, the commit's lock, Slurm's logs, and a staged copy that is being assembled."""
 _TEMPORARY = re.compile(rf"\.+({re.escape(PLAN)}|{re.escape(COMMIT)})\..*|\.nfs.*")
 _ID = re.compile(rb'"id": "([0-9a-f]{32})"')
 _HEAD = 256
-"""Bytes of ``plan.json`` that hold the plan's id."""
+"""The plan's id is in the first bytes of ``plan.json``."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Attempt:
     Attributes:
         task: the task's number.
         folder: its folder.
-        host, pid: who began it.
-        age: seconds since it told its progress last, by the clock of this machine.
-        done, total: its progress, in units of the verb; zeros before the first.
+        host, pid: machine and process that started it.
+        age: seconds since its last progress report, by the clock of this machine.
+        done, total: its progress, in units of the verb; zeros before the first report.
     """
 
     task: int
@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def running(self) -> bool:
-        """Whether it told its progress within a minute."""
+        """Whether it reported progress within the last minute."""
         return self.age < ALIVE_SECONDS
 
 
@@ -99,10 +99,10 @@ def work_folder(root: Path, identity: str, *, dumps: bool = False) -> Path:
 
 def host() -> str:
     """The name of this machine, without characters that are special in file names."""
-    import socket  # imports much
+    import socket  # slow to import
 
     name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "host"
-    # Containers may share the machine's name, but not its processes: their numbers mean nothing to each other.
+    # Containers may share a host name, but each has its own process ids. The name must tell them apart.
     try:
         space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
     except OSError:
@@ -111,7 +111,7 @@ def host() -> str:
 
 
 def contents(folder: Path) -> list[Any]:
-    """Number, bytes, and a digest of names and sizes of the files below a folder, without its own :data:`RESULT`."""
+    """Number and bytes of the files below a folder, and a digest of their names and sizes. :data:`RESULT` is not counted."""
     found: list[tuple[str, int]] = []
     folders = [(str(folder), "")]
     while folders:
@@ -121,10 +121,12 @@ def contents(folder: Path) -> list[Any]:
                 name = f"{below}{entry.name}"
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, f"{name}/"))
-                elif name != RESULT and not entry.name.startswith(".nfs"):  # what NFS keeps of removed files
+                elif name != RESULT and not entry.name.startswith(
+                    ".nfs"
+                ):  # NFS keeps removed files that are still open
                     found.append((name, entry.stat(follow_symlinks=False).st_size))
-    said = "".join(f"{name}\0{size}\n" for name, size in sorted(found))
-    digest = hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    listing = "".join(f"{name}\0{size}\n" for name, size in sorted(found))
+    digest = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return [len(found), sum(size for _, size in found), digest]
 
 
@@ -136,15 +138,15 @@ class Book:
         self.identity = identity
         self.tasks = work / TASKS
         self.running = work / ATTEMPTS
-        """Attempts lie apart: few at a time, so that each new one lists few."""
+        """Attempts have a separate folder, because each new attempt lists it: finished tasks would make the listing long."""
 
     # -- beginning -------------------------------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Whether a task, or a driver, has begun.
+        """Whether a task or a driver has started.
 
         Raises:
-            ExistsError: it is the working folder of another plan.
+            ExistsError: the folder belongs to another plan.
         """
         path = self.work / PLAN
         try:
@@ -163,18 +165,18 @@ class Book:
         return True
 
     def begin(self, plan: dict[str, Any], is_over: Callable[[], bool]) -> bool:
-        """Makes the folder. Any number of processes may call it at once. Returns False, and makes none, if ``is_over()``.
+        """Creates the folder. Returns False without a folder if ``is_over()``. Any number of processes may call it at once.
 
-        Others may begin, run and commit the plan at this moment: the folder that a commit removed must not come again.
+        Other processes may run and commit the plan at the same time: a folder that a commit removed must not be created again.
 
         Raises:
-            ExistsError: the folder has files of others, which a commit would be in danger to remove.
+            ExistsError: the folder contains files that do not belong to a plan, which a commit might remove.
         """
         if self.exists():
             return True
         if others := sorted(name for name in _names(self.work) if not _is_own(name)):
             raise ExistsError(
-                f"expected a new folder for the plan's work, found one with {others[0]!r:.80}; pass another work=",
+                f"expected a new or empty working folder, found one that contains {others[0]!r:.80}; pass another work=",
                 path=self.work,
             )
         make_folder(self.tasks)
@@ -182,7 +184,7 @@ class Book:
         make_folder(self.work / FAILED)
         if self.exists():
             return True
-        if is_over():  # looked at after that: a commit ends before it removes the folder
+        if is_over():  # checked after that: a commit ends before it removes the folder
             self.remove()
             self._prune()
             return False
@@ -199,7 +201,7 @@ class Book:
         """The record of a finished task; None if it is not finished."""
         path = f"{self.tasks}/{task:05}/{RESULT}"
         try:
-            # Read in one piece, and parsed without the checks of other people's files: a status of 10,000 tasks reads all.
+            # A status of 10,000 tasks reads all of them, so each is one read, parsed without the checks of user files.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 data = os.read(file, os.fstat(file).st_size + 1)
@@ -225,21 +227,21 @@ class Book:
         return made
 
     def check_files(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Raises FormatError if a finished task's files are not those that it wrote: removed, cut off, or only partly copied."""
+        """Raises FormatError if files of a finished task were removed, truncated or added since it finished."""
 
         def check(some: Sequence[Mapping[str, Any]]) -> None:
             for record in some:
-                folder, said = self.folder(record["task"]), record.get("files")
+                folder, recorded = self.folder(record["task"]), record.get("files")
                 try:
                     found = contents(folder)
                 except OSError as error:
                     raise from_os(error, folder, "list") from error
-                if said == found:
+                if recorded == found:
                     continue
-                count, size = (said[0], said[1]) if isinstance(said, list) and len(said) == 3 else ("its", "its")
+                count, size = recorded[:2] if isinstance(recorded, list) and len(recorded) == 3 else ("its", "its")
                 raise FormatError(
-                    f"task {record['task']}: expected {count} files of {size} bytes, as when it was done, found {found[0]} of "
-                    f"{found[1]}, or other names. Remove this folder, and run the task again.",
+                    f"task {record['task']}: expected {count} files of {size} bytes, as when the task finished, found {found[0]} "
+                    f"of {found[1]} bytes, or other names. Remove this folder, and run the task again.",
                     path=folder,
                 )
 
@@ -249,7 +251,7 @@ class Book:
 
     @contextlib.contextmanager
     def attempt(self, task: int) -> Iterator[Path]:
-        """A new folder for an attempt at a task. It is removed if the block raises."""
+        """Creates a folder for an attempt at a task. It is removed if the block raises."""
         folder = self.begin_attempt(task)
         try:
             yield folder
@@ -258,7 +260,7 @@ class Book:
             raise
 
     def begin_attempt(self, task: int) -> Path:
-        """As :meth:`attempt`, for a caller that removes the folder itself if the attempt fails."""
+        """Like :meth:`attempt`, but the caller removes the folder if the attempt fails."""
         self.remove_dead(task)
         folder = self.running / f"{task:05}.{host()}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
@@ -268,22 +270,22 @@ class Book:
         return folder
 
     def remove_dead(self, task: int) -> None:
-        """Removes what killed processes of this machine left of a task."""
+        """Removes the attempts at a task that killed processes of this machine left."""
         for attempt in self._attempts(lambda number: number == task):
             if attempt.host == host() and not _is_alive(attempt.pid):
                 remove(attempt.folder)
 
     def publish(self, task: int, folder: Path, record: dict[str, Any]) -> bool:
-        """Turns an attempt into the task's result. False if another attempt was first, or the plan was committed: it is removed.
+        """Renames an attempt to the task's result. Removes it and returns False if another was first or the plan was committed.
 
-        The attempt's files must be synced to the disk; the entries of its folders are synced here.
+        The attempt's files must be synced to the disk; this function syncs the entries of its folders.
         """
         with contextlib.suppress(OSError):
             (folder / PROGRESS).unlink()
         write_json(folder / RESULT, {"task": task, **record, "files": contents(folder)}, None)
         for path, _, _ in os.walk(folder, topdown=False):
             sync_folders([Path(path)])
-        if not self.exists():  # committed by another process, which removed the folder; this one may have made it again
+        if not self.exists():  # another process committed and removed the folder; this one may have created it again
             remove(folder)
             self._prune()
             return False
@@ -306,7 +308,7 @@ class Book:
 
     def failed(self, task: int, error: ActshardError) -> None:
         """Records a task's error."""
-        with contextlib.suppress(ActshardError):  # the error itself is raised, too
+        with contextlib.suppress(ActshardError):  # the caller raises the task's own error
             if self.exists():
                 write_json_at_once(
                     self.work / FAILED / f"{task:05}.json", {"task": task, "host": host(), **as_plain(error)}
@@ -317,12 +319,12 @@ class Book:
         try:
             (folder / PROGRESS).write_text(f'{{"done": {int(done)}, "total": {int(total)}}}')
         except OSError:
-            return  # nothing but the display depends on it
+            return  # only the display uses it
 
     # -- all tasks -------------------------------------------------------------------------------------------------
 
     def done(self) -> set[int]:
-        """Numbers of the finished tasks: one listing of a folder."""
+        """Numbers of the finished tasks. Costs one listing of a folder."""
         return {int(name) for name in _names(self.tasks) if _DONE.fullmatch(name)}
 
     def errors(self) -> dict[int, ActshardError]:
@@ -332,16 +334,16 @@ class Book:
             if re.fullmatch(r"\d{5,}\.json", name) is None:
                 continue
             try:
-                said = read_json(self.work / FAILED / name)
-                made[int(said["task"])] = from_plain(said)
-            except MissingFileError:  # the task was done again meanwhile
+                record = read_json(self.work / FAILED / name)
+                made[int(record["task"])] = from_plain(record)
+            except MissingFileError:  # the task has succeeded since
                 continue
             except (LookupError, TypeError, ValueError) as error:
                 raise FormatError(f"expected an error of a task: {error!r}", path=self.work / FAILED / name) from error
         return made
 
     def attempts(self) -> list[Attempt]:
-        """Attempts that are not finished, by task."""
+        """Unfinished attempts, ordered by task."""
         return self._attempts(lambda task: True)
 
     def _attempts(self, wanted: Any) -> list[Attempt]:
@@ -357,17 +359,17 @@ class Book:
                 modified = folder.stat().st_mtime
                 with contextlib.suppress(FileNotFoundError, ActshardError):
                     modified = (folder / PROGRESS).stat().st_mtime
-                    said = read_json(folder / PROGRESS)
-                    done, total = int(said["done"]), int(said["total"])
+                    progress = read_json(folder / PROGRESS)
+                    done, total = int(progress["done"]), int(progress["total"])
             except (OSError, LookupError, TypeError, ValueError):
                 continue
             made.append(Attempt(int(named[1]), folder, named[2], int(named[3]), max(now - modified, 0.0), done, total))
         return made
 
     def remove(self) -> None:
-        """Removes the folder; ``plan.json`` first, so that attempts that still run see that the plan is committed.
+        """Removes the folder; ``plan.json`` first, so that attempts that are still running see that the plan is committed.
 
-        Files of others stay: a plan that was read from a file may name any folder.
+        Unknown files are kept: a plan that was read from a file may name any folder.
         """
         with contextlib.suppress(OSError):
             (self.work / PLAN).unlink()
@@ -380,7 +382,7 @@ class Book:
             if _is_own(name):
                 path = self.work / name
                 shutil.rmtree(path, ignore_errors=True)
-                with contextlib.suppress(OSError):  # rmtree leaves files and links
+                with contextlib.suppress(OSError):  # rmtree does not remove files and links
                     path.unlink()
         with contextlib.suppress(OSError):
             self.work.rmdir()
@@ -398,7 +400,7 @@ def sync_below(folder: Path) -> None:
 
 
 def sync_folders_below(folder: Path) -> None:
-    """Syncs the entries of a folder, and of all folders below it, to the disk; many by one call for the file system."""
+    """Syncs the entries of a folder and of all folders below it to the disk. Many folders take one call for the file system."""
     _native.sync_files([Path(path) for path, _, _ in os.walk(folder)])
 
 

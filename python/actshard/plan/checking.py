@@ -1,4 +1,4 @@
-"""Checks of plans that were read from a file: their hash protects against mistakes, not against a program that writes plans."""
+"""Checks of plans that were read from a file: their hash detects accidental changes, but not a program that writes plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def arguments_of(plan: Planned, path: Path) -> Fields:
 
 
 def absolute(fields: Fields, name: str) -> str:
-    """An absolute path."""
+    """Returns a field that must be an absolute path."""
     text = fields.text(name)
     if not _is_absolute(text):
         raise fields.error(name, "an absolute path")
@@ -23,7 +23,7 @@ def absolute(fields: Fields, name: str) -> str:
 
 
 def absolutes(fields: Fields, name: str) -> list[str]:
-    """A list of absolute paths, not empty."""
+    """Returns a field that must be a non-empty list of absolute paths."""
     found = fields.value.get(name)
     if not isinstance(found, list) or not found or not all(map(_is_absolute, found)):
         raise fields.error(name, "a list of absolute paths")
@@ -37,12 +37,12 @@ def _is_absolute(text: Any) -> bool:
 
 
 def is_place(text: Any) -> bool:
-    """Whether this is an absolute path or a URL."""
+    """Whether a value is an absolute path or a URL."""
     return _is_absolute(text) or (isinstance(text, str) and text.isprintable() and "://" in text)
 
 
 def read_only(fields: Fields) -> None:
-    """Checks what plans that only read have: a place, a format, a layout."""
+    """Checks the arguments of plans that only read: path, format, layout."""
     if not is_place(fields.value.get("path")):
         raise fields.error("path", "an absolute path, or a URL")
     if fields.value.get("format") is not None:
@@ -52,7 +52,7 @@ def read_only(fields: Fields) -> None:
 
 
 def divided(plan: Planned, name: str, path: Path) -> int:
-    """Checks that the tasks' ranges ``name`` follow each other from 0 on; returns the end of the last."""
+    """Checks that the tasks' ranges ``name`` are consecutive and start at 0; returns the end of the last."""
     end = 0
     for i, task in enumerate(plan.tasks):
         fields = Fields(dict(task), path, f"tasks[{i}]")
@@ -61,6 +61,6 @@ def divided(plan: Planned, name: str, path: Path) -> int:
         if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int for n in found):
             raise fields.error(name, "two numbers")
         if not end == found[0] <= found[1] < MAX_INT:
-            raise fields.error(name, f"a range that begins with {end}")
+            raise fields.error(name, f"a range that starts at {end}")
         end = found[1]
     return end

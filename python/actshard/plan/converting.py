@@ -2,11 +2,11 @@
 
 .. code-block:: text
 
-    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         what the task's writer left, under the names of the dataset
-    DST/.actshard/plan-XXXXXXXX/tasks/00017/examples.arrow    lengths and columns of its examples, if its result does not tell them
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         files of the task's writer, with their names in the dataset
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/examples.arrow    lengths and columns of its examples, if not stored in its result
 
-Files belong to one task where the format has borders (shards, chunks, files of examples). A file that two tasks share, such as an
-index, is copied together by the commit.
+Ranges of tasks start at the format's file borders (shards, chunks, files of examples), so most files belong to one task. If several
+tasks write parts of one file, such as an index, the commit copies the parts into one file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, work_folder
 from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
-from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb, shortened
@@ -69,7 +69,7 @@ from actshard.writing.recorded import columns_in, lengths_in
 
 FILES = "files"
 _EXAMPLE_WEIGHT = 64
-"""Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
+"""Bytes added to the size of each example, so that ranges of empty examples are divided, too."""
 
 
 def convert(
@@ -92,17 +92,17 @@ def convert(
     overflow: _arguments.Overflow = "refuse",
     **options: Unpack[FormatOptions],
 ) -> Plan:
-    """Plans a conversion in tasks. The result has the same bytes as that of :func:`actshard.convert`, for any number of tasks.
+    """Plans a conversion. For any number of tasks, the result is byte-identical to that of :func:`actshard.convert`.
 
-    Reads metadata, columns and lengths of the source, and writes nothing. The dataset's time of creation, where a format records
-    one, is that of the newest file of the source, because a plan knows no clock.
+    Reads metadata, columns and lengths of the source, and writes nothing. If the format records a time of creation, it is the time
+    of the source's newest file, so that the plan does not depend on the clock.
 
     Args:
-        src: a path, a URL, or a list of them, which all machines must see. Credentials come from each machine's environment.
-        dst: the folder to create, which all machines must see. Tasks write to a hidden folder in it.
-        format: as for :func:`actshard.convert`, like the other arguments.
-        tasks: most number of tasks. There are fewer if the result has fewer shards; ``plan.notes`` tells.
-        layers: as for :func:`actshard.convert`, like all that follow.
+        src: a path, a URL, or a list of them, which all machines must share. Credentials come from each machine's environment.
+        dst: the folder to create, which all machines must share. Tasks write to a hidden folder in it.
+        format: as for :func:`actshard.convert`.
+        tasks: maximum number of tasks. There are fewer if the result has fewer shards; see ``plan.notes``.
+        layers: as for :func:`actshard.convert`, like all following arguments.
         examples: examples to convert.
         columns: columns to convert.
         tokens: tokens to convert.
@@ -118,14 +118,14 @@ def convert(
 
     Raises:
         Errors of :func:`actshard.convert`, before anything is written.
-        DiskFullError: the file system of ``dst`` has not the room for the result.
+        DiskFullError: the file system of ``dst`` has too little free space for the result.
     """
     if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
     tasks = _arguments.whole(tasks, "tasks", 1)
     if isinstance(src, Store):
         raise ArgumentError(
-            "src: expected a path, which tasks of other processes open, found an open store; pass store.path"
+            "src: expected a path, because tasks in other processes open it, found an open store; pass store.path"
         )
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "plan a conversion to"):
@@ -152,7 +152,7 @@ def convert(
 
 
 def _places(src: Any) -> list[str] | str:
-    """The source's paths, absolute: tasks run in other folders."""
+    """The source's absolute paths, because tasks may run in other folders."""
     if isinstance(src, str | os.PathLike):
         text = os.fspath(src)
         return text if "://" in text else str(_arguments.local_path(src, "src"))
@@ -203,8 +203,8 @@ def _planned(
     inputs = inputs_of(asked.store)
     if inputs is None:
         raise ArgumentError(
-            "src: a web server cannot list its files, so a plan cannot tell whether they change; copy them with actshard.stage, or "
-            "use a bucket"
+            "src: a web server cannot list its files, so a plan cannot detect changes; copy them with actshard.stage, or use a "
+            "bucket"
         )
     notes += [f"lost: {loss}" for loss in _losses(arguments, target)]
 
@@ -234,7 +234,7 @@ def _memory(
 ) -> int:
     """Bytes of memory of a task's process."""
     sizes = [int(task["bytes"]) for task in made]
-    # pyarrow imports pandas, where it is installed, to make columns of other values than numbers.
+    # pyarrow imports pandas, if it is installed, to create columns of values that are not numbers.
     arrow = ["pyarrow.compute", *(["pandas"] if find_spec("pandas") else [])] if columns.names else ["pyarrow"]
     if target.writes_parquet:
         arrow.append("pyarrow.parquet")
@@ -244,16 +244,17 @@ def _memory(
 
 
 def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The tasks, and notes about them."""
+    """Returns the tasks, and notes about them."""
     layers, n = len(asked.layers), len(layout.lengths)
     rows = layout.rows(layers) * target.row_bytes
-    # A layer that an example lacks is as long as the longest that it has: no task sees all of them.
+    # If an example lacks a layer, the layer gets the length of the example's longest one, which a task with some of the layers
+    # does not know.
     if target.splits == "layers" and not asked.store.contents.lacks_layers:
         parts = min(tasks, layers)
         bounds = [k * layers // parts for k in range(parts + 1)]
         each = int(rows.sum()) // layers
         made = [{"layers": [a, b], "bytes": (b - a) * each} for a, b in itertools.pairwise(bounds)]
-        return made, _fewer(tasks, parts, f"{asked.format} has one file per layer")
+        return made, fewer(parts, tasks, f"{asked.format} has one file per layer")
     divides = target.splits == "examples"
     borders = target.borders(layout.by_layer(layers)) if divides else np.zeros(1, np.int64)
     if target.blocks_are_files:
@@ -274,17 +275,13 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
         }
         for a, b, k, state in zip(firsts, [*firsts[1:], n], blocks, states, strict=True)
     ]
-    why = f"the result has {len(borders):,} shards" if divides else f"{asked.format} is written by one task here"
-    return made, _fewer(tasks, len(made), why)
-
-
-def _fewer(asked: int, found: int, why: str) -> list[str]:
-    return [f"{found:,} tasks instead of {asked:,}: {why}"] if found < asked else []
+    why = f"the result has {len(borders):,} shards" if divides else f"one task must write {asked.format} here"
+    return made, fewer(len(made), tasks, why)
 
 
 @dataclass
 class _Request:
-    """A plan's request, opened; kept for the next task of the same plan."""
+    """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
     asked: Asked
     columns: Columns
@@ -322,7 +319,7 @@ def _name(name: Any) -> Any:
 
 @contextlib.contextmanager
 def _trusting_no_plan(plan: Planned) -> Iterator[None]:
-    """Raises FormatError for values that only a source can refuse, such as an option's type."""
+    """Raises FormatError for invalid values that only the conversion itself detects, such as an option's type."""
     try:
         yield
     except ActshardError:
@@ -334,14 +331,14 @@ def _trusting_no_plan(plan: Planned) -> Iterator[None]:
 
 
 def _losses(arguments: Mapping[str, Any], target: Target, overflows: int = 0) -> tuple[Loss, ...]:
-    """As :func:`actshard.converting.planning.losses`, from the plan: token counts of some sources are in all of their shards."""
+    """The losses that the plan recorded, and overflows. Computing them again could require reading all shards of the source."""
     made = [Loss(what, detail) for what, detail in arguments["losses"]]
     at = next((i + 1 for i, loss in enumerate(made) if loss.what == "dtype"), 0)
     return (*made[:at], *overflowed(target.dtype, overflows), *made[at:])
 
 
 def _target(plan: Planned, asked: Asked) -> Target:
-    """A target with the plan's settings."""
+    """Returns a target with the plan's settings."""
     with _trusting_no_plan(plan):
         target = settle(asked, plan.arguments["dst"], **plan.arguments["sizes"])
         config = plan.arguments["config"]
@@ -369,18 +366,18 @@ class Converting(Verb):
         converting_checks.check_work(plan, path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
-        request, said = self._request(plan), plan.tasks[task]
+        request, part = self._request(plan), plan.tasks[task]
         asked = request.asked
-        if "layers" in said:
-            a, b = said["layers"]
+        if "layers" in part:
+            a, b = part["layers"]
             asked = replace(asked, layers=asked.layers[a:b], names=asked.names[a:b])
             span = (0, asked.count, 0)
         else:
-            span = (*said["examples"], said["origin"])
+            span = (*part["examples"], part["origin"])
         target = _target(plan, asked)
         target.root = folder / FILES
-        if "layers" not in said:
-            apart(target, folder / FILES, span[0], said["state"])
+        if "layers" not in part:
+            apart(target, folder / FILES, span[0], part["state"])
         try:
             made = write_segment(asked, target, request.columns, span, overflow=request.overflow, tell=tell)
         except NumbersMatterError as error:
@@ -388,34 +385,34 @@ class Converting(Verb):
                 f"{error}; pass columns= with the column of sample numbers, and make the plan again",
                 path=asked.store.path,
             ) from error
-        told = examples.write(folder, made.table)
+        lengths = examples.write(folder, made.table)
         return {
             "examples": list(span[:2]),
-            "layers": said.get("layers"),
+            "layers": part.get("layers"),
             "state": made.state,
             "fragments": [list(each) for each in made.fragments],
             "overflows": made.overflows,
             "bytes": made.rows,
-            **told,
+            **lengths,
         }
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """Fewer examples of the first task, or all of a small one."""
-        said = plan.tasks[0]
-        return super().part(plan, limit) if "layers" in said else shortened(said, "examples", limit)
+        """The first examples of the first task; for a plan by layers, a small task."""
+        first = plan.tasks[0]
+        return super().part(plan, limit) if "layers" in first else shortened(first, "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         at = 0
         for result in results:
-            said, found = plan.tasks[result.task], result.value
+            task, found = plan.tasks[result.task], result.value
             check_result(found, result.folder / RESULT)
-            if found.get("examples") != said.get("examples", [0, self._request(plan).asked.count]):
+            if found.get("examples") != task.get("examples", [0, self._request(plan).asked.count]):
                 raise FormatError(
-                    f"task {result.task}: expected examples {said.get('examples')}, found {found.get('examples')}",
+                    f"task {result.task}: expected examples {task.get('examples')}, found {found.get('examples')}",
                     path=result.folder,
                 )
-            if "layers" not in said:
-                a, b = said["examples"]
+            if "layers" not in task:
+                a, b = task["examples"]
                 examples.check([result], self._request(plan).asked.store.contents.lacks_layers)
                 if a != at:
                     what = "a hole" if a > at else "an overlap"
@@ -437,17 +434,17 @@ class Converting(Verb):
             there = self._put(plan, target, results)
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
-        told = _losses(plan.arguments, target, over)
+        lost = _losses(plan.arguments, target, over)
         return Conversion(
-            there, asked.format, asked.count, 0, size, time.perf_counter() - began, told, False, str(target.dtype)
+            there, asked.format, asked.count, 0, size, time.perf_counter() - began, lost, False, str(target.dtype)
         )
 
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
-        for result in results:  # also in a commit that goes on
+        for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
         make_folder(target.root)
         shared = _shared(results)
-        # Files that were renamed before a kill are not there any more.
+        # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
@@ -472,29 +469,29 @@ class Converting(Verb):
         if there is None:
             return None
         count = check_same(target, there)
-        told = _losses(plan.arguments, target)
-        return Conversion(there, request.asked.format, count, count, 0, 0.0, told, False, str(target.dtype))
+        lost = _losses(plan.arguments, target)
+        return Conversion(there, request.asked.format, count, count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:
         above = plan.work.parent
         try:
             above.rmdir()
-        except OSError:  # another plan, or a writer of saev's, works there
+        except OSError:  # another plan or a saev writer is using it
             return
 
 
 Pieces = list[tuple[int, int, Path]]
-"""(first byte, end, file) of the pieces of a file."""
+"""The pieces of one file: (first byte, end, file of the piece)."""
 
 
 def _shared(results: Sequence[Result]) -> dict[str, Pieces]:
-    """Pieces of the files that several tasks wrote, by name."""
+    """The pieces of each file that several tasks wrote, by the file's name."""
     made: dict[str, Pieces] = {}
     for result in results:
         for name, begin, end in result.value.get("fragments", ()):
             made.setdefault(name, []).append((begin, end, result.folder / FILES / name))
     for name, pieces in made.items():
-        # The first piece begins with the file: its task did not know that others go on.
+        # The task that wrote the first piece did not know that other tasks continue the file, so it recorded no fragment.
         known = {file for _, _, file in pieces}
         for result in results:
             file = result.folder / FILES / name
@@ -509,7 +506,7 @@ def _shared(results: Sequence[Result]) -> dict[str, Pieces]:
 
 
 def _tiled(name: str, pieces: Pieces, work: Path) -> None:
-    """Raises FormatError if pieces leave a hole or overlap."""
+    """Raises FormatError if a file's pieces leave a hole or overlap."""
     at = 0
     for begin, end, file in pieces:
         if begin != at:
@@ -520,15 +517,15 @@ def _tiled(name: str, pieces: Pieces, work: Path) -> None:
         found = file.stat().st_size if file.exists() else None
         if found != end - begin:
             raise FormatError(
-                f"expected a piece of {end - begin:,} bytes, found {'none' if found is None else f'{found:,}'}. Remove the task's "
-                "folder, and run the task again.",
+                f"expected a piece of {end - begin:,} bytes, found {'no file' if found is None else f'{found:,}'}. Remove the "
+                "task's folder, and run the task again.",
                 path=file,
             )
         at = end
 
 
 def _join(pieces: Pieces, into: Path) -> None:
-    """Copies pieces together to one file, under a temporary name first."""
+    """Copies pieces into one file, which gets its name when it is complete."""
     size = pieces[-1][1]
     if into.exists() and into.stat().st_size >= size:
         return

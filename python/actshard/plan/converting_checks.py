@@ -1,4 +1,4 @@
-"""Checks of plans of conversions that were read from a file, and of what their tasks left."""
+"""Checks of plans of conversions that were read from a file, and of their tasks' results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SIZES = {"dtype", "tokens_per_example", "shard_bytes", "metadata", "options", "
 
 
 def packed(numbers: NDArray[np.int64]) -> str:
-    """Integers as text; see :func:`unpacked`."""
+    """Encodes integers as text: base64 of zlib of little-endian int64."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers, "<i8").tobytes())).decode()
 
 
 def unpacked(text: str) -> NDArray[np.int64]:
-    """Integers of :func:`packed`."""
+    """Decodes the text of :func:`packed`."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
 
 
 def _count(text: str, most: int) -> int | None:
-    """The number of integers in a packed text, without room for them; None if it is none, or has more than ``most``."""
+    """Counts the integers in a packed text in little memory. Returns None if it is invalid or contains more than ``most``."""
     stream = zlib.decompressobj()
     size = 0
     try:
@@ -53,7 +53,7 @@ def _count(text: str, most: int) -> int | None:
 
 
 def check_plan(plan: Planned, path: Path) -> None:
-    """Raises FormatError unless arguments and tasks are those of a conversion; ``path`` is the plan's file."""
+    """Raises FormatError if the arguments or tasks are invalid for a conversion; ``path`` is the plan's file."""
     fields = arguments_of(plan, path)
     absolute(fields, "dst")
     _check_source(fields)
@@ -79,7 +79,7 @@ def check_plan(plan: Planned, path: Path) -> None:
 
 
 def check_work(plan: Planned, path: Path) -> None:
-    """Raises FormatError for another working folder than that of the plan, whose arguments were checked."""
+    """Raises FormatError unless the working folder is the one that the arguments determine. Call :func:`check_plan` first."""
     root, format = Path(plan.arguments["dst"]), plan.arguments["format"]
     hidden = work_folder(root, plan.id, dumps=formats.get(format).target().names_itself)
     if plan.work != hidden:
@@ -95,7 +95,7 @@ def _check_source(fields: Fields) -> None:
 
 
 def _check_pairs(fields: Fields, name: str, good: Callable[[Any], bool]) -> None:
-    """A list of [old name, new name], or null."""
+    """Checks a list of [old name, new name], or null."""
     found = fields.value.get(name)
     if found is None:
         return
@@ -144,15 +144,15 @@ def _check_tasks(plan: Planned, fields: Fields, path: Path) -> None:
         if count is None or (not by_layers and count != end):
             raise fields.error("examples", f"{'numbers' if by_layers else f'{end:,} numbers'} of examples, packed")
     for i, task in enumerate(plan.tasks if not by_layers else ()):
-        said = Fields(dict(task), path, f"tasks[{i}]")
-        if said.integer("origin", minimum=0) > task["examples"][0]:
-            raise said.error("origin", f"at most {task['examples'][0]:,}")
+        its = Fields(dict(task), path, f"tasks[{i}]")
+        if its.integer("origin", minimum=0) > task["examples"][0]:
+            raise its.error("origin", f"at most {task['examples'][0]:,}")
         if not isinstance(task.get("state"), dict):
-            raise said.error("state", "an object")
+            raise its.error("state", "an object")
 
 
 def check_config(config: Mapping[str, Any], own: Mapping[str, Any], work: Path) -> None:
-    """Raises FormatError unless a target's settings are those that its own arguments give, where these determine them."""
+    """Raises FormatError if a plan's target settings lack names, have unknown ones, or have values of other types than ``own``."""
     for name in sorted({*config, *own}):
         wrong = name not in own or name not in config
         if not wrong and own[name] is not None:
@@ -167,7 +167,7 @@ def check_config(config: Mapping[str, Any], own: Mapping[str, Any], work: Path) 
 
 
 def check_result(value: Mapping[str, Any], file: Path) -> None:
-    """Raises FormatError for a task's result that no task leaves; ``file`` is the result's."""
+    """Raises FormatError for an invalid result of a task; ``file`` contains it."""
     fields = Fields(dict(value), file, "value")
     fields.integer("bytes", minimum=0)
     fields.integer("overflows", minimum=0)

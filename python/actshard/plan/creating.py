@@ -2,11 +2,11 @@
 
 .. code-block:: text
 
-    DST/.parts/part-00017-of-00256/                  what task 17 wrote, as by create(part=(17, 256)); its writer locks it
-    DST/.actshard/plan-XXXXXXXX/tasks/00017/         task 17 is done: its part is finished
+    DST/.parts/part-00017-of-00256/                  the part of task 17, as written by create(part=(17, 256)); locked by its writer
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/         exists when task 17 is done and its part is finished
 
-Unlike other tasks, those of an extraction have state: what a task has committed is kept when its process is killed, and the next
-run goes on after it. So two processes cannot run one task at the same time: the second is refused by the part's lock.
+Unlike other tasks, those of an extraction have state: examples that a task has committed are kept when its process is killed, and
+the next run continues after them. So only one process can run a task at a time: the part's lock refuses a second one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from actshard.merging import AskedMerge, merged
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, work_folder
 from actshard.plan.checking import absolute, arguments_of, divided
-from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -53,14 +53,14 @@ from actshard.writing.existing import complete_at
 from actshard.writing.sink import block_memory, write_memory
 
 Computes = Callable[[Writer, range], object]
-"""What computes activations: called with a writer, and the examples that it shall append."""
+"""A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
 _EVEN = 1.05
-"""Most examples of a task, in relation to the mean, for tasks that begin with shards."""
+"""Tasks start at shard borders only if the largest task has at most this multiple of the mean number of examples."""
 _MOST_LISTED = 1 << 28
-"""Most examples whose shards are listed."""
+"""Shard borders are computed for at most this number of examples."""
 _ESTIMATED = 1 << 20
-"""Most examples whose files are counted one by one."""
+"""Files of more examples than this are estimated in proportion."""
 _PLAIN = (str, int, float, bool)
 """Types of metadata that every format stores unchanged."""
 
@@ -85,9 +85,9 @@ def create(
     work: str | os.PathLike[str] | None = None,
     **options: Unpack[FormatOptions],
 ) -> CreatePlan:
-    """Plans an extraction by many processes: each task is a range of examples, and writes them as a part of the dataset.
+    """Plans an extraction by many processes: each task writes a range of examples, as a part of the dataset.
 
-    Every process may make the plan itself, with the same arguments, or load it from a file. It then runs its tasks::
+    Every process may create the plan with the same arguments, or load it from a file. It then runs its tasks::
 
         plan = actshard.plan.create(path, "zarr", layers=[4, 8], d_model=4096, num_examples=100_000, tasks=64)
         for task in plan.mine():
@@ -98,12 +98,13 @@ def create(
     When all tasks are done, one process calls :meth:`~actshard.plan.Plan.commit`. Nothing is written before the first task.
 
     Args:
-        path: the dataset's folder, which all machines must see; for saev the folder of dumps.
+        path: the dataset's folder, which all machines must share; for saev the folder of dumps.
         format: a format whose parts can be merged: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        layers: as for :func:`actshard.create`, like the arguments that are not explained here.
+        layers: names of the layers, as for :func:`actshard.create`.
         d_model: elements per row.
         num_examples: number of examples of the whole dataset.
-        tasks: number of tasks. Their ranges are equal within one example, or within 5 % where they can then begin with shards.
+        tasks: number of tasks. Their sizes differ by at most one example; or the largest is up to 5 % above the mean, if all tasks
+            can then start at shard borders.
         dtype: dtype to store.
         metadata: values that the format stores.
         tokens_per_example: number of tokens. Formats without a constant number use it for the predicted size only.
@@ -111,21 +112,21 @@ def create(
         truncate: cut long examples.
         overflow: what to do with values too large for ``dtype``.
         shard_bytes: approximate size of a shard.
-        capture: ``"module:function"``, or a function that can be imported by such a name, so that an engine can run the tasks: it
-            is called as ``function(writer, examples)`` and appends the examples of the range. Whoever runs a plan runs this
-            function: load plans from files that you would run as scripts. None: your script uses ``plan.writer``.
-        exist_ok: accept a finished dataset of these arguments, as the result of this plan.
-        work: working folder, which all machines must see; None: a hidden folder in ``path``.
+        capture: ``"module:function"``, or a function that can be imported by such a name, with which engines run the tasks. It is
+            called as ``function(writer, examples)`` and appends the examples of the range. Running a plan runs this function:
+            load plans only from files that you would also run as scripts. None: your script uses ``plan.writer``.
+        exist_ok: accept a finished dataset with these arguments as the result of this plan.
+        work: working folder, which all machines must share; None: a hidden folder in ``path``.
         options: options of the format.
 
     Returns:
-        A plan. What it predicts does not count columns, which are not known before they are appended.
+        A plan. Its prediction does not include columns, which are unknown until they are appended.
 
     Raises:
         ArgumentError, DtypeError: as for :func:`actshard.create`; a format whose parts cannot be merged.
         ExistsError: ``path`` contains a dataset, or parts of another one.
-        UnfinishedError: another plan, or a writer, makes a dataset in ``path``.
-        DiskFullError: the file system has not the room for what is predicted.
+        UnfinishedError: another plan or writer is creating a dataset in ``path``.
+        DiskFullError: the file system has less free space than predicted.
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
@@ -133,7 +134,7 @@ def create(
     _check_format(format)
     tasks = _arguments.whole(tasks, "tasks", 1, MOST_TASKS)
     n = _arguments.whole(num_examples, "num_examples", 1, (1 << 62) - 1)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "layers": layers,
         "d_model": d_model,
         "dtype": dtype,
@@ -143,7 +144,7 @@ def create(
         "options": dict(options),
     }
     parts = min(tasks, n)
-    target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **told)
+    target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **settings)
     spec = target.spec
     arguments: dict[str, Any] = {
         "path": str(root),
@@ -164,8 +165,7 @@ def create(
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, each = _predicted(arguments, bounds, borders)
-    if parts < tasks:
-        notes.insert(0, f"{parts:,} tasks instead of {tasks:,}: there are {n:,} examples")
+    notes = [*fewer(parts, tasks, f"there are {n:,} examples"), *notes]
     made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
     place = (
         work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)
@@ -179,7 +179,7 @@ def create(
             try:
                 _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
             except ActshardError:
-                if not plan.book.exists():  # otherwise another process has begun this plan at this moment
+                if not plan.book.exists():  # otherwise another process has just started this plan
                     raise
     return plan
 
@@ -190,13 +190,13 @@ def _check_format(format: str) -> None:
     known = [name for name in written if formats.get(name).merger() is not None]
     if _arguments.is_one_of(format, written) and format not in known:
         raise ArgumentError(
-            f"format: {format} datasets cannot be written in parts; extractions by many processes write {', '.join(known)}, and "
-            "actshard.convert, or a plan of it, makes the others"
+            f"format: {format} datasets cannot be written in parts; write {', '.join(known)}, and convert it with actshard.convert "
+            "or actshard.plan.convert"
         )
 
 
 def _borders(n: int, target: Target) -> NDArray[np.int64] | None:
-    """Examples with which shards begin, where shards have a known number of examples."""
+    """First examples of the shards; None if the number of examples per shard is unknown."""
     if target.ragged or target.tokens is None or n > _MOST_LISTED:
         return None
     return target.borders(np.broadcast_to(np.int64(target.tokens), (n, len(target.spec.layers))))
@@ -205,7 +205,7 @@ def _borders(n: int, target: Target) -> NDArray[np.int64] | None:
 def _bounds(n: int, tasks: int, borders: NDArray[np.int64] | None) -> list[int]:
     """First examples of the tasks, and the end of the last.
 
-    Tasks begin with shards where the tasks stay equal: the commit then copies nothing.
+    Tasks start at shard borders if their sizes stay nearly equal: then the commit copies nothing.
     """
     equal = [k * n // tasks for k in range(tasks + 1)]
     if borders is None or len(borders) < tasks:
@@ -233,15 +233,15 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
 def _predicted(
     arguments: Mapping[str, Any], bounds: Sequence[int], borders: NDArray[np.int64] | None
 ) -> tuple[Predicted, list[str], list[int]]:
-    """What the extraction takes, notes about it, and the bytes of each task's rows."""
+    """Returns the predicted size and memory, notes, and the bytes of each task's rows."""
     notes = []
     tokens = arguments["tokens_per_example"]
     if tokens is None:
         notes.append(
-            "bytes and files are those of one token per example: pass tokens_per_example= for a better prediction"
+            "bytes and files are predicted for one token per example: pass tokens_per_example= for a better prediction"
         )
     if arguments["dtype"] is None:
-        notes.append("bytes are those of float32: pass dtype= for a better prediction")
+        notes.append("bytes are predicted for float32: pass dtype= for a better prediction")
     sizes = []
     counts = np.diff(bounds).tolist()
     for count in [*dict.fromkeys(counts), bounds[-1]]:
@@ -262,12 +262,12 @@ def _predicted(
     copied = sum(
         count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in shards
     )
-    # saev's shards have their full size in each part, as holes, and no row is copied twice.
+    # At most the size of the result: saev's shards have their full (sparse) size in each part, but no row is copied twice.
     return Predicted(size, files, 0, memory, min(copied, size)), notes, each
 
 
 def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
-    """Shards, files and bytes of examples of ``tokens`` tokens, of many in proportion to :data:`_ESTIMATED`."""
+    """Shards, files and bytes of examples with ``tokens`` tokens; above :data:`_ESTIMATED` examples in proportion."""
     shards, files, size = target.estimate(np.full(min(count, _ESTIMATED), tokens, np.int64), has_labels=False)
     if count <= _ESTIMATED:
         return shards, files, size
@@ -277,15 +277,15 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
 
 def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:
     names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
-    told = {name: arguments[name] for name in names}
-    told |= {"num_examples": count, "part": part, "whole": arguments["num_examples"]}
-    target = make_target(arguments["path"], told.pop("format"), **told)
+    given = {name: arguments[name] for name in names}
+    given |= {"num_examples": count, "part": part, "whole": arguments["num_examples"]}
+    target = make_target(arguments["path"], given.pop("format"), **given)
     target.plan = work
     return target
 
 
 def _name_of(capture: Any) -> str:
-    """``module:function`` of a capture."""
+    """Returns a capture's name ``module:function``."""
     if isinstance(capture, str):
         module, _, function = capture.partition(":")
         if not all(word.isidentifier() for word in [*module.split("."), *function.split(".")]):
@@ -296,14 +296,14 @@ def _name_of(capture: Any) -> str:
         raise ArgumentError(f'capture: expected a function, or "module:function", found {capture!r:.100}')
     if place == "__main__" or "<" in name:
         raise ArgumentError(
-            f"capture: expected a function that other processes can import, found {name} of {place}: define it with def, in a "
-            "module of its own"
+            f"capture: expected a function that other processes can import, found {name} of {place}: define it with def in an "
+            "importable module"
         )
     return f"{place}:{name}"
 
 
 def _function(name: str) -> Computes:
-    """The function of a name ``module:function``."""
+    """Imports the function with a name ``module:function``."""
     module, _, place = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -320,7 +320,7 @@ def _function(name: str) -> Computes:
 
 
 class CreatePlan(Plan):
-    """A plan of :func:`create`: tasks are ranges of examples, which your script, or ``capture``, computes and writes."""
+    """A plan of :func:`create`: tasks are ranges of examples, which your script or ``capture`` computes and writes."""
 
     @property
     def path(self) -> Path:
@@ -328,7 +328,7 @@ class CreatePlan(Plan):
         return Path(self.arguments["path"])
 
     def examples(self, task: int) -> range:
-        """The examples of a task, by their numbers in the whole dataset.
+        """Returns a task's examples, as numbers in the whole dataset.
 
         Raises:
             OutOfRangeError: there is no such task.
@@ -339,23 +339,23 @@ class CreatePlan(Plan):
         return range(*self.tasks[task]["examples"])
 
     def writer(self, task: int) -> TaskWriter:
-        """Returns the writer of a task. It begins after the examples that were committed before: append those of ``writer.left``.
+        """Returns the writer of a task. It continues after examples that were committed before: append those of ``writer.left``.
 
-        The task is done when the writer is closed, with all its examples. For a task that is done, and after the commit, the writer
-        is ``complete`` and nothing is left.
+        Closing the writer with all examples finishes the task. For a finished task, and after the commit, ``writer.complete`` is
+        True and ``writer.left`` is empty.
 
         Raises:
             OutOfRangeError: there is no such task.
-            LockedError: another process writes the examples of this task.
+            LockedError: another process is writing the examples of this task.
         """
         return TaskWriter(self, _arguments.whole(task, "task", 0))
 
     def run(self, task: int) -> dict[str, Any]:
-        """Runs one task: calls ``capture`` with the task's writer and the examples that are left, and closes the writer.
+        """Runs one task: calls ``capture`` with the task's writer and its remaining examples, and closes the writer.
 
         Raises:
             ArgumentError: the plan has no ``capture``.
-            Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process runs this task.
+            Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process is running this task.
         """
         if self.arguments["capture"] is None:
             raise ArgumentError(
@@ -366,11 +366,11 @@ class CreatePlan(Plan):
 
 
 class TaskWriter(Writer):
-    """The writer of one task of an extraction; :meth:`CreatePlan.writer` makes it.
+    """The writer of one task of an extraction. Created by :meth:`CreatePlan.writer`.
 
     Attributes:
         task: the task's number.
-        examples: the examples of the task, by their numbers in the whole dataset.
+        examples: the task's examples, as numbers in the whole dataset.
     """
 
     def __init__(self, plan: CreatePlan, task: int, tell: Beat | None = None) -> None:
@@ -392,7 +392,7 @@ class TaskWriter(Writer):
 
     @property
     def left(self) -> range:
-        """The examples that are not appended yet, by their numbers in the whole dataset."""
+        """The task's examples that were not appended yet, as numbers in the whole dataset."""
         return self.examples[len(self) :]
 
     def _begin(self, resume: bool) -> None:
@@ -402,9 +402,9 @@ class TaskWriter(Writer):
             self.path, self.complete, self._appended = over or plan.path, True, len(self.examples)
             return
         super()._begin(resume)
-        if self._tell is None:  # otherwise run by an engine, which keeps the book
+        if self._tell is None:  # otherwise Plan.run records the attempt and its result
             self._attempt = book.begin_attempt(self.task)
-            if self.complete:  # killed between the end of the part and its entry in the book
+            if self.complete:  # killed after the part was finished and before the task was recorded as done
                 self._publish()
 
     def append(self, activations: Any, **given: Any) -> None:
@@ -423,16 +423,16 @@ class TaskWriter(Writer):
         """Finishes the task. May be called again.
 
         Raises:
-            ArgumentError: fewer examples than the task has were appended. They are kept, and the task can be run again.
+            ArgumentError: examples of the task are missing. Those that were appended are kept, and the task can be run again.
         """
         if self.complete or self._sink is None:
             return
         if self.left:
             first, last = self.examples[0], self.examples[-1]
-            said = f"expected examples {first} to {last} ({len(self.examples)}), found {len(self)} appended"
+            count = f"expected examples {first} to {last} ({len(self.examples)}), found {len(self)} appended"
             self.abort()
             raise ArgumentError(
-                f"task {self.task}: {said}; they are kept: run the task again for those from {self.left[0]}"
+                f"task {self.task}: {count}; they are kept: run the task again for examples from {self.left[0]}"
             )
         super().close()
         self._publish()
@@ -445,12 +445,12 @@ class TaskWriter(Writer):
             self._attempt = None
 
     def result(self) -> dict[str, Any]:
-        """What the book records of the finished task."""
+        """Returns the finished task's result for the working folder."""
         size = sum(Path(folder, name).stat().st_size for folder, _, names in os.walk(self.path) for name in names)
         return {"examples": [self.examples[0], self.examples[-1] + 1], "bytes": size, "units": len(self.examples)}
 
     def abort(self) -> None:
-        """As :meth:`actshard.Writer.abort`: the task can be run again, and goes on after what is committed."""
+        """As :meth:`actshard.Writer.abort`: the task can be run again, and continues after the committed examples."""
         super().abort()
         if self._attempt is not None:
             remove(self._attempt)
@@ -475,10 +475,10 @@ class TaskWriter(Writer):
 
 
 class Creating(Verb):
-    """Runs the tasks of an extraction with a ``capture``, and merges what tasks wrote."""
+    """Runs the tasks of an extraction with a ``capture``, and merges their parts."""
 
     name = "create"
-    undivided = "the model takes the time, which is not run for a measurement"
+    undivided = "the time depends on the model, which is not run for a measurement"
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`create` does not make."""
@@ -497,13 +497,13 @@ class Creating(Verb):
             if fields.value["capture"] is not None:
                 _name_of(fields.value["capture"])
         except (ArgumentError, DtypeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            said = error.detail if isinstance(error, ActshardError) else repr(error)
-            raise FormatError(f"field 'arguments': expected those of an extraction: {said}", path=path) from error
+            why = error.detail if isinstance(error, ActshardError) else repr(error)
+            raise FormatError(f"field 'arguments': expected those of an extraction: {why}", path=path) from error
         if divided(plan, "examples", path) != n or any(a == b for a, b in (task["examples"] for task in plan.tasks)):
             raise FormatError(f"field 'tasks': expected ranges of all {n} examples, none of them empty", path=path)
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """None: what a model's capture takes is not known here."""
+        """None: the time depends on the model, which is not run here."""
         return None
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
@@ -512,7 +512,7 @@ class Creating(Verb):
         function = _function(plan.arguments["capture"])
         writer = TaskWriter(plan, task, tell)
         with writer:
-            if not writer.complete and writer.left:  # nothing, if it was killed after the last example
+            if not writer.complete and writer.left:  # empty if a run was killed after the last example
                 function(writer, writer.left)
         return writer.result()
 
@@ -535,19 +535,19 @@ class Creating(Verb):
         return found[0] if len(found) == 1 else None
 
     def after(self, plan: Planned) -> None:
-        """Removes the folder of working folders, if none is left."""
+        """Removes the folder of working folders if it is empty."""
         leave(Path(plan.arguments["path"]))
 
 
 def _is_made_by(plan: Planned, found: Contents | None) -> bool:
-    """Whether a finished dataset has the examples, layers, types and metadata that a plan asks for."""
+    """Whether a finished dataset has the examples, layers, types and metadata of a plan."""
     given = plan.arguments
     if found is None:
         return False
     wanted = [given["num_examples"], given["layers"], given["d_model"], given["dtype"] or str(found.dtype)]
     if shape_of(found) != wanted:
         return False
-    held = found.metadata
-    places = [held, *(value for value in held.values() if isinstance(value, dict))]
+    stored = found.metadata
+    places = [stored, *(value for value in stored.values() if isinstance(value, dict))]
     known = {name: next((p[name] for p in places if name in p), value) for name, value in given["metadata"].items()}
     return all(known[name] == value for name, value in given["metadata"].items() if type(value) in _PLAIN)

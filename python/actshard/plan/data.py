@@ -32,23 +32,22 @@ VERBS: dict[str, str] = {
 PLANS: dict[str, str] = {
     "create": "actshard.plan.creating:CreatePlan",
 }
-"""The kinds whose plans have methods of their own, and where their classes are."""
+"""The kinds whose plans have additional methods, and where their classes are."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a plan will take.
+    """Predicted size, memory and disk space of a plan.
 
     Attributes:
-        bytes: size of the result, all files together.
+        bytes: total size of the result's files.
         files: number of files of the result (inodes, without folders).
-        read: bytes of the inputs that the tasks read, with gaps between rows that are read along. Not counted is what each process
-            reads to open the inputs (metadata, headers and, of shards that are decoded, the first), and columns and lengths that
-            tasks of a conversion read.
-        memory: bytes of memory that a task's process needs, the interpreter included, with as many threads as this process uses.
-            The page cache does not count.
-        scratch: bytes of further disk space until the commit is done.
-        exact: whether ``bytes`` and ``files`` are exact; otherwise compression, or the text of metadata, were estimated.
+        read: bytes that the tasks read from the inputs, including gaps between rows. Not counted: reads to open the inputs
+            (metadata, headers, the first decoded shard), and columns and lengths that tasks of a conversion read.
+        memory: bytes of memory of a task's process, including the interpreter, with as many threads as this process uses. The
+            page cache is not counted.
+        scratch: bytes of additional disk space until the commit is done.
+        exact: whether ``bytes`` and ``files`` are exact; if not, compressed sizes or the text of metadata were estimated.
     """
 
     bytes: int
@@ -61,16 +60,16 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Planned:
-    """Work on a dataset, cut into tasks: what :class:`~actshard.plan.Plan` knows.
+    """Work on a dataset, divided into tasks: the data of a :class:`~actshard.plan.Plan`.
 
     Attributes:
         verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"``, ``"stage"`` or ``"create"``.
-        arguments: what was asked for, as JSON values; paths are absolute.
-        inputs: files that the plan was made for: name, size and version (modification time, or ETag). :meth:`commit` refuses
-            the results if one has changed. Of more than 4,096 files, evenly spaced ones.
-        tasks: what each task does, as JSON values; ``bytes`` of each is its share of the work.
-        predicted: what the plan will take.
-        work: the working folder, which all machines must see. Tasks write there; :meth:`commit` removes it.
+        arguments: the arguments of the planning function, as JSON values; paths are absolute.
+        inputs: input files: name, size and version (modification time, or ETag). :meth:`commit` raises an error if one has
+            changed. Of more than 4,096 files, evenly spaced ones.
+        tasks: a description of each task, as JSON values; its ``bytes`` is its share of the work.
+        predicted: predicted size, memory and disk space.
+        work: the working folder, which all machines must share. Tasks write there; :meth:`commit` removes it.
     """
 
     verb: str
@@ -80,7 +79,7 @@ class Planned:
     predicted: Predicted
     work: Path
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What the planner has to say: why there are fewer tasks than asked for, what the result will lack."""
+    """Notes of the planner: why there are fewer tasks than requested, and what the result will not contain."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -90,7 +89,7 @@ class Planned:
 
     @cached_property
     def id(self) -> str:
-        """32 hexadecimal digits that depend on everything but ``predicted``, ``notes`` and ``work``."""
+        """32 hexadecimal digits that depend on all attributes except ``predicted``, ``notes`` and ``work``."""
         return identity(self.verb, self.arguments, self.inputs, self.tasks)
 
     # -- as a file -------------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ class Planned:
         """Writes the plan as JSON. Returns the file's path. Any number of processes may call it at once.
 
         Raises:
-            ArgumentError: the plan is larger than :func:`actshard.plan.load` reads.
+            ArgumentError: the plan is too large for :func:`actshard.plan.load`.
         """
         file, value = _arguments.local_path(path), self.as_dict()
         self.check_size()
@@ -123,13 +122,13 @@ class Planned:
         return file
 
     def check_size(self) -> None:
-        """Raises ArgumentError if :func:`actshard.plan.load` could not read this plan: other processes could not run it."""
+        """Raises ArgumentError if the plan is too large for :func:`actshard.plan.load`, so that other processes cannot run it."""
         text = as_json(self.as_dict(), None)
         values = sum(map(text.count, (b",", b"[", b"{")))
         if len(text) > MAX_BYTES or values > MAX_VALUES:
             raise ArgumentError(
-                f"expected a plan of at most {MAX_BYTES:,} bytes of JSON and {MAX_VALUES:,} values, which processes can load, "
-                f"found {len(text):,} bytes, {values:,} values: plan less at a time: fewer files, or a range of examples"
+                f"expected a plan of at most {MAX_BYTES:,} bytes of JSON and {MAX_VALUES:,} values, so that processes can load it, "
+                f"found {len(text):,} bytes, {values:,} values: plan fewer files or examples at a time"
             )
 
     @classmethod
@@ -137,7 +136,7 @@ class Planned:
         """Builds the plan from :meth:`as_dict`; ``path`` is the file, for messages.
 
         Raises:
-            FormatError: the values are no plan, or were changed after it was made.
+            FormatError: the values are not a plan, or were changed after it was made.
         """
         fields = Fields(value, path)
         if (version := fields.integer("actshard_plan")) > VERSION:
@@ -153,18 +152,18 @@ class Planned:
             sizes.integer(name, minimum=0)
         sizes.boolean("exact")
         try:
-            said = sizes.value
+            predicted = sizes.value
             plan = cls(
                 verb,
                 dict(value["arguments"]),
                 tuple(Input.of(each) for each in value["inputs"]),
                 tuple(dict(task) for task in value["tasks"]),
-                Predicted(**{name: said[name] for name in Predicted.__dataclass_fields__}),
+                Predicted(**{name: predicted[name] for name in Predicted.__dataclass_fields__}),
                 Path(fields.text("work")),
                 tuple(map(str, value.get("notes", ()))),
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"expected a plan of actshard: {error!r}", path=path) from error
+            raise FormatError(f"expected a plan made by actshard: {error!r}", path=path) from error
         if not plan.work.is_absolute():
             raise fields.error("work", "an absolute path")
         if plan.id != value.get("id"):
@@ -173,6 +172,11 @@ class Planned:
                 path=path,
             )
         return plan
+
+
+def fewer(found: int, asked: int, why: str) -> list[str]:
+    """A note that there are fewer tasks than requested, if so."""
+    return [f"{found:,} task{'s' if found > 1 else ''} instead of {asked:,}: {why}"] if found < asked else []
 
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:

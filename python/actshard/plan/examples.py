@@ -1,7 +1,7 @@
-"""What the tasks of a conversion tell of their examples, lengths and columns, for the commit.
+"""Lengths and columns of the examples that tasks of a conversion wrote, for the commit.
 
-Few equal lengths go into the task's result, so that the commit of 10,000 tasks opens no second file of each; what is longer, and
-columns, lie beside the result as an Arrow file.
+Up to 256 lengths are stored in the task's result, so that the commit of 10,000 tasks opens only one file per task. Longer tables,
+and columns, are stored next to the result in an Arrow file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 FILE, KEY = "examples.arrow", "tokens"
 _INLINE = 256
-"""Examples of a task whose lengths stand in its result."""
+"""Most examples of a task whose lengths are stored in its result."""
 
 
 def write(folder: Path, table: pa.Table) -> dict[str, Any]:
-    """Keeps the examples of a task: what its result must tell, or a file in its folder."""
+    """Stores the examples of a task: returns the values for its result, or writes a file in its folder and returns none."""
     if table.column_names == [TOKENS] and table.num_rows <= _INLINE and not table[TOKENS].null_count:
         return {KEY: table[TOKENS].to_pylist()}
     import pyarrow as pa
@@ -41,17 +41,17 @@ def write(folder: Path, table: pa.Table) -> dict[str, Any]:
 
 
 def check(results: Sequence[Result], lacking: bool) -> None:
-    """Raises FormatError for lengths in results that are none. ``lacking``: examples may lack layers, which is length -1."""
+    """Raises FormatError for invalid lengths in results. ``lacking``: examples may lack layers, which is length -1."""
     for result in results:
         if (some := result.value.get(KEY)) is not None and min(_checked(some, result), default=0) < -lacking:
             raise FormatError(f"task {result.task}: expected lengths of at least 0, found -1", path=result.folder)
 
 
 def read(results: Sequence[Result]) -> list[pa.Table]:
-    """The examples of tasks, in order; neighbours that stood in results come as one table.
+    """The examples of tasks, in order. Consecutive tasks whose lengths are in their results share one table.
 
     Raises:
-        FormatError: a file or a result is broken.
+        FormatError: a file or a result is damaged.
     """
     import pyarrow as pa
 
@@ -77,7 +77,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
 
 
 def _checked(lengths: Any, result: Result) -> list[int]:
-    """Raises FormatError if these are not lengths of the task's examples."""
+    """Returns the lengths; raises FormatError if they are not those of the task's examples."""
     first, end = result.value["examples"]
     if (
         not isinstance(lengths, list)

@@ -1,4 +1,4 @@
-"""The dataset that a plan merged: for commits that are repeated."""
+"""Finds the dataset that a plan's commit already merged, when the commit is repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actshard.work import FOLDER, PARTS, is_merging, unfinished
 
 
 def finished(format: str, path: Path) -> Contents | None:
-    """A finished dataset, by its metadata; None if there is none. It may lie beside the working folder of the plan that made it."""
+    """A finished dataset, by its metadata; None if there is none. The plan's working folder may still exist inside it."""
     if not path.is_dir() or (path / PARTS).exists() or is_merging(path) or unfinished(path) is not None:
         return None
     if not formats.detect(format, path).matches:
@@ -27,6 +27,6 @@ def shape_of(contents: Any) -> list[Any]:
 
 
 def leave(root: Path) -> None:
-    """Removes the folder of working folders, if none is left."""
+    """Removes the folder of working folders if it is empty."""
     with contextlib.suppress(OSError):
         (root / FOLDER).rmdir()

@@ -1,4 +1,4 @@
-"""How fast one process does a plan's work: a part of a task, done in a scratch folder beside the result."""
+"""Measures how fast one process runs a plan: it runs a part of a task in a scratch folder next to the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 64 << 20
 _SHORT = 0.5
 """Seconds."""
 _WARMING = 16
-"""The sample is done twice, first a part of it, which also opens files and loads tokenizers: that time is not work."""
+"""A first run does this fraction (1/16) of the sample. It also opens files and loads tokenizers, which must not count as work."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rate:
 
     Attributes:
         bytes: size of the sample, in the unit of ``plan.tasks[i]["bytes"]``.
-        seconds: time that it took one process, with all threads that the process has.
+        seconds: time of one process, with all its threads.
     """
 
     bytes: int
@@ -39,15 +39,15 @@ class Rate:
 
 
 def measure(plan: Plan, limit: int = LIMIT) -> Rate | str:
-    """Does a sample of a plan's work on this machine, and removes what it wrote.
+    """Runs a sample of a plan's work on this machine, and removes the files that it wrote.
 
     Args:
         plan: the plan. Its working folder is not touched.
-        limit: most bytes of the sample.
+        limit: maximum bytes of the sample.
 
     Returns:
-        The rate. Or the reason why there is none: no part of the work is so small (a compressed file of text, a large file to
-        copy, a model's capture), or the sample could not be done.
+        The rate, or the reason why there is none: the smallest part of the work exceeds the limit (a compressed text file, a
+        large file to copy, a model's capture), or the sample failed.
     """
     try:
         first = _done(plan, max(limit // _WARMING, 1))
@@ -57,7 +57,7 @@ def measure(plan: Plan, limit: int = LIMIT) -> Rate | str:
     if first is None or whole is None:
         return plan.implementation.undivided.format(limit=f"{limit:,} bytes")
     more = Rate(whole.bytes - first.bytes, whole.seconds - first.seconds)
-    # Where all of it is short, the difference is noise.
+    # If both runs are short, their difference is noise.
     return more if more.bytes > 0 and more.seconds > _SHORT else whole
 
 
@@ -71,7 +71,7 @@ def _done(plan: Plan, limit: int) -> Rate | None:
         folder = Path(tempfile.mkdtemp(prefix=".actshard-sample-", dir=existing_above(plan.work)))
         try:
             began = time.perf_counter()
-            # Not the first task, which in some verbs does more than its share.
+            # The part runs as task 1, because task 0 does additional work in some verbs.
             verb.run(replace(plan, tasks=(plan.tasks[0], part)), 1, folder, lambda done, total: None)
             return Rate(int(part["bytes"]), max(time.perf_counter() - began, 1e-6))
         finally:

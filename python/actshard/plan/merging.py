@@ -1,11 +1,11 @@
-"""Plans of merges: tasks copy the files that must be copied, and the commit links or renames the others.
+"""Plans of merges: tasks copy the files that cannot be linked, and the commit links the others and renames the copies.
 
 .. code-block:: text
 
-    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         what the task copied, under the names that it gets below DST
+    DST/.actshard/plan-XXXXXXXX/tasks/00017/files/...         the task's copies, with the names that they get below DST
 
-Most formats have nothing to copy: their files are linked, and new ones only list them. Copied are saev's shards of equal numbers of
-examples, where parts do not begin with one, and everything if ``dst`` is on another file system than the parts.
+For most formats nothing is copied: files are linked, and the merged metadata lists them. saev's shards are copied if a part does
+not start at a shard border of the merged dataset. All files are copied if ``dst`` is on another file system than the parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actshard.opening import open_quietly
 from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import absolute, absolutes, arguments_of, divided
-from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -45,9 +45,9 @@ from actshard.work import (
 
 FILES = "files"
 _LISTED = 1000
-"""Bytes of memory for a file of the plan."""
+"""Bytes of memory per file of the plan."""
 _FILE_WEIGHT = 4096
-"""Bytes that a file counts for beside its own, so that small files are divided, too."""
+"""Bytes added to the size of each file, so that small files are divided, too."""
 _LEAST_INPUTS = 16
 
 
@@ -60,21 +60,21 @@ def merge(
     different_models: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plans a merge in tasks. The result has the same bytes as that of :func:`actshard.merge`.
+    """Plans a merge. The result is byte-identical to that of :func:`actshard.merge`.
 
-    Makes all checks, reads metadata of the parts, and writes nothing.
+    Runs all checks and reads the metadata of the parts, but writes nothing.
 
     Args:
-        dst: a new folder, which all machines must see.
+        dst: a new folder, which all machines must share.
         parts: datasets of one format, merged in this order; they are not changed.
-        tasks: most number of tasks. There are fewer if fewer files must be copied, and one if none; ``plan.notes`` tells.
-        physical: for Zarr, make one store.
+        tasks: maximum number of tasks. There are fewer if fewer files must be copied, and one if none; see ``plan.notes``.
+        physical: for Zarr, write one store.
         different_models: also merge datasets of different models.
         work: working folder, on the file system of ``dst``; None: a hidden folder in ``dst``.
 
     Raises:
         Errors of :func:`actshard.merge`, before anything is written.
-        DiskFullError: the file system of ``dst`` has not the room for the copies.
+        DiskFullError: the file system of ``dst`` has too little free space for the copies.
     """
     root = _arguments.local_path(dst, "dst")
     tasks = _arguments.whole(tasks, "tasks", 1)
@@ -109,7 +109,7 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     known = identity("merge", arguments, inputs, made)
     if work is not None and made[-1]["files"][1] and _device(work) != _device(root):
         raise ArgumentError(
-            "work: expected a folder on the file system of dst, to which the commit renames copies", path=work
+            "work: expected a folder on the file system of dst, so that the commit can rename copies", path=work
         )
     work = work or work_folder(root, known, dumps=merger.names_itself)
     for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
@@ -125,7 +125,7 @@ def _device(path: Path) -> int:
 
 
 def _files(found: Merge, apart: bool) -> list[Assembled]:
-    """The files that tasks copy. ``apart``: all, because files of another file system cannot be linked."""
+    """The files that tasks copy. With ``apart`` all files, because files on another file system cannot be linked."""
     merger = merger_of(found.format)
     files = list(merger.assembled(found))
     if apart:
@@ -136,7 +136,7 @@ def _files(found: Merge, apart: bool) -> list[Assembled]:
 
 
 def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
-    """The files of a store, or the only one: (file, ``/`` and its path in the store, bytes)."""
+    """Yields the files of a folder, or a single file: (file, ``/`` and its path in the folder, bytes)."""
     if not source.is_dir():
         yield source, "", source.stat().st_size
         return
@@ -148,25 +148,24 @@ def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """The tasks, and notes about them."""
+    """Returns the tasks, and notes about them."""
     if not files:
-        why = f"1 task: nothing of {format} datasets on one file system is copied; the commit links their files"
+        why = f"1 task: no files of {format} datasets on one file system are copied; the commit links them"
         return ({"files": [0, 0], "bytes": 0},), [why]
     weights = np.array([file.bytes + _FILE_WEIGHT for file in files])
     firsts = balanced(weights, np.arange(len(files)), tasks)
     ends = [*firsts[1:], len(files)]
     made = [{"files": [a, b], "bytes": sum(f.bytes for f in files[a:b])} for a, b in zip(firsts, ends, strict=True)]
-    few = f"{len(made):,} tasks instead of {tasks:,}: {len(files):,} files are copied, each by one task"
-    return tuple(made), [few] if len(made) < tasks else []
+    return tuple(made), fewer(len(made), tasks, f"{len(files):,} files are copied, each by one task")
 
 
 def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
-    """The files of the parts. Of many parts, fewer of each are looked at."""
+    """The files of the parts, to detect changes. The more parts, the fewer files of each are checked."""
     most = max(_LEAST_INPUTS, LOOKED_AT // len(stores))
     found: list[Input] = []
     for store in stores:
         inputs = inputs_of(store) or ()
-        # The last ones are those of the dataset's folder, with its metadata.
+        # The last inputs are the files in the dataset's folder, including its metadata.
         found += dict.fromkeys((*inputs[:: max(1, -(-len(inputs) // most))], *inputs[-_LEAST_INPUTS:]))
     return tuple(found)
 
@@ -177,7 +176,7 @@ def _predicted(
     merger = merger_of(found.format)
     count, size, exact = merger.beside(found)
     memory = process.importing(__name__)
-    if files:  # otherwise tasks look at nothing
+    if files:  # otherwise tasks open no part
         memory = process.importing(__name__, type(merger).__module__, *process.readers(inputs))
         memory += sum(store.rows.table_bytes() for store in stores if store.layers) + _LISTED * len(files)
     copied = sum(file.bytes for file in files)
@@ -243,19 +242,19 @@ class Merging(Verb):
             for file, copy in self._copies(plan, result):
                 size = copy.stat().st_size if copy.is_file() else None
                 if size != file.size:
-                    said = f"expected {file.size:,} bytes, found {'nothing' if size is None else f'{size:,}'}"
+                    what = f"expected {file.size:,} bytes, found {'no file' if size is None else f'{size:,}'}"
                     raise FormatError(
-                        f"task {result.task}: {said}; remove {result.folder} and run the task again", path=copy
+                        f"task {result.task}: {what}; remove {result.folder} and run the task again", path=copy
                     )
 
     def _copies(self, plan: Planned, result: Result) -> list[tuple[Assembled, Path]]:
-        """The files of a finished task, and where it left them."""
+        """The files of a finished task, with the paths of their copies."""
         first, end = plan.tasks[result.task]["files"]
         files = self._files(plan)[first:end] if end > first else []
         return [(file, result.folder / FILES / file.name) for file in files]
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
-        """Merges, with the tasks' copies; returns the dataset's path."""
+        """Merges the parts, using the tasks' copies; returns the dataset's path."""
         if (over := self.committed(plan)) is not None:
             return over
         given = plan.arguments
@@ -270,7 +269,7 @@ class Merging(Verb):
         return merged(Path(given["dst"]), asked)
 
     def committed(self, plan: Planned) -> Path | None:
-        """The merged dataset."""
+        """The path of the merged dataset, if it is finished."""
         given = plan.arguments
         root = Path(given["dst"])
         if is_merging(root):
@@ -280,7 +279,7 @@ class Merging(Verb):
         return place if found is not None and shape_of(found) == given["shape"] else None
 
     def after(self, plan: Planned) -> None:
-        """Removes the folder of working folders, if none is left."""
+        """Removes the folder of working folders if it is empty."""
         leave(Path(plan.arguments["dst"]))
 
 

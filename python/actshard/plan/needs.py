@@ -1,9 +1,8 @@
-"""What tasks that read all rows take: bytes read, and memory.
+"""Predicts the bytes that tasks read and their memory, for tasks that read all rows.
 
-Rows that lie in files as they are, are read in blocks: the core plans the same reads without reading (``Rows.scan_needs``,
-``Rows.sum_needs``), with the gaps between rows that one read spans, and counts its own buffers. Of large datasets it plans some
-ranges in some layers. Files that are decoded are read whole: once, while the cache of decoded files has room for what a task needs
-of all layers, otherwise once for each layer.
+Uncompressed rows are read in blocks. The core computes these reads and its buffers without reading (``Rows.scan_needs``,
+``Rows.sum_needs``), including gaps between rows that one read spans. For large datasets only a sample of ranges and layers is
+computed. Files that must be decoded are read whole: once if the cache holds all decoded files of a task, otherwise once per layer.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from actshard.store import Store
 from actshard.work.children import processors
 
 DECODED_MEMORY = 1 << 30
-"""Bytes of decoded files that a store keeps: the default of :func:`actshard.open`."""
+"""Bytes of decoded files that a store caches: the default of :func:`actshard.open`."""
 _POOLED, _POOLED_BYTES = 8, 256 << 20
-"""Freed buffers that the core keeps to use again, at most (memory/output.rs)."""
+"""Maximum number and bytes of freed buffers that the core keeps for reuse (memory/output.rs)."""
 _SMALL = 32 << 20
-"""Buffers of at most this size are used again by other files; of larger ones, the next buffer of another size frees the oldest."""
+"""Buffers up to this size are reused for other files. A larger buffer is freed when one of another size is needed."""
 _LAYERS, _TASKS, _ITEMS = 4, 8, 128
-"""Limits of a sample: layers, tasks, and examples (or leaves) of each."""
+"""Limits of a sample: layers, tasks, and examples (or leaves) of each range."""
 _ALL = 4096
-"""Ranges times examples up to which all are planned."""
+"""Up to this number of examples (or leaves) in all ranges, no sample is taken."""
 
 ReadRange = tuple[int, int, int, int]
-"""A range of a layer that a task reads: layer (a position), first and end (examples or leaves), bytes of rows."""
+"""A range of a layer that a task reads: layer (its index), first and end (examples or leaves), bytes of rows."""
 RangeNeeds = Callable[[int, int, int, int], tuple[int | None, int]]
-"""Of layer, first, end and the bytes of the whole range: bytes read (None: not known), and memory."""
+"""Maps layer, first, end and the bytes of the whole range to bytes read (None if unknown) and memory."""
 
 ExamplesOf = Callable[[int, int, int], tuple[int, int]]
-"""Of layer, first and end: the first of its examples, and their end."""
+"""Maps layer, first and end to the first example of the range and the end of its examples."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What tasks take: ``read`` of all of them, ``memory`` of the largest beside that of its process.
+    """Bytes that all tasks read, and memory of the largest task in addition to that of its process.
 
-    ``loading`` is that of a process that has the dataset open and loads its largest file once more, if files are decoded.
+    ``loading``: if files are decoded, the memory of a process that has the dataset open and loads its largest file once more.
     """
 
     read: int
@@ -58,14 +57,14 @@ class Needs:
 def needs(
     store: Store, tasks: Sequence[Sequence[ReadRange]], plan: RangeNeeds, inputs: Sequence[Input], span: ExamplesOf
 ) -> Needs:
-    """What tasks take that read these ranges, one after the other.
+    """Predicts the needs of tasks that read these ranges in order.
 
     Args:
         store: the dataset.
         tasks: the ranges of each task.
-        plan: asks the core about a range.
-        inputs: the dataset's files, for those that are decoded.
-        span: the examples of a range.
+        plan: returns the core's prediction for a range.
+        inputs: the dataset's files with their sizes; used if files are decoded.
+        span: returns the examples of a range.
     """
     some = [ranges for ranges in tasks if ranges]
     if not some:
@@ -89,7 +88,7 @@ def needs(
 
 
 def _sample(tasks: Sequence[Sequence[ReadRange]]) -> list[ReadRange]:
-    """All ranges, or those of some layers in some tasks, the largest among them."""
+    """All ranges; or a sample of layers and tasks, which includes the largest range."""
     every = [each for ranges in tasks for each in ranges]
     if sum(end - first for _, first, end, _ in every) <= _ALL:
         return every
@@ -104,12 +103,12 @@ def _sample(tasks: Sequence[Sequence[ReadRange]]) -> list[ReadRange]:
 def _decoded(
     store: Store, tasks: Sequence[Sequence[ReadRange]], planned: int, inputs: Sequence[Input], span: ExamplesOf
 ) -> Needs:
-    """What tasks take whose files must be decoded, or read whole to be understood; ``planned`` is the core's own memory."""
+    """Needs of tasks whose files must be decoded or read whole; ``planned`` is the memory that the core predicted."""
     files = {each.path: each.size or 0 for each in inputs}
     rows = [sum(size for *_, size in ranges) for ranges in tasks]
     units = store.contents.units
     if units is None:
-        if not store.rows.decodes:  # rows of a server, which are read as they lie
+        if not store.rows.decodes:  # uncompressed rows on a server, which are read without gaps
             return Needs(sum(rows), planned)
         named = {str(Location.at(file)) for file in store.contents.files()}
         sizes = [size for path, size in files.items() if path in named]
@@ -136,11 +135,11 @@ def _decoded(
 
 
 def conversion_reads(asked: Asked, tasks: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> int:
-    """Bytes that the tasks of a conversion read for its rows. What they read for columns and lengths is not counted.
+    """Bytes that the tasks of a conversion read for rows; reads of columns and lengths are not counted.
 
     Args:
         asked: the request.
-        tasks: those of the plan: ranges of its ``examples``, or of its ``layers``.
+        tasks: the plan's tasks: ranges of ``examples``, or of ``layers``.
         inputs: the dataset's files.
     """
     store = asked.store
@@ -169,18 +168,18 @@ def conversion_reads(asked: Asked, tasks: Sequence[Mapping[str, Any]], inputs: S
             return store.rows.scan_needs(g, (a, b), False, size)
         except NOT_OF_DATA:
             raise
-        except ActshardError:  # a damaged file, which its task reports
+        except ActshardError:  # a damaged file: its task will report it
             return size, 0
 
     found = needs(store, ranges, planned, inputs, lambda g, a, b: (a, b)).read
-    # Rows of all layers may lie together: then there are no gaps, which a scan of one layer would read.
+    # If the layers of an example are consecutive in a file, a conversion reads no gaps, but a scan of one layer would.
     return found if store.rows.decodes else min(rows, found)
 
 
 def converting(store: Store, share: float, blocks: int, inputs: Sequence[Input]) -> int:
-    """Bytes of memory of a task that converts this share of a dataset, with blocks of so many bytes, beside its process's.
+    """Memory of a task that converts a share of a dataset in blocks of ``blocks`` bytes, in addition to that of its process.
 
-    Files that are decoded are kept, within the budget of the cache; while one is decoded, the file itself is in memory.
+    Decoded files are cached within the cache's limit; while a file is decoded, its encoded bytes are in memory, too.
     """
     if store.contents.units is None:
         if not store.rows.decodes:
@@ -192,20 +191,20 @@ def converting(store: Store, share: float, blocks: int, inputs: Sequence[Input])
     stored = _stored(store, bounds, {each.path: each.size or 0 for each in inputs})
     if not store.rows.decodes:  # a file is read whole for its columns
         return blocks + int(stored.max())
-    # The first is decoded when the dataset is opened, and the next while one is converted.
+    # One file is decoded when the dataset is opened, and another ahead during the conversion.
     kept = min(int(held.sum() * share) + int(held.max()), int(held.sum()), DECODED_MEMORY)
-    # A freed file stays with the process.
+    # The allocator keeps the memory of one freed file.
     return kept + blocks + int(stored.max())
 
 
 def _pooled(sizes: NDArray[np.int64]) -> int:
-    """Bytes of buffers of these sizes that stay with the process when they are freed."""
+    """Bytes of buffers of these sizes that the process keeps after they are freed."""
     small = np.sort(sizes[sizes <= _SMALL])[-_POOLED:].sum()
     return int(min(max(small, sizes.max(initial=0)), _POOLED_BYTES))
 
 
 def _stored(store: Store, bounds: NDArray[np.int64], files: Mapping[str, int]) -> NDArray[np.int64]:
-    """Bytes of the file of each unit, or its share of all files by examples."""
+    """Bytes of each unit's file; if units are not files, a share of all files in proportion to the unit's examples."""
     named = [str(Location.at(file)) for file in store.contents.files()]
     total, count = sum(files.values()), np.diff(bounds)
     if len(named) == len(count):
@@ -215,7 +214,7 @@ def _stored(store: Store, bounds: NDArray[np.int64], files: Mapping[str, int]) -
 
 
 def _held(store: Store, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of the decoded rows of each unit, which are kept; 0 for files that are read as they are."""
+    """Bytes of each unit's decoded rows, which are cached; 0 for files that are not decoded."""
     made = np.zeros(len(bounds) - 1, np.int64)
     if store.rows.decodes:
         for layer in store.layers:

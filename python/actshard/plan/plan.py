@@ -36,18 +36,18 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Status:
-    """How far a plan is.
+    """The progress of a plan.
 
     Attributes:
         tasks: number of tasks.
         done: numbers of finished tasks.
-        running: attempts that told their progress within a minute.
+        running: attempts that reported progress within the last minute.
         stopped: attempts that did not: their process was killed, or its machine is gone. Run their tasks again.
         failed: the last error of each task that failed and is not running.
-        missing: numbers of tasks that nobody has begun, or whose attempt stopped.
-        committed: whether the results were put together; True also once the working folder is gone.
-        committing: whether a commit has begun and is not finished: repeat it.
-        bytes, seconds: of the finished tasks, for a rate; seconds are those of all tasks together.
+        missing: numbers of tasks that were not started, or whose attempt stopped.
+        committed: whether the plan was committed; True also after the working folder was removed.
+        committing: whether a commit has started and is not finished: repeat it.
+        bytes, seconds: bytes that finished tasks read or wrote, and the sum of their run times.
     """
 
     tasks: int
@@ -88,12 +88,12 @@ class Status:
 
 
 class Plan(Planned):
-    """Work on a dataset, cut into tasks. Plain data: :meth:`save` writes it as JSON, :func:`actshard.plan.load` reads it.
+    """Work on a dataset, divided into tasks. Plain data: :meth:`save` writes it as JSON, :func:`actshard.plan.load` reads it.
 
-    A plan is a pure function of its inputs and arguments: made twice, it is the same. A task is a pure function of the plan and
-    its number: any process of any machine that sees the same paths may run it, in any order, twice, or at the same time.
+    A plan depends only on its inputs and arguments: planning twice gives the same plan. A task depends only on the plan and its
+    number: any process on any machine with the same paths may run it, in any order, repeatedly, or at the same time as another.
 
-    Its attributes are those of :class:`~actshard.plan.data.Planned`.
+    Attributes are those of :class:`~actshard.plan.data.Planned`.
     """
 
     # -- tasks -----------------------------------------------------------------------------------------------------
@@ -105,18 +105,18 @@ class Plan(Planned):
 
     @cached_property
     def implementation(self) -> Verb:
-        """The verb."""
+        """The implementation of the plan's verb."""
         made: Verb = _imported(VERBS[self.verb])()
         return made
 
     def mine(self) -> list[int]:
-        """Numbers of the tasks that this process runs, if the processes of a job share them.
+        """Returns the numbers of this process's tasks, if the processes of a job share them.
 
-        The environment tells which process this is: torchrun (RANK, WORLD_SIZE), Slurm, MPI, Ray or JAX; see
+        Rank and number of processes come from the environment: torchrun (RANK, WORLD_SIZE), Slurm, MPI, Ray or JAX; see
         :func:`actshard.plan.shares.of_environment`. Process r of n has the tasks r, r + n, ...
 
         Raises:
-            ArgumentError: the environment contradicts itself.
+            ArgumentError: the environment's variables are invalid or inconsistent.
         """
         index, count = of_environment()
         return list(range(index, len(self), count))
@@ -124,12 +124,12 @@ class Plan(Planned):
     def run(self, task: int) -> dict[str, Any]:
         """Runs one task and returns its result. A finished task is not run again.
 
-        Harmless at any time: twice, by two machines at once, after a kill, and after the commit.
+        Safe to call at any time: repeatedly, on two machines at once, after a kill, and after the commit.
 
         Raises:
             OutOfRangeError: there is no such task.
             ChangedInputError: an input changed since the plan was made.
-            Others: what the task's work raises; the message tells input and row. The error is recorded for :meth:`status`.
+            Others: errors of the task's work; the message names input and row. The error is recorded for :meth:`status`.
         """
         task = _arguments.whole(task, "task", 0)
         if task >= len(self):
@@ -139,14 +139,14 @@ class Plan(Planned):
         if not self.begin():
             return over
         if (found := book.result(task)) is not None:
-            found.pop("files", None)  # of the commit
+            found.pop("files", None)  # only the commit uses it
             return found
         try:
             return self._run(task, book)
         except ActshardError as error:
             if (
                 not book.exists() and self._committed(book) is not None
-            ):  # meanwhile, which removed this attempt's folder
+            ):  # the plan was committed meanwhile, which removed this attempt's folder
                 return over
             book.failed(task, error)
             raise
@@ -156,7 +156,7 @@ class Plan(Planned):
             raise made from error
 
     def begin(self) -> bool:
-        """Makes the working folder, unless there is one. Returns False if the plan was committed; there is none then."""
+        """Creates the working folder if it does not exist. Returns False, without a folder, if the plan was committed."""
         book = self.book
 
         def is_over() -> bool:
@@ -169,14 +169,14 @@ class Plan(Planned):
         try:
             return book.begin(self.as_dict(), is_over)
         except ActshardError:
-            if is_over():  # another process removed the folder while this one made it
+            if is_over():  # another process removed the folder while this one created it
                 return False
             raise
 
     def _committed(self, book: Book) -> Any | None:
-        """What :meth:`Verb.committed` finds; None also if another process begins the plan at this moment."""
+        """The value of :meth:`Verb.committed`; None also if another process starts the plan at the same time."""
         try:
-            with boundary(self.work, "look for the result of a plan beside"):
+            with boundary(self.work, "look for the result of a plan next to"):
                 return self.implementation.committed(self)
         except ActshardError:
             if book.exists():
@@ -187,13 +187,13 @@ class Plan(Planned):
         began = time.perf_counter()
         self.check_inputs(few=True)
         with book.attempt(task) as folder, boundary(folder, f"run task {task} in"):
-            told = 0.0
+            last = 0.0
 
             def tell(done: int, total: int) -> None:
-                nonlocal told
+                nonlocal last
                 now = time.monotonic()
-                if now - told >= BEAT_SECONDS:
-                    told = now
+                if now - last >= BEAT_SECONDS:
+                    last = now
                     book.tell(folder, done, total)
 
             value = self.implementation.run(self, task, folder, tell)
@@ -205,8 +205,8 @@ class Plan(Planned):
         """Raises ChangedInputError if an input changed since the plan was made.
 
         Args:
-            few: look at up to 16 files only, so that 10,000 tasks do not ask a file server 40 million times. :meth:`commit` looks
-                at all.
+            few: check at most 16 files, so that 10,000 tasks do not send 40 million requests to a file server. :meth:`commit`
+                checks all.
         """
         wrong = changed(self.inputs if not few else self.inputs[:: max(1, -(-len(self.inputs) // 16))])
         if wrong is not None:
@@ -215,7 +215,7 @@ class Plan(Planned):
     # -- all tasks -------------------------------------------------------------------------------------------------
 
     def left(self) -> list[int]:
-        """Numbers of the tasks that are not done; none after the commit. Cheaper than :meth:`status`: one listing of a folder."""
+        """Numbers of the unfinished tasks; none after the commit. Cheaper than :meth:`status`: one listing of a folder."""
         book = self.book
         if not book.exists():
             return [] if self._committed(book) is not None else list(range(len(self)))
@@ -223,7 +223,7 @@ class Plan(Planned):
         return [task for task in range(len(self)) if task not in done]
 
     def status(self) -> Status:
-        """Tells how far the plan is. Changes nothing."""
+        """Returns the plan's progress. Changes nothing."""
         book = self.book
         if not book.exists():
             over = self._committed(book) is not None
@@ -253,24 +253,24 @@ class Plan(Planned):
         )
 
     def commit(self) -> Any:
-        """Puts the results of all tasks together, and removes the working folder.
+        """Combines the results of all tasks, and removes the working folder.
 
-        Files are renamed, and what makes them a dataset comes last. After a kill, the same call goes on. After a finished commit
-        it returns the same again.
+        The tasks' files are renamed; the metadata that makes them a dataset is written last. After a kill, the same call
+        continues. After a finished commit, it returns the same value again.
 
         Returns:
-            What the verb's own function returns: a Conversion, a Report, statistics by layer, a TokenCache, a path.
+            The value of the verb's own function: a Conversion, a Report, statistics by layer, a TokenCache, a path.
 
         Raises:
             UnfinishedError: tasks are missing, running or failed; the message names them.
             ChangedInputError: an input changed since the plan was made.
-            FormatError: results leave a hole or overlap.
-            LockedError: another process commits.
+            FormatError: the tasks' results leave gaps or overlap.
+            LockedError: another process is committing.
         """
         verb, book = self.implementation, self.book
         if not book.exists():
             if (over := self._committed(book)) is not None:
-                book.remove()  # a commit that was killed may have left some of it
+                book.remove()  # a killed commit may have left a part of the folder
                 verb.after(self)
                 return over
             raise UnfinishedError(f"{len(self)} of {len(self)} tasks are missing: run them first", path=self.work)
@@ -301,14 +301,14 @@ class Plan(Planned):
             raise self._unfinished(lacking)
         begun = (self.work / COMMIT).exists()
         with boundary(self.work, "commit"), _refusing_results(self.work):
-            if not begun:  # a commit that has begun is finished
+            if not begun:  # a commit that was started and killed is completed without these checks
                 self.check_inputs()
-                verb.check(self, results)  # first: it names files
+                verb.check(self, results)  # before the next check, because its message is more specific
                 book.check_files(records)
                 write_json(self.work / COMMIT, {"id": self.id})
             made = verb.commit(self, results)
             if begun and (place := getattr(made, "path", None)) is not None:
-                # What was renamed before the kill may not be on the disk: this call did not rename it, and so did not sync it.
+                # Files that the killed commit renamed may not be on the disk yet: this call did not rename or sync them.
                 sync_folders_below(Path(place))
             return made
 
@@ -317,25 +317,25 @@ class Plan(Planned):
         failed = {i: e for i, e in book.errors().items() if i in set(lacking)}
         busy = sorted({a.task for a in book.attempts() if a.running} & set(lacking))
         idle = [i for i in lacking if i not in failed and i not in busy]
-        said = [
+        found = [
             f"{len(some):,} {what} ({ranges(some)})" for some, what in ((idle, "missing"), (busy, "running")) if some
         ]
         if failed:
-            said.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
-        return UnfinishedError(f"expected {len(self):,} finished tasks, found {', '.join(said)}", path=self.work)
+            found.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
+        return UnfinishedError(f"expected {len(self):,} finished tasks, found {', '.join(found)}", path=self.work)
 
 
 @contextlib.contextmanager
 def _refusing_results(work: Path) -> Iterator[None]:
-    """Raises FormatError for results of tasks with values that no check expected."""
+    """Raises FormatError for invalid results of tasks that no check found."""
     try:
         yield
     except ActshardError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise FormatError(
-            f"expected results that tasks of this plan left: {type(error).__name__}: {error!s:.200}; if nobody changed files in "
-            "this folder, please report it",
+            f"expected results of this plan's tasks: {type(error).__name__}: {error!s:.200}; if the files in this folder were not "
+            "changed, please report a bug",
             path=work,
         ) from error
 
@@ -357,7 +357,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
     Raises:
         MissingFileError: there is no such file.
-        FormatError: it is no plan, or was changed.
+        FormatError: the file is not a plan, or was changed.
     """
     file = _arguments.local_path(path)
     value = read_json(file)
@@ -375,7 +375,7 @@ def _imported(place: str) -> Any:
 
 
 def failures(plan: Plan, errors: Mapping[int, ActshardError]) -> TasksFailedError:
-    """The error of a run in which tasks failed: every task's error is in ``errors``, and in the message."""
+    """The error of a run in which tasks failed. ``errors`` contains the error of every task, the message the first few."""
     lines = [f"task {i}: {error}" for i, error in sorted(errors.items())]
     more = f"; and {len(lines) - _LISTED:,} more" if len(lines) > _LISTED else ""
     made = TasksFailedError(

@@ -1,10 +1,9 @@
 """Memory of a task's process before its first row: the interpreter, imported modules, libraries, and the opened dataset.
 
-Measured in a process of its own, which imports what such a task imports, opens the dataset, or writes a small one, and tells its
-peak (``VmHWM`` of Linux, which counts the pages of libraries that it has mapped). Nothing that the planning process did before
-counts. What opening takes depends on the dataset's size by the tables that the core keeps, which are counted apart
-(``Rows.table_bytes``), and by its metadata: datasets with the same kinds of files and little metadata are measured once. Systems
-that do not tell get :data:`UNKNOWN`.
+Measured in a separate process, so that earlier work of the planning process is not counted. It imports the modules of a task, opens
+the dataset or writes a small one, and reports its peak (``VmHWM`` on Linux, including mapped pages of libraries). Opening also
+depends on the dataset's size: the core's tables are added separately (``Rows.table_bytes``), and datasets with the same kinds of
+files and little metadata share one measurement. On systems without ``VmHWM`` the result is :data:`UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from actshard.verifying import of_path
 from actshard.writing import create
 
 UNKNOWN = 140 << 20
-"""Bytes, where a process cannot be measured: with pyarrow 78 MiB of its own, and 40 to 70 MiB of libraries (CPython 3.11)."""
+"""Bytes if a process cannot be measured: with pyarrow, 78 MiB of private memory and 40 to 70 MiB of libraries (CPython 3.11)."""
 _PATIENCE = 120
 """Seconds."""
 _LITTLE = 4 << 20
-"""Bytes of files besides those of rows. A dataset with more is measured itself: opening it may take memory for them."""
+"""Bytes of files other than those with rows. A dataset with more is measured itself, because opening may load them."""
 
 _known: dict[tuple[str, ...], int] = {}
 
 
 def peak() -> int | None:
-    """Peak memory of this process in bytes; None if the system does not tell."""
-    try:  # ru_maxrss begins with that of the process that started this one
+    """Peak memory of this process in bytes; None if the system does not report it."""
+    try:  # not ru_maxrss, which starts at the value of the parent process
         with Path("/proc/self/status").open(encoding="ascii") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), None)
     except OSError:
@@ -85,8 +84,8 @@ def opening(
         place: path, format and layout, as for :func:`actshard.open`.
         inputs: the dataset's files.
         modules: what a task imports.
-        check: whether it also checks the files, without their values.
-        write: a format in which it writes.
+        check: whether it also checks the files, but not their values.
+        write: a format that it writes; None if it does not write.
     """
     kinds = {kind for each in inputs if any(map(str.isalpha, kind := Path(each.path).suffix))}
     room = f"actshard.formats.{store.format}.read"
@@ -95,7 +94,8 @@ def opening(
     remote = not isinstance(place[0], str) or "://" in place[0]
     units = store.contents.units is not None
     if remote or (units and (store.format in formats.written() or sum(each.size or 0 for each in inputs) > _LITTLE)):
-        # Opening decodes a unit, which is counted apart, so another one is opened; or asks a server, which is not done twice.
+        # Opening this dataset would decode a unit, which is counted separately, or send requests a second time. So a small
+        # dataset of the format is opened instead.
         own = store.format if units and store.format in formats.written() else None
         return _begun((*known, *readers(inputs)), own, write) + tables
     rows = {str(Location.at(file)) for file in store.contents.files()}
@@ -110,11 +110,11 @@ def opening(
 
 
 def checking(place: Sequence[Any], inputs: Sequence[Input], *modules: str) -> int:
-    """Bytes of memory of a process that imported modules and checked a dataset that cannot be opened, or has no layers.
+    """Bytes of memory of a process that imported modules and checked a dataset that cannot be opened or has no layers.
 
     Args:
         place: path, format and layout, as for :func:`actshard.open`.
-        inputs: the files; none: they are not checked here, because they are too many.
+        inputs: the files; empty: too many to check them for a measurement.
         modules: what a task imports.
     """
     if not inputs or not isinstance(place[0], str) or "://" in place[0]:
@@ -128,7 +128,7 @@ def readers(inputs: Iterable[Input]) -> list[str]:
 
 
 def _measured(asked: dict[str, Any]) -> int | None:
-    """What a process of its own tells; None if it cannot."""
+    """Peak memory that a separate process reports; None if it fails."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "actshard.plan.process"],
@@ -145,7 +145,7 @@ def _measured(asked: dict[str, Any]) -> int | None:
 
 
 def main() -> None:
-    """Does what stdin tells, and writes this process's peak as the last line of stdout."""
+    """Performs the request on stdin, and writes this process's peak memory as the last line of stdout."""
     asked = json.load(sys.stdin)
     for name in asked["modules"]:
         __import__(name)
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _write(path: Path, format: str) -> bool:
-    """Whether a dataset could be written: some formats need columns, and then their modules are imported."""
+    """Writes a dataset of one example, with a column if the format stores columns. Returns whether it succeeded."""
     columns = {"text": ["one"]} if formats.get(format).target().holds_columns else None
     try:
         with create(path, format, layers=[0], d_model=8, dtype="float32") as writer:

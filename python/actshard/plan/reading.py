@@ -1,9 +1,9 @@
-"""What plans share that only read a dataset: its place, their working folder, and their result, which is kept beside that folder.
+"""Shared by plans that only read a dataset: its path, the working folder, and the result, which is kept next to that folder.
 
 .. code-block:: text
 
     WORK/            the working folder, by default .actshard-VERB-XXXXXXXX in the current folder; a commit removes it
-    WORK.json        what the commit returned: by it, a plan knows that it was committed
+    WORK.json        the commit's value; its existence shows that the plan was committed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from actshard.errors import (
     boundary,
     from_reader,
 )
-from actshard.plan.data import Planned
+from actshard.plan.data import Planned, fewer
 from actshard.store import Store
 from actshard.work import make_folder, write_json
 
@@ -41,10 +41,10 @@ NO_LISTING = (
 
 
 def place(path: Any) -> str:
-    """A dataset's path, absolute, or its URL: tasks run in other folders."""
+    """A dataset's absolute path, because tasks may run in other folders; or its URL."""
     if isinstance(path, Store):
         raise ArgumentError(
-            "path: expected a path, which tasks of other processes open, found a store; pass store.path"
+            "path: expected a path, because tasks in other processes open it, found a store; pass store.path"
         )
     if isinstance(path, str) and "://" in path:
         return path
@@ -66,11 +66,11 @@ def described(layout: Any) -> Any:
 
 
 def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str] | None) -> Path:
-    """The working folder that was asked for, or one in the current folder.
+    """The given working folder, or one in the current folder.
 
     Raises:
-        ArgumentError: it lies in the dataset, whose files are checked.
-        ExistsError: a file of others has the name under which the result is kept.
+        ArgumentError: the folder is inside the dataset, whose files are checked.
+        ExistsError: another file has the name of the result's file.
     """
     found = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
     if "://" not in path and Path(path) in (found, *found.parents):
@@ -80,7 +80,7 @@ def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str
 
 
 def wide_groups(store: Store, groups: list[int]) -> list[int]:
-    """The groups in which some examples have another stored type than the dataset's: their rows are read as float64."""
+    """The groups in which the stored type of some examples differs from the dataset's: their rows are read as float64."""
     if not groups or all(found == store.dtype for found in store.rows.stored_types(groups[0], None)):
         return []
     every = np.arange(store.num_examples)
@@ -88,10 +88,9 @@ def wide_groups(store: Store, groups: list[int]) -> list[int]:
 
 
 def notes(count: int, asked: int, why: str, work: Path) -> tuple[str, ...]:
-    """What such a plan has to say."""
-    fewer = [f"{count:,} tasks instead of {asked:,}: {why}"] if count < asked else []
-    done = [f"{_kept_at(work)} has the result of an earlier run; remove it to run again"]
-    return (*fewer, *(done if _kept_at(work).exists() else ()))
+    """Notes of a plan: fewer tasks than requested, and an existing result."""
+    done = [f"{_kept_at(work)} contains the result of an earlier run; remove it to run again"]
+    return (*fewer(count, asked, why), *(done if _kept_at(work).exists() else ()))
 
 
 def _kept_at(work: Path) -> Path:
@@ -99,17 +98,17 @@ def _kept_at(work: Path) -> Path:
 
 
 def keep(plan: Planned, value: Any) -> None:
-    """Keeps the result of a commit, as JSON values."""
+    """Writes the result of a commit, as JSON values, next to the working folder."""
     _refuse_others(_kept_at(plan.work))
     make_folder(plan.work.parent)
     write_json(_kept_at(plan.work), {"actshard_result": 1, "plan": plan.id, "verb": plan.verb, "value": value}, None)
 
 
 def _refuse_others(file: Path) -> None:
-    """Raises ExistsError if a file has a result's name and is none: a result would replace it."""
+    """Raises ExistsError if a file with a result's name is not a result, because the result would replace it."""
     try:
         found = read_json(file) if file.is_file() else {"actshard_result": 1}
-    except MissingFileError:  # removed at this moment
+    except MissingFileError:  # removed meanwhile
         return
     except FormatError:
         found = None
@@ -118,7 +117,7 @@ def _refuse_others(file: Path) -> None:
 
 
 def kept(plan: Planned) -> Any | None:
-    """The value of :func:`keep`; None if there is none, or another plan's."""
+    """The value that :func:`keep` wrote; None if there is none, or it belongs to another plan."""
     file = _kept_at(plan.work)
     try:
         found = read_json(file)
@@ -139,7 +138,7 @@ def broken(plan: Planned, error: Exception) -> FormatError:
 
 def save(file: Path, values: NDArray[Any]) -> None:
     """Writes an array of a task, synced."""
-    # Not by numpy, which tells a full disk as a short write without its reason.
+    # Not by numpy, which reports a full disk as a short write without the reason.
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
     with boundary(file, "write"), file.open("wb") as out:
@@ -149,10 +148,10 @@ def save(file: Path, values: NDArray[Any]) -> None:
 
 
 def saved(file: Path, dtype: Any, dims: int) -> NDArray[Any]:
-    """An array of :func:`save`.
+    """Reads an array that :func:`save` wrote.
 
     Raises:
-        FormatError: it has another dtype or number of dimensions, or is truncated.
+        FormatError: its dtype or number of dimensions differs, or the file is truncated.
     """
     try:
         found: NDArray[Any] = np.load(file, allow_pickle=False)

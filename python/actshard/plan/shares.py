@@ -1,16 +1,16 @@
-"""Which share of a plan's tasks a process has, from what its launcher tells it.
+"""Rank and number of processes, from the environment that a launcher sets: they determine a process's share of the tasks.
 
 ====================  ==========================================================================
 torchrun, accelerate  ``RANK``, ``WORLD_SIZE``
 Open MPI              ``OMPI_COMM_WORLD_RANK``, ``OMPI_COMM_WORLD_SIZE``
 Slurm, ``srun``       ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` (or ``SLURM_NTASKS``)
 Slurm, array jobs     ``SLURM_ARRAY_TASK_ID``, ``_COUNT``, ``_MIN``, ``_STEP``; times one of the above
-Ray Train             the train context, if ``ray`` is imported and the process is a worker of a training
+Ray Train             the train context, if ``ray.train`` is imported and the process is a training worker
 JAX                   ``jax.process_index()``, ``jax.process_count()``, if ``jax`` is imported
 ====================  ==========================================================================
 
-The first that is found counts, because launchers start launchers: torchrun in each task of srun, or MPI in a step of Slurm. Without
-any, the process has all tasks.
+The first launcher in this table that is found is used, because launchers start launchers: torchrun in each task of srun, or MPI in
+a Slurm step. Without a launcher, the process has all tasks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def of_environment() -> tuple[int, int]:
     """Returns (number of this process, number of processes).
 
     Raises:
-        ArgumentError: a variable is no number, a process number is not below the number of processes, or one of RANK and
-            WORLD_SIZE is missing.
+        ArgumentError: a variable is not a number, a rank is not below the number of processes, or only one of RANK and WORLD_SIZE
+            is set.
     """
     inner = _launched()
     array = _array()
@@ -47,16 +47,16 @@ def of_environment() -> tuple[int, int]:
 
 
 def _counts_elements(inner: tuple[int, int], array: tuple[int, int]) -> bool:
-    """Whether RANK counts the processes of all elements of an array job, and not those of one.
+    """Whether RANK counts the processes of all elements of an array job, not those of one element.
 
-    Taken for that by mistake, a process does a share too large, and no task is left out.
+    A wrong True only makes shares larger than necessary; no task is left out.
     """
     if not os.environ.get("RANK"):
         return False
-    if os.environ.get("GROUP_WORLD_SIZE"):  # torchrun, of so many machines: more than one element has
+    if os.environ.get("GROUP_WORLD_SIZE"):  # torchrun's number of machines: more than one element has
         nodes = _number("SLURM_JOB_NUM_NODES") if os.environ.get("SLURM_JOB_NUM_NODES") else 1
         return _number("GROUP_WORLD_SIZE") > nodes
-    # A script's own: export RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE=$SLURM_ARRAY_TASK_COUNT
+    # Set by a user's script: export RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE=$SLURM_ARRAY_TASK_COUNT
     return "LOCAL_RANK" not in os.environ and inner == array
 
 
@@ -66,13 +66,13 @@ def _launched() -> tuple[int, int] | None:
         if size is None or not os.environ.get(rank):
             continue
         if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in os.environ and "SLURM_JOB_ID" in os.environ:
-            continue  # a batch script itself: one process, whatever the job's number of tasks is
+            continue  # a batch script itself is one process, for any number of tasks of the job
         return _checked(rank, _number(rank), size, _number(size))
     return None
 
 
 def _array() -> tuple[int, int] | None:
-    """The place of a Slurm array job's element."""
+    """Position of this element in its Slurm array job, and number of elements."""
     if not os.environ.get("SLURM_ARRAY_TASK_ID") or not os.environ.get("SLURM_ARRAY_TASK_COUNT"):
         return None
     element, count = _number("SLURM_ARRAY_TASK_ID"), _number("SLURM_ARRAY_TASK_COUNT")
@@ -81,8 +81,8 @@ def _array() -> tuple[int, int] | None:
     index, odd = divmod(element - first, step)
     if odd or not 0 <= index < count:
         raise ArgumentError(
-            f"SLURM_ARRAY_TASK_ID: expected one of {count} numbers from {first} in steps of {step}, found {element}: of an array "
-            "with gaps, run the task of this number instead of a share"
+            f"SLURM_ARRAY_TASK_ID: expected one of {count} numbers from {first} in steps of {step}, found {element}: for an array "
+            "with gaps, run the task of this number (--task $SLURM_ARRAY_TASK_ID) instead of a share"
         )
     return index, count
 
@@ -94,7 +94,7 @@ def _ray() -> tuple[int, int] | None:
     try:
         context = train.get_context()
         index, count = context.get_world_rank(), context.get_world_size()
-    except Exception:  # no worker of a training: ray's errors differ by version
+    except Exception:  # not a training worker; the error's type depends on ray's version
         return None
     return (int(index), int(count)) if index is not None and count else None
 
@@ -107,11 +107,11 @@ def _jax() -> tuple[int, int] | None:
 
 
 def _check_pair(rank: str, size: str) -> None:
-    """Raises ArgumentError if only one is set: each process of a job would do all tasks."""
+    """Raises ArgumentError if only one is set: otherwise each process of a job would run all tasks."""
     if bool(os.environ.get(rank)) != bool(os.environ.get(size)):
         there, lacking = (rank, size) if os.environ.get(rank) else (size, rank)
         raise ArgumentError(
-            f"{there}: expected {lacking} beside it in the environment, found none: set both, or unset {there}, or name the tasks"
+            f"{there}: expected {lacking} in the environment too, found none: set both, or unset {there}, or name the tasks"
         )
 
 

@@ -2,11 +2,11 @@
 
 .. code-block:: text
 
-    .FOLDER.actshard-stage/plan-XXXXXXXX/tasks/00017/files/...   what the task copied, under the names of the source
-    .FOLDER.actshard-stage/plan-XXXXXXXX/new/                    the copy, as the commit puts it together
+    .FOLDER.actshard-stage/plan-XXXXXXXX/tasks/00017/files/...   the task's copies, with their names in the source
+    .FOLDER.actshard-stage/plan-XXXXXXXX/new/                    the copy while the commit assembles it
 
-Tasks copy whole files. Ranges of one large file by several tasks would need a file that all of them write to, so that a task that
-was killed, or is late, could change a copy that is finished; or a commit that copies.
+Tasks copy whole files. If several tasks copied ranges of one file, they would have to write to a shared file, which a late task
+could change after it is finished; or the commit would have to copy the ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actshard.layers import Layer, several
 from actshard.location import Location
 from actshard.plan import converting_checks, process
 from actshard.plan.converting import Converting, convert
-from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.staging_checks import check_plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -41,12 +41,12 @@ from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, remove, stag
 
 FILES = "files"
 _NETWORK = 14 << 20
-"""Bytes of memory of the threads, certificates and connections of a remote source, which planning does not ask twice. Measured on
-Linux."""
+"""Bytes of memory of the threads, certificates and connections of a remote source, measured on Linux. A constant, because a
+measurement would need more requests."""
 _LISTED = 1000
-"""Bytes of memory for a file of the plan."""
+"""Bytes of memory per file of the plan."""
 _FILE_WEIGHT = 4096
-"""Bytes that a file counts for beside its own, so that small files are divided, too."""
+"""Bytes added to the size of each file, so that small files are divided, too."""
 
 
 def stage(
@@ -56,27 +56,27 @@ def stage(
     *,
     tasks: int = 64,
 ) -> Plan:
-    """Plans a staged copy in tasks. The folder that the commit makes is that of :func:`actshard.stage`.
+    """Plans a staged copy. The result is the same folder as that of :func:`actshard.stage`.
 
-    Lists the source's files, reads metadata, and writes nothing. A task copies whole files; files of an older copy in ``folder``
-    that did not change are linked. With ``layers`` the tasks are those of a conversion. The plan of a copy that is complete needs
-    nothing: its ``status().committed`` is True.
+    Lists the source's files, reads metadata, and writes nothing. A task copies whole files; unchanged files of an older copy in
+    ``folder`` are linked. With ``layers`` the tasks are those of a conversion. If the copy is already complete,
+    ``plan.status().committed`` is True.
 
     Args:
         url: as for :func:`actshard.stage`. Credentials come from each machine's environment; the plan contains none.
-        folder: the folder to create, which all machines must see. Tasks write to a hidden folder beside it. An older copy stays
+        folder: the folder to create, which all machines must share. Tasks write to a hidden folder next to it. An older copy stays
             readable until the commit replaces it.
         layers: as for :func:`actshard.stage`.
-        tasks: most number of tasks. There are fewer if the source has fewer files; ``plan.notes`` tells.
+        tasks: maximum number of tasks. There are fewer if the source has fewer files; see ``plan.notes``.
 
     Returns:
-        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. ``predicted`` has the copy's ``bytes`` and
-        ``files``, without the marker file.
+        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. The predicted ``bytes`` and ``files`` do not count
+        the marker file.
 
     Raises:
         Errors of :func:`actshard.stage`, before anything is written.
-        UnfinishedError: another plan stages to the folder.
-        DiskFullError: the file system of ``folder`` has not the room.
+        UnfinishedError: another plan is staging to the folder.
+        DiskFullError: the file system of ``folder`` has too little free space.
     """
     target = target_of(folder)
     chosen = None if layers is None else several(layers)
@@ -126,7 +126,7 @@ def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, t
 
 
 def _memory(files: Listed, tasks: Sequence[Mapping[str, Any]], source: Location) -> int:
-    """Memory of the process of the task that needs most."""
+    """Bytes of memory of the process of the largest task."""
     sizes = [size for size, _ in files.values()]
     buffers = max(most_in_memory(sizes[slice(*task["files"])]) for task in tasks)
     return process.importing(__name__) + _NETWORK * source.is_remote + _LISTED * len(sizes) + buffers
@@ -137,18 +137,16 @@ def _work(target: Path, *parts: Any) -> Path:
 
 
 def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """The tasks, and notes about them."""
+    """Returns the tasks, and notes about them."""
     sizes = [size for size, _ in files.values()]
     firsts = balanced(np.array(sizes, np.int64) + _FILE_WEIGHT, np.arange(len(sizes)), tasks)
     made = tuple(
         {"files": [a, b], "bytes": sum(sizes[a:b])} for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
     )
-    notes = []
-    if len(made) < tasks:
-        notes.append(f"{len(made):,} tasks instead of {tasks:,}: {len(sizes):,} files are copied, each by one task")
+    notes = fewer(len(made), tasks, f"{len(sizes):,} files are copied, each by one task")
     share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
     if largest > 2 * share:
-        notes.append(f"one task copies {largest:,} bytes, of {share:,.0f} on average: {name} is copied by one task")
+        notes.append(f"one task copies {largest:,} bytes, the average is {share:,.0f}: {name} is copied by one task")
     return made, notes
 
 
@@ -164,12 +162,12 @@ class _Given:
 
     @property
     def source(self) -> Location:
-        """The source, as nobody has looked at it."""
+        """A new location of the source, without cached listings."""
         return Location.of_any(self._all["source"])
 
     @property
     def place(self) -> str:
-        """Path or URL of the dataset; for the hub, of the commit that the plan was made for."""
+        """Path or URL of the dataset; on the hub, with the commit that the plan was made for."""
         text, revision = self._all["source"], self._all["revision"]
         if self.is_hub and revision is not None:
             parts = text.split("/")
@@ -188,7 +186,7 @@ class _Given:
         return Marker(**{name: given[name] for name in names}, listed=self.files(), files={}, losses=[])
 
     def done(self) -> Staged | None:
-        """The copy in the folder, if it is complete, and of these files."""
+        """The copy in the folder, if it is complete and consists of these files."""
         below = self._all["below"]
         files = self.files() if below == "." else {f"{below}/{name}": entry for name, entry in self.files().items()}
         return complete(self.source, self.target, self.layers, files)
@@ -201,7 +199,7 @@ class Staging(Verb):
     _known: tuple[Planned, Planned, Converting] | None = None
 
     def _inner(self, plan: Planned) -> tuple[Planned, Converting]:
-        """The conversion of some layers, to a folder in the plan's working folder."""
+        """The plan and verb that convert the layers to a folder in this plan's working folder."""
         if self._known is None or self._known[0] is not plan:
             given = {**plan.arguments["convert"], "dst": str(plan.work / "new")}
             made = Planned("convert", given, plan.inputs, plan.tasks, plan.predicted, plan.work)
@@ -213,12 +211,12 @@ class Staging(Verb):
         check_plan(plan, path)
         given = _Given(plan.arguments)
         if plan.work != _work(given.target, plan.arguments, plan.inputs, plan.tasks):
-            raise FormatError(f"field 'work': expected a folder beside {given.target}, found {plan.work}", path=path)
+            raise FormatError(f"field 'work': expected a folder next to {given.target}, found {plan.work}", path=path)
         if given.layers is not None:
             if plan.arguments["convert"].get("src") != given.place:
                 raise FormatError(f"field 'arguments.convert.src': expected {given.place}", path=path)
             inner, _ = self._inner(plan)
-            converting_checks.check_plan(inner, path)  # which works in this plan's folder
+            converting_checks.check_plan(inner, path)  # without check_work: its folder is this plan's
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Copies the task's files, or converts its part of the layers."""
@@ -227,8 +225,8 @@ class Staging(Verb):
         found, expected = origin_of(source), plan.arguments["origin"]
         if found is not None and expected is not None and found != expected:
             raise ChangedInputError(
-                "is on another server, or of another account, than when the plan was made: expected origin "
-                f"{expected}, found {found}. Set the environment as it was, or make the plan again.",
+                f"expected origin {expected}, found {found}: this URL refers to another server or account than when the plan was "
+                "made. Restore the environment variables, or make the plan again.",
                 path=source,
             )
         if given.layers is not None:
@@ -262,12 +260,12 @@ class Staging(Verb):
                     )
                 for name, (size, _) in given.files(*plan.tasks[result.task]["files"]).items():
                     if (found := size_of(f"{result.folder}/{FILES}/{name}")) != size:
-                        said = f"expected {size:,} bytes, found {'nothing' if found < 0 else f'{found:,}'}"
+                        what = f"expected {size:,} bytes, found {'no file' if found < 0 else f'{found:,}'}"
                         raise FormatError(
-                            f"task {result.task}: {said}; remove {result.folder} and run the task again",
+                            f"task {result.task}: {what}; remove {result.folder} and run the task again",
                             path=result.folder / FILES / name,
                         )
-        if given.is_hub:  # of one commit
+        if given.is_hub:  # files of a commit do not change
             return
         source, below = given.source, plan.arguments["below"]
         try:
@@ -280,12 +278,12 @@ class Staging(Verb):
                 raise _changed(source / below / name, before.get(name), now.get(name))
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Staged:
-        """Puts the copies together, and the copy in its place."""
+        """Assembles the tasks' copies to a folder, and renames it to its place."""
         given = _Given(plan.arguments)
         if (over := given.done()) is not None:
             return over
         new, old = plan.work / "new", given.staging / "old"
-        with turn(given.staging):  # actshard.stage may have begun before the plan
+        with turn(given.staging):  # actshard.stage may have started before the plan
             recover(given.target, new, old)
             if (over := given.done()) is not None:
                 return over
@@ -295,7 +293,7 @@ class Staging(Verb):
                 return put_layers(given.marker(), verb.commit(inner, results), None, given.target, new, old)
             marker, base = given.marker(), new / plan.arguments["inside"]
             make_folder(base)
-            # Files that were renamed before a kill are not there any more.
+            # Files that a killed commit has renamed are missing here.
             _native.move_files([result.folder / FILES for result in results], base, [])
             files = {name: size for name, (size, _) in marker.listed.items()}
             fetched = sum(int(result.value["fetched"]) for result in results)
@@ -306,26 +304,26 @@ class Staging(Verb):
         return _Given(plan.arguments).done()
 
     def after(self, plan: Planned) -> None:
-        """Removes the folder of working folders, if nothing is left in it."""
+        """Removes the folder of working folders if it is empty."""
         leave(_Given(plan.arguments).staging)
 
 
 def _copy(place: Location, missing: Listed, folder: Path, tell: Beat, *, is_hub: bool) -> None:
     """Copies files of a dataset into a task's folder, and compares their versions."""
     base, parts = folder / FILES, folder / "parts"
-    if place.is_local:  # which may be in use by a writer: the versions must hold before, and after
+    if place.is_local:  # a local source may be written meanwhile, so versions are compared before and after
         _compare(place, missing)
     try:
         copy(
             place, {name: size for name, (size, _) in missing.items()}, base, parts, lambda _, n, total: tell(n, total)
         )
     except (FormatError, MissingFileError):
-        _compare(place, missing)  # a file that is shorter now, or gone, is told as that
+        _compare(place, missing)  # if a file was truncated or removed, raises ChangedInputError instead
         raise
     if is_hub:
         check_digests(base, {name: version for name, (_, version) in missing.items()})
     else:
-        # A remote store knows the version that it read: this makes no request.
+        # A remote store remembers the version that it read, so this sends no requests.
         _compare(place, missing)
     remove(parts)
 
@@ -340,11 +338,11 @@ def _compare(place: Location, files: Listed) -> None:
 
 def _changed(file: Location, before: tuple[int, str] | None, now: tuple[int, str] | None) -> ChangedInputError:
     if before is None:
-        said = "expected no file, as when the plan was made, found one"
+        what = "expected no file, as when the plan was made, found one"
     elif now is None:
-        said = f"expected a file of {before[0]:,} bytes, as when the plan was made, found nothing"
+        what = f"expected a file of {before[0]:,} bytes, as when the plan was made, found nothing"
     elif now[0] != before[0]:
-        said = f"expected {before[0]:,} bytes, as when the plan was made, found {now[0]:,}"
+        what = f"expected {before[0]:,} bytes, as when the plan was made, found {now[0]:,}"
     else:
-        said = f"was written again since the plan was made: expected version {before[1]}, found {now[1]}"
-    return ChangedInputError(f"{said}. Make the plan again.", path=file)
+        what = f"was written again since the plan was made: expected version {before[1]}, found {now[1]}"
+    return ChangedInputError(f"{what}. Make the plan again.", path=file)

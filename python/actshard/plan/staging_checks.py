@@ -1,4 +1,4 @@
-"""Checks of plans of staged copies that were read from a file: names become files, and sizes ranges that are read."""
+"""Checks of plans of staged copies that were read from a file: their names and sizes determine which files are accessed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actshard.work import FOLDER
 
 
 def check_plan(plan: Planned, path: Path) -> None:
-    """Raises FormatError unless the arguments and tasks are those of a staged copy; ``path`` is the plan's file."""
+    """Raises FormatError if the arguments or tasks are invalid for a staged copy; ``path`` is the plan's file."""
     fields = arguments_of(plan, path)
     if not is_url(fields.text("source")):
         absolute(fields, "source")
@@ -43,25 +43,25 @@ def check_plan(plan: Planned, path: Path) -> None:
     if list(layers) != fields.value["layers"]:
         raise fields.error("layers", "a list of names of layers")
     if fields.text("format") not in formats.written():
-        raise fields.error("format", "a format that is written")
+        raise fields.error("format", "a format that can be written")
     inner = fields.value.get("convert")
     if not isinstance(inner, dict) or inner.get("format") != fields.value["format"] or "dst" in inner:
         raise fields.error("convert", "the arguments of a conversion")
 
 
 def _check_place(fields: Fields) -> None:
-    """The source can be named, and the commit put into its URL."""
+    """Checks that the source is a valid location, and that its URL can contain the revision."""
     text = fields.value["source"]
     try:
         Location.of_any(text)
     except ActshardError as error:
         raise FormatError(f"field 'arguments.source': {error.detail}", path=fields.path) from error
     if fields.value.get("revision") is not None and (not text.startswith("hf://") or len(text.split("/")) < 5):
-        raise fields.error("revision", "null, since the source is no dataset of the hub")
+        raise fields.error("revision", "null, because the source is not a dataset on the hub")
 
 
 def _is_name(name: Any) -> bool:
-    """Whether a value is the name of a file below a folder, other than those that staging itself makes."""
+    """Whether a value is a relative path below a folder, and not a path that staging itself creates."""
     if not isinstance(name, str) or "\0" in name or any("\ud800" <= c <= "\udbff" for c in name):
         return False
     return all(part not in ("", ".", "..") and not part.startswith(FOLDER) for part in name.split("/"))

@@ -1,12 +1,12 @@
-"""Plans of statistics: tasks sum ranges of rows, and the commit joins the sums.
+"""Plans of statistics: tasks sum ranges of rows, and the commit combines the sums.
 
-A layer's rows are divided into leaves of a fixed size (the core's ``stream/stats.rs``). A task has a range of the leaves of all
-layers, and leaves the sums of each layer as a few nodes of the tree:
+A layer's rows are divided into leaves of a fixed size (the core's ``stream/stats.rs``), which are summed in a binary tree. A task
+sums a range of the leaves of all layers, and stores the sums of each layer as a few nodes of the tree:
 
 .. code-block:: text
 
-    WORK/tasks/00017/sums.npy       (nodes, d_model) of actshard.stats.sums.Sums; the nodes' places and counts are in result.json
-    WORK/tasks/00017/summaries.json of each node; not in result.json, which each status reads
+    WORK/tasks/00017/sums.npy         (nodes, d_model), see actshard.stats.sums.Sums; positions and counts are in result.json
+    WORK/tasks/00017/summaries.json   a summary of each node; not in result.json, which every status reads
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ def stats(
     save: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plans the statistics of layers in tasks. They have the same bits as :meth:`actshard.Store.stats`, for any number of tasks.
+    """Plans the statistics of layers. For any number of tasks, they equal :meth:`actshard.Store.stats` bit for bit.
 
-    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns ``{layer: Stats}`` and keeps the same beside
-    the working folder, as ``WORK.json``: a second ``commit()`` returns it again.
+    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns ``{layer: Stats}`` and also writes them next to
+    the working folder, as ``WORK.json``: a second ``commit()`` returns them again.
 
     Args:
-        path: a path or a URL that all machines see. Credentials come from each machine's environment.
+        path: a path or a URL that all machines can read. Credentials come from each machine's environment.
         layers: names from ``store.layers``; None: all.
-        tasks: most number of tasks. There are fewer if there are fewer leaves (65,536 rows, or 64 MiB); ``plan.notes`` tells.
+        tasks: maximum number of tasks. There are fewer if there are fewer leaves (65,536 rows, or 64 MiB); see ``plan.notes``.
         tokens: as for :meth:`actshard.Store.stream`.
         ignore_labels: as for :meth:`actshard.Store.stream`.
         format: as for :func:`actshard.open`.
         layout: as for :func:`actshard.open`.
-        save: whether the commit also keeps them where :meth:`actshard.Store.stats` with ``save=True`` does.
-        work: working folder, outside of the dataset, which all machines must see; None: ``.actshard-stats-XXXXXXXX`` in the
+        save: whether the commit also saves them, like :meth:`actshard.Store.stats` with ``save=True``.
+        work: working folder, outside of the dataset, which all machines must share; None: ``.actshard-stats-XXXXXXXX`` in the
             current folder.
 
     Raises:
@@ -120,8 +120,8 @@ def stats(
         raise ArgumentError(NO_LISTING)
     folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
     predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
-    told = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
-    return Plan("stats", arguments, inputs, tuple(made), predicted, folder, told)
+    noted = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
+    return Plan("stats", arguments, inputs, tuple(made), predicted, folder, noted)
 
 
 def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
 
 
 def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> Predicted:
-    """What the statistics take."""
+    """Predicts bytes to read, memory and disk space."""
     store, given = sought.store, sought.given
     row = store.d_model * store.dtype.itemsize
     leaves = {group: count for group, count, _ in sought.layers}
@@ -162,7 +162,7 @@ def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Seque
 
 
 class _Sought:
-    """A plan's request, opened."""
+    """The opened dataset and arguments of a plan."""
 
     def __init__(self, store: Store, given: Mapping[str, Any], work: Path) -> None:
         self.store, self.given = store, given
@@ -176,7 +176,7 @@ class _Sought:
         return cls(open_quietly(given["path"], given["format"], "pread", layout=given["layout"]), given, plan.work)
 
     def spans(self, first: int, end: int) -> Iterator[tuple[int, bool, int, int]]:
-        """The leaves of a task: group, whether read as float64, first and end in the group."""
+        """Yields a task's leaves by group: group, whether its rows are read as float64, first and end in the group."""
         at = 0
         for group, leaves, wide in self.layers:
             a, b = max(first - at, 0), min(end - at, leaves)
@@ -223,8 +223,8 @@ class Summing(Verb):
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Sums the task's leaves."""
-        request, said = self._request(plan), plan.tasks[task]
-        store, given, first_and_end = request.store, request.given, said["leaves"]
+        request, part = self._request(plan), plan.tasks[task]
+        store, given, first_and_end = request.store, request.given, part["leaves"]
         spans = list(request.spans(*first_and_end))
         total, done = sum(b - a for _, _, a, b in spans), 0
         made, arrays, summaries = [], [], []
@@ -250,14 +250,14 @@ class Summing(Verb):
             arrays.append(columns)
         write_json(folder / SUMMARIES, {"nodes": summaries}, None)
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
-        return {"leaves": list(first_and_end), "layers": made, "bytes": said["bytes"], "units": total}
+        return {"leaves": list(first_and_end), "layers": made, "bytes": part["bytes"], "units": total}
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """Fewer leaves of the first task."""
+        """The first leaves of the first task."""
         return shortened(plan.tasks[0], "leaves", limit) if plan.tasks else None
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
-        """Raises FormatError for a result of other leaves than the task's."""
+        """Raises FormatError if a result has other leaves than its task."""
         for result in results:
             expected = plan.tasks[result.task]["leaves"]
             if result.value.get("leaves") != expected:
@@ -267,7 +267,7 @@ class Summing(Verb):
                 )
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> dict[Layer, Stats]:
-        """Joins the sums."""
+        """Combines the sums to the statistics of each layer."""
         if (over := self.committed(plan)) is not None:
             return over
         request = self._request(plan)
@@ -280,8 +280,8 @@ class Summing(Verb):
                 at = 0
                 for each in result.value["layers"]:
                     end = at + len(each["nodes"])
-                    mine = Sums.of_plain(each["nodes"], columns[at:end], summaries["nodes"][at:end], store.d_model)
-                    sums[each["layer"]] = sums[each["layer"]].join(mine)
+                    part = Sums.of_plain(each["nodes"], columns[at:end], summaries["nodes"][at:end], store.d_model)
+                    sums[each["layer"]] = sums[each["layer"]].join(part)
                     at = end
             except (LookupError, TypeError, ValueError, OverflowError, ArgumentError) as error:
                 raise FormatError(f"expected sums of layers: {error!r:.200}", path=result.folder) from error
@@ -299,12 +299,12 @@ class Summing(Verb):
         return made
 
     def committed(self, plan: Planned) -> dict[Layer, Stats] | None:
-        """The statistics that were kept."""
+        """The statistics of an earlier commit, from the file next to the working folder."""
         found = kept(plan)
         if found is None:
             return None
         try:
-            each = [Stats.of_plain(said) for said in found]
+            each = [Stats.of_plain(record) for record in found]
             return {stats.layer: stats for stats in each if stats.layer is not None}
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error

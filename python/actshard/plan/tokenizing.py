@@ -1,13 +1,13 @@
-"""Plans of token caches: tasks tokenize files, groups of files and ranges of large files; the commit puts their rows together.
+"""Plans of token caches: tasks tokenize files, groups of files and ranges of large files; the commit combines their rows.
 
 .. code-block:: text
 
     OUT/.actshard/plan-XXXXXXXX/tasks/00017/rows/00000/...         rows of consecutive pieces, one array per field
     OUT/.actshard/plan-XXXXXXXX/tasks/00017/shards/00003_a_jsonl/  a finished shard (sharded layout, and keep_shards)
-    OUT/.actshard-build/                                           the commit's working folder, as of ``build_cache``
+    OUT/.actshard-build/                                           the commit's working folder, as for ``build_cache``
 
-A shard of a file that one task read is renamed. Rows of a file that several tasks read, and those of a consolidated cache, are
-copied as stored bytes. The files are those that ``build_cache`` writes, byte for byte.
+If one task read a whole file, its shard is renamed. Rows of a file that several tasks read, and all rows of a consolidated cache,
+are copied as stored bytes. The result is byte-identical to that of ``build_cache``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from actshard.errors import (
 from actshard.inputs import Input, changed
 from actshard.location import Location
 from actshard.plan.book import work_folder
-from actshard.plan.data import Planned, Predicted, identity
+from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.tokenizing_checks import check_plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -65,7 +65,7 @@ ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _PIECE = 1 << 20
-"""A Parquet file is cut only if its share of a task exceeds this."""
+"""Parquet files up to this number of bytes are not divided."""
 
 
 def tokenize(
@@ -84,18 +84,20 @@ def tokenize(
     keep_shards: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plans a token cache in tasks. The result has the same bytes as that of :func:`actshard.tokens.build_cache`.
+    """Plans a token cache. The result is byte-identical to that of :func:`actshard.tokens.build_cache`.
 
-    A task reads files, or a part of a large one: a range of bytes of an uncompressed ``.jsonl`` file, or row groups of a Parquet
-    file. Other files are read by one task each. Writes nothing.
+    A task reads whole files, or a part of a large file: a range of bytes of an uncompressed ``.jsonl`` file, or row groups of a
+    Parquet file. Other files are not divided. Writes nothing.
+
+    Arguments are as for ``build_cache``, except as described here.
 
     Args:
-        sources: paths and globs, which all machines must see; as for ``build_cache``, like all that is not told here.
-        out: the folder to create, which all machines must see.
-        tokenizer: a path, which all machines must see; or an object, which the plan contains.
+        sources: paths and globs, which all machines must share.
+        out: the folder to create, which all machines must share.
+        tokenizer: a path, which all machines must share; or an object, which is stored in the plan.
         format: the format of the records.
-        tasks: most number of tasks. There are fewer if files cannot be divided among so many; ``plan.notes`` tells.
-        layout: ``"sharded"`` needs the least work to commit: shards of files that one task read are renamed.
+        tasks: maximum number of tasks. There are fewer if the files cannot be divided further; see ``plan.notes``.
+        layout: ``"sharded"`` makes the commit fastest: shards of files that one task read are renamed, not copied.
         storage: ``"plain"`` or ``"lz4"``.
         dtype: of token ids.
         enforce_eos: append eos to texts.
@@ -106,7 +108,7 @@ def tokenize(
 
     Raises:
         Errors of ``build_cache``, before anything is written.
-        ArgumentError: a :class:`~actshard.tokens.RowSource`, which tasks of other processes cannot read.
+        ArgumentError: a :class:`~actshard.tokens.RowSource`, which tasks in other processes cannot read.
         ExistsError: the cache exists.
     """
     tasks = _arguments.whole(tasks, "tasks", 1)
@@ -125,7 +127,7 @@ def tokenize(
         found = [each for each in expand(sources) if isinstance(each, Source)]
         if not found:
             raise ArgumentError(
-                "sources: expected files, which tasks of other processes can read, found RowSources; write their records to "
+                "sources: expected files, because tasks in other processes read them, found RowSources; write their records to "
                 "files first, or use tokens.build_cache"
             )
         form = formats.as_format(format)
@@ -147,7 +149,7 @@ def _planned(
     process = processor_of(form, tokenizer, rows)
     files = [(str(_arguments.local_path(source.path, "sources")), source.shard) for source in found]
     for path, _ in files:
-        Location.at(path).regular("plan to read")  # not a pipe, which can be read once
+        Location.at(path).regular("plan to read")  # not a pipe, which can be read only once
     inputs = tuple(Input.at(Location.at(path)) for path, _ in files)
     arguments: dict[str, Any] = {
         "out": str(root),
@@ -180,21 +182,19 @@ def _planned(
         {"bytes": sum(p.stop - p.first for p in task), "pieces": [pieces.as_list(p, how[p.source]) for p in task]}
         for task in divided
     )
-    notes: tuple[str, ...] = ()
-    if len(made) < tasks:
-        notes = (f"{len(made):,} tasks instead of {tasks:,}: compressed files and row groups cannot be divided",)
+    notes = fewer(len(made), tasks, "compressed files and row groups cannot be divided")
     if travels is not None:
         inputs += travels.inputs()
     name = identity("tokenize", arguments, inputs, made)
     at = work or work_folder(root, name)
     predicted = _predicted(recipe, tokenizer, arguments["now"], made)
-    return Plan("tokenize", arguments, inputs, made, predicted, at, notes)
+    return Plan("tokenize", arguments, inputs, made, predicted, at, tuple(notes))
 
 
 def _predicted(
     recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[Mapping[str, Any]]
 ) -> Predicted:
-    """What a plan will take: numbers of rows and tokens are estimated from a sample of the records."""
+    """Predicts size, memory and disk space. Numbers of rows and tokens are estimated from a sample of the records."""
     largest = max(task["bytes"] for task in tasks)
     copies = any(not _is_shard(recipe, piece) for task in tasks for piece in task["pieces"])
     found = estimating.tokenized(recipe, tokenizer, now)
@@ -211,7 +211,7 @@ def _predicted(
     size, inodes = sizes.of_cache(recipe, arrays, rows, elements)
     read = sum(source.size() for source in files)
     made = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
-    # The sample is a part of what a task holds of its rows before it writes them.
+    # A task buffers more rows than the sample did, up to the writers' limit.
     held = [n * largest // max(read, 1) for n in made.values()]
     more = sum(min(n, estimating.HELD) - min(n, m, estimating.HELD) for n, m in zip(held, found.held, strict=True))
     copied = sum(made.values()) + 8 * len(made) * sum(rows.values())
@@ -221,7 +221,7 @@ def _predicted(
 
 
 def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[Any] | None:
-    """The time for chat templates. Records may bring templates that tell it: they get that of the newest source."""
+    """The time for chat templates. If only records' own templates may use it, it is the time of the newest source."""
     if process.tells_time:
         return local_now()
     if not takes_time(form):
@@ -255,11 +255,11 @@ def _recipe(arguments: Mapping[str, Any], inputs: Sequence[Input]) -> Recipe:
 
 @dataclass(frozen=True)
 class _Travelling:
-    """A tokenizer as a plan holds it: by the path of its files, or whole if it came as an object.
+    """A tokenizer as it is stored in a plan: the path of its files; or its contents, if it was given as an object.
 
     Attributes:
         tokenizer: the tokenizer.
-        path: its folder or file.
+        path: its folder or file; None if it was given as an object.
     """
 
     tokenizer: Tokenizer
@@ -291,12 +291,12 @@ class _Travelling:
 
 
 _loaded: dict[str, Tokenizer] = {}
-"""The tokenizer that a task of this process loaded last, by its digest: loading one takes up to a second."""
+"""The tokenizer that this process loaded last, by its digest. Cached because loading takes up to a second."""
 _loading = threading.Lock()
 
 
 def _tokenizer(given: Mapping[str, Any] | None) -> Tokenizer | None:
-    """The tokenizer of a plan's arguments.
+    """Loads the tokenizer of a plan's arguments.
 
     Raises:
         ChangedInputError: its files changed.
@@ -347,40 +347,40 @@ class Tokenizing(Verb):
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Tokenizes the pieces of a task; see :meth:`Verb.run`."""
-        recipe, said, given = self._recipe(plan), plan.tasks[task], plan.arguments
-        own = [plan.inputs[i] for i in sorted({piece[0] for piece in said["pieces"]})]
+        recipe, part, given = self._recipe(plan), plan.tasks[task], plan.arguments
+        own = [plan.inputs[i] for i in sorted({piece[0] for piece in part["pieces"]})]
         _check(own)
         process = processor_of(recipe.format, _tokenizer(given["tokenizer"]), given["options"])
         process.now = None if given["now"] is None else time.struct_time(tuple(given["now"]))
         made: dict[int, Counts] = {}
         before = 0
         for number, run in enumerate(_runs(plan, recipe, task)):
-            sources = [pieces.source_of(said["pieces"][i], recipe.sources) for i in run]
+            sources = [pieces.source_of(part["pieces"][i], recipe.sources) for i in run]
 
-            def told(counts: Counts, before: int = before) -> None:
-                tell(min(before + counts.bytes, said["bytes"]), said["bytes"])
+            def report(counts: Counts, before: int = before) -> None:
+                tell(min(before + counts.bytes, part["bytes"]), part["bytes"])
 
-            if _is_shard(recipe, said["pieces"][run[0]]):
-                made[run[0]] = _shard(sources[0], recipe, process, folder, given["now"], told)
+            if _is_shard(recipe, part["pieces"][run[0]]):
+                made[run[0]] = _shard(sources[0], recipe, process, folder, given["now"], report)
                 before += sources[0].size()
                 continue
             writers = FieldWriters(folder / ROWS / f"{number:05}", recipe.fields, "plain", read_soon=True)
             for i, source in zip(run, sources, strict=True):
-                made[i] = write_rows(source, process, writers, skip=recipe.skip, tell=told)
+                made[i] = write_rows(source, process, writers, skip=recipe.skip, tell=report)
                 before += source.size()
             writers.finish()
-        _check(own)  # again: a file that is written while it is read
+        _check(own)  # again, in case a file changed while it was read
         remove(folder / STAGED)
         counts = [made[i] for i in range(len(made))]
         return {
-            "bytes": said["bytes"],
+            "bytes": part["bytes"],
             "units": sum(each.rows for each in counts),
             "tokens": sum(each.tokens for each in counts),
             "pieces": [_as_list(each, recipe) for each in counts],
         }
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """The begin of a range of lines, or a small task. Tokenizing is slow, so a quarter of the limit is enough."""
+        """The beginning of a range of lines, or a small task. Tokenizing is slow, so a quarter of the limit is enough."""
         limit //= 4
         for task in plan.tasks:
             piece = task["pieces"][0]
@@ -409,7 +409,7 @@ class Tokenizing(Verb):
     # -- the commit ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
-        """Puts the rows of all tasks together; see :meth:`Verb.commit`."""
+        """Combines the rows of all tasks; see :meth:`Verb.commit`."""
         recipe, out = self._recipe(plan), Path(plan.arguments["out"])
         work = out / placing.WORK
         lock = locked(work)
@@ -432,12 +432,12 @@ class Tokenizing(Verb):
         out = Path(plan.arguments["out"])
         try:
             found = self._recipe(plan).found(out)
-        except ExistsError:  # another cache
+        except ExistsError:  # the folder contains another cache
             return None
         return None if found is None else open_cache(out)
 
     def after(self, plan: Planned) -> None:
-        """Removes the folder above the working folder, unless another plan works there."""
+        """Removes the folder of working folders if it is empty."""
         try:
             (Path(plan.arguments["out"]) / FOLDER).rmdir()
         except OSError:
@@ -445,7 +445,7 @@ class Tokenizing(Verb):
 
 
 def _is_counted(value: Any, fields: int) -> bool:
-    """Whether a value is one of :func:`_as_list`."""
+    """Whether a value is a valid result of :func:`_as_list`."""
     if not isinstance(value, list) or len(value) != 4:
         return False
     rows, elements, skipped, unusable = value
@@ -467,11 +467,11 @@ def _is_shard(recipe: Recipe, piece: Sequence[int]) -> bool:
 
 
 def _runs(plan: Planned, recipe: Recipe, task: int) -> list[list[int]]:
-    """Numbers of the task's pieces whose rows are written together: all that adjoin, unless shards are made of them."""
-    said = plan.tasks[task]["pieces"]
+    """Groups of the task's pieces, by number, whose rows are written together: adjoining pieces, or single ones for shards."""
+    listed = plan.tasks[task]["pieces"]
     if recipe.kept:
-        return [[i] for i in range(len(said))]
-    return pieces.adjoining(said, [each.size or 0 for each in plan.inputs])
+        return [[i] for i in range(len(listed))]
+    return pieces.adjoining(listed, [each.size or 0 for each in plan.inputs])
 
 
 def _shard(
@@ -497,14 +497,14 @@ def _shard(
 
 @dataclass(frozen=True)
 class _Read:
-    """What a task read of a source.
+    """The rows that a task made from one piece of a source.
 
     Attributes:
-        folder: folder with the rows, and perhaps those of adjoining sources; or the shard.
+        folder: folder with the rows, which may also contain rows of adjoining pieces; or the shard.
         piece: the piece.
         rows, elements: number of rows, and of elements by field.
         skipped: number of unusable records.
-        unusable: the first of them.
+        unusable: the first unusable records.
     """
 
     folder: Path
@@ -516,24 +516,24 @@ class _Read:
 
 
 def _as_list(counts: Counts, recipe: Recipe) -> list[Any]:
-    """What a task read of a source, as JSON values."""
+    """Counts of a piece as JSON values."""
     elements = [counts.elements.get(name, 0) for name in recipe.fields]
     return [counts.rows, elements, counts.skipped, [[p.number, p.detail, p.what] for p in counts.unusable]]
 
 
 def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
-    """What the tasks read of each source, in order."""
+    """The pieces that tasks read from each source, in order."""
     recipe = _recipe(plan.arguments, plan.inputs)
     made: list[list[_Read]] = [[] for _ in recipe.sources]
     for result in results:
-        said = plan.tasks[result.task]["pieces"]
+        listed = plan.tasks[result.task]["pieces"]
         folders = {
             i: result.folder / ROWS / f"{number:05}"
             for number, run in enumerate(_runs(plan, recipe, result.task))
             for i in run
         }
         for i, (piece, (rows, elements, skipped, unusable)) in enumerate(
-            zip(said, result.value["pieces"], strict=True)
+            zip(listed, result.value["pieces"], strict=True)
         ):
             shard = recipe.sources[piece[0]].shard
             folder = result.folder / SHARDS / shard if _is_shard(recipe, piece) else folders[i]
@@ -555,7 +555,7 @@ def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
 
 
 def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
-    """Puts the rows of all tasks together, and the cache in its place."""
+    """Combines the rows of all tasks to a cache, and moves it into place."""
     recipe.refuse_foreign(out)
     read, new, now = _read(plan, results), work / placing.NEW, plan.arguments["now"]
     for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.NEW)]:
@@ -576,7 +576,7 @@ def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, wo
     }
     if recipe.layout == CONSOLIDATED:
         filled = [new / shard for shard in shards_of if rows[shard]] if kept else _filled(read)
-        with boundary(work, "put rows together in"):
+        with boundary(work, "combine rows in"):
             consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
     skipped = {shard: n for shard, each in zip(shards_of, read, strict=True) if (n := sum(r.skipped for r in each))}
     recipe.ledger(rows, elements, skipped, now).write(new)
@@ -589,7 +589,7 @@ def _filled(read: Iterable[Iterable[_Read]]) -> list[Path]:
 
 
 def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, now: list[Any] | None) -> None:
-    """Makes a source's shard in the new cache: renames it, or puts it together from the rows of several tasks."""
+    """Creates a source's shard in the new cache: renames a task's shard, or copies the rows of several tasks."""
     source = recipe.sources[number]
     folder, staged = work / placing.NEW / source.shard, work / STAGED / source.shard
     identity = recipe.identity(source, now)

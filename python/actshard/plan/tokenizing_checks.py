@@ -1,4 +1,4 @@
-"""Checks of plans of token caches that were read from a file: names become folders, numbers become ranges that are read."""
+"""Checks of plans of token caches that were read from a file: their names and numbers determine which files are accessed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SWITCHES = ("skip", "keep_shards", "tells_time")
 
 
 def check_plan(plan: Planned, path: Path) -> None:
-    """Raises FormatError unless the arguments and tasks are those of a token cache; ``path`` is the plan's file."""
+    """Raises FormatError if the arguments or tasks are invalid for a token cache; ``path`` is the plan's file."""
     fields = arguments_of(plan, path)
     absolute(fields, "out")
     for name in _SWITCHES:

@@ -1,4 +1,4 @@
-"""``Verb``: what a kind of plan does. One file of this folder for each."""
+"""``Verb``: the interface that each kind of plan implements, in a module of this folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from actshard.plan.data import Planned
 
 Beat = Callable[[int, int], object]
-"""Called by a running task with (units done, units in all)."""
+"""Called by a running task with (units done, total units)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished task left.
+    """The result of a finished task.
 
     Attributes:
         task: its number.
         folder: its folder, with the files that it wrote, and ``result.json``.
         value: what :meth:`Verb.run` returned.
-        seconds: how long it ran; for rates only.
+        seconds: its run time; for rates only.
     """
 
     task: int
@@ -33,56 +33,56 @@ class Result:
 
 
 class Verb(ABC):
-    """Runs the tasks of one kind of plan, and puts their results together.
+    """Runs the tasks of one kind of plan, and combines their results.
 
-    Plans are data: everything that an instance needs is in the plan. Tasks know nothing of each other, take no lock and read no
-    clock that what they write depends on.
+    A plan contains all data that an instance needs. Tasks are independent of each other and take no locks, and the files that they
+    write do not depend on the time.
     """
 
     name: ClassVar[str]
     undivided: ClassVar[str] = "files, or examples, that are read or copied whole are larger than a sample of {limit}"
-    """Why there is no :meth:`part`."""
+    """Reason that the user sees if :meth:`part` returns None."""
 
     @abstractmethod
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
-        """Does one task and returns its result as JSON values, which may not depend on who runs it, or when.
+        """Runs one task and returns its result as JSON values, which must not depend on the machine or the time.
 
         Args:
             plan: the plan.
-            task: the number of the task; ``plan.tasks[task]`` tells what it is.
-            folder: an empty folder of this attempt, on the file system of :attr:`Planned.work`. All files of the
-                task are written there, synced to the disk. It is renamed when the task is done: no absolute path may be kept in it.
-            tell: to be called now and then.
+            task: the number of the task, described by ``plan.tasks[task]``.
+            folder: an empty folder for this attempt, on the file system of :attr:`Planned.work`. The task writes all its files
+                there and syncs them to the disk. The folder is renamed afterwards, so files must not contain its absolute path.
+            tell: called with the progress from time to time.
 
         Raises:
-            ActshardError: the message tells which input, and which row.
+            ActshardError: the message names the input and the row.
         """
 
-    def check_plan(self, plan: Planned, path: Path) -> None:  # noqa: B027 -- whatever is wrong is found when a task runs
-        """Raises FormatError unless a plan that was read from a file has the arguments and tasks that this kind has."""
+    def check_plan(self, plan: Planned, path: Path) -> None:  # noqa: B027 -- optional: tasks find errors, too
+        """Raises FormatError if the arguments or tasks of a plan that was read from a file are invalid for this kind."""
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:  # noqa: B027 -- most verbs have nothing to compare
-        """Raises FormatError if the results of all tasks leave a hole, or overlap. Called before a commit begins."""
+        """Raises FormatError if the tasks' results leave gaps or overlap. Called before a commit starts."""
 
     @abstractmethod
     def commit(self, plan: Planned, results: Sequence[Result]) -> Any:
-        """Puts the results of all tasks together; returns what the command of this name returns (a Conversion, a Report, ...).
+        """Combines the results of all tasks; returns the value of the function of this name (a Conversion, a Report, ...).
 
-        Files are renamed; what makes the dataset one comes last. A commit that was killed is repeated: each step finds what was
-        done. ``results`` have the order of the tasks; their folders may lack files that were renamed before.
+        Files are renamed; the metadata that makes them a dataset is written last. A killed commit is repeated, so each step must
+        detect that it was already done. ``results`` are in task order; files that were renamed before may be missing.
         """
 
     def committed(self, plan: Planned) -> Any | None:
-        """What :meth:`commit` returned, if the plan was committed and its working folder is gone; None if not, or not known."""
+        """The value of :meth:`commit`, if the plan was committed and its working folder is gone; None if not, or if unknown."""
         return None
 
     def after(self, plan: Planned) -> None:  # noqa: B027 -- most verbs leave nothing outside of the plan's working folder
-        """Called when the working folder of a committed plan was removed."""
+        """Called after the working folder of a committed plan was removed."""
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """A task of at most ``limit`` bytes that does the same work as the plan's tasks, for a measurement; None: there is none.
+        """A task of at most ``limit`` bytes that does the same work as the plan's tasks, to measure speed; None if there is none.
 
-        Its result may lack what a task's must have at its borders.
+        Its result may be incomplete at the borders of its range.
         """
         return next((task for task in reversed(plan.tasks) if 0 < int(task["bytes"]) <= limit), None)
 
@@ -92,7 +92,7 @@ class Verb(ABC):
 
 
 def shortened(task: Mapping[str, Any], name: str, limit: int) -> dict[str, Any] | None:
-    """A task with fewer of its ``[first, end]`` under ``name``, of about ``limit`` bytes; None if one of them has more."""
+    """A task whose range ``task[name] = [first, end]`` is cut to about ``limit`` bytes; None if one element is larger."""
     first, end = task[name]
     size = int(task["bytes"])
     count = end - first if size <= limit else (end - first) * limit // size

@@ -1,11 +1,11 @@
-"""Plans of deep checks: tasks scan ranges of examples, and the commit joins what they found to one report.
+"""Plans of deep checks: tasks scan ranges of examples, and the commit combines their scans to one report.
 
 .. code-block:: text
 
     WORK/tasks/00017/columns.npy    (layers, 3, d_model) uint64: magnitudes, differences, bits of the first row
     WORK/tasks/00017/hashes.npy     (examples,) uint64: a hash of each example's rows in all layers
 
-Task 0 also checks the files, as without ``deep``. A dataset that cannot be opened, or has no values, is one task.
+Task 0 also checks the files, as without ``deep``. For a dataset that cannot be opened or has no values, there is only task 0.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from actshard.verifying.deep import add_findings, first_row, joined, scan, toget
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
 _SMALL = ("dtype", "rows", "nan", "infinite", "nan_rows", "infinite_rows", "zero_rows", "constant_rows")
 _CHECKED = 1000
-"""Most files of a dataset that is checked once more, in another process, to measure what that takes."""
+"""Memory of the check of files is measured by running it, for datasets with at most this number of files."""
 _EXAMPLE_WEIGHT = 64
-"""Bytes that an example without tokens counts for, so that ranges of empty examples are divided, too."""
+"""Bytes added to the size of each example, so that ranges of empty examples are divided, too."""
 
 
 def verify(
@@ -67,18 +67,18 @@ def verify(
     layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plans the check of a dataset in tasks. The report equals that of :func:`actshard.verify`, for any number of tasks.
+    """Plans the check of a dataset. For any number of tasks, the report equals that of :func:`actshard.verify`.
 
-    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns the report and keeps it beside the working
-    folder, as ``WORK.json``: a second ``commit()`` returns it again.
+    Reads metadata and token counts, and writes nothing. ``plan.commit()`` returns the report and also writes it next to the
+    working folder, as ``WORK.json``: a second ``commit()`` returns it again.
 
     Args:
-        path: a path or a URL that all machines see. Credentials come from each machine's environment.
-        tasks: most number of tasks. There are fewer if there are fewer examples; ``plan.notes`` tells.
-        deep: read every row; without, there is one task, which checks the files.
+        path: a path or a URL that all machines can read. Credentials come from each machine's environment.
+        tasks: maximum number of tasks. There are fewer if there are fewer examples; see ``plan.notes``.
+        deep: whether to read every row. If False, one task checks the files.
         format: as for :func:`actshard.verify`.
         layout: as for :func:`actshard.verify`.
-        work: working folder, outside of the dataset, which all machines must see; None: ``.actshard-verify-XXXXXXXX`` in the
+        work: working folder, outside of the dataset, which all machines must share; None: ``.actshard-verify-XXXXXXXX`` in the
             current folder.
 
     Raises:
@@ -118,7 +118,7 @@ def _predicted(
     wide: Sequence[int],
     inputs: Sequence[Input],
 ) -> Predicted:
-    """What the check takes."""
+    """Predicts bytes to read, memory and disk space."""
     if store is None:
         return Predicted(0, 0, 0, process.checking(place, inputs if len(inputs) <= _CHECKED else (), __name__))
     row = store.d_model * store.dtype.itemsize
@@ -131,7 +131,7 @@ def _predicted(
             return store.rows.scan_needs(g, (a, b), g in wide, size)
         except NOT_OF_DATA:
             raise
-        except ActshardError:  # a damaged file, which its task reports
+        except ActshardError:  # a damaged file: its task will report it
             return int(ends[g][b] - ends[g][a]), 0
 
     found = needs(
@@ -163,7 +163,7 @@ def _of_records(store: Store, inputs: Sequence[Input]) -> int:
 
 
 def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, list[int]] | None:
-    """The store whose values are checked, its bytes per example, and the layers of several types; None if there is none."""
+    """Returns the store, its bytes per example, and its layers with several stored types; None if there are no values to check."""
     try:
         store = _store(where, format, layout)
         weights = np.zeros(store.num_examples, np.int64)
@@ -188,7 +188,7 @@ def _store(where: str, format: str | None, layout: Any) -> Store:
 
 
 def _files(root: Location) -> tuple[Input, ...] | None:
-    """The files below a path, without those of more than :data:`LOOKED_AT` that are not looked at."""
+    """The files below a path; if there are more than :data:`LOOKED_AT`, evenly spaced ones."""
     if root.kind() == "file":
         return (Input.at(root),)
     if not root.lists:
@@ -217,7 +217,7 @@ class Verifying(Verb):
         fields.boolean("deep")
         wide = fields.value.get("wide")
         if not isinstance(wide, list) or any(type(x) is not int or x < 0 for x in wide):
-            raise fields.error("wide", "a list of numbers of layers")
+            raise fields.error("wide", "a list of layer indices")
         examples = fields.value.get("examples")
         if examples is not None:
             fields.integer("examples")
@@ -228,8 +228,8 @@ class Verifying(Verb):
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Scans the task's examples; task 0 also checks the files."""
-        given, said = plan.arguments, plan.tasks[task]
-        value: dict[str, Any] = {"examples": said["examples"], "bytes": said["bytes"]}
+        given, part = plan.arguments, plan.tasks[task]
+        value: dict[str, Any] = {"examples": part["examples"], "bytes": part["bytes"]}
         whole = given["examples"] is None
         store = None if whole else self._open(plan)
         if task == 0:
@@ -248,7 +248,7 @@ class Verifying(Verb):
         every, columns, layers = None, np.zeros((len(store.layers), 3, store.d_model), np.uint64), []
         for group, layer in enumerate(store.layers):
             tell(group, len(store.layers))
-            found = scan(store, layer, lambda *_: None, tuple(said["examples"]), group in given["wide"])
+            found = scan(store, layer, lambda *_: None, tuple(part["examples"]), group in given["wide"])
             if isinstance(found, ActshardError):
                 if isinstance(found, NOT_OF_DATA):
                     raise found
@@ -261,14 +261,14 @@ class Verifying(Verb):
         save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
         return {**value, "layers": layers, "units": len(layers)}
 
-    undivided = "only files are checked, which is not measured"
+    undivided = "the plan only checks files, which is not measured"
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
-        """Fewer examples of the last task; the check of the files is not measured."""
+        """The first examples of the last task. The check of the files is not measured."""
         return None if plan.arguments["examples"] is None else shortened(plan.tasks[-1], "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
-        """Raises FormatError for a result of other examples than the task's."""
+        """Raises FormatError if a result has other examples than its task, or no valid scans."""
         for result in results:
             expected = plan.tasks[result.task]["examples"]
             if result.value.get("examples") != expected:
@@ -285,7 +285,7 @@ class Verifying(Verb):
                 )
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Report:
-        """Joins the report about the files and the scans."""
+        """Combines the report about the files with the scans."""
         if (over := self.committed(plan)) is not None:
             return over
         try:
@@ -299,7 +299,7 @@ class Verifying(Verb):
         return report
 
     def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
-        """Joins the scans task by task: one task's columns are in memory beside those of the whole."""
+        """Combines the scans task by task, so that only one task's columns are in memory in addition to the combined ones."""
         store = self._open(plan)
         made: list[dict[str, Any] | None] = [None] * len(store.layers)
         errors: dict[int, ActshardError] = {}
@@ -309,15 +309,15 @@ class Verifying(Verb):
             if columns.shape != (len(store.layers), 3, store.d_model):
                 raise FormatError(f"expected columns of all layers, found {columns.shape}", path=result.folder)
             if len(result.value["layers"]) != len(store.layers):
-                said = f"expected scans of {len(store.layers)} layers, found {len(result.value['layers'])}"
-                raise FormatError(f"task {result.task}: {said}", path=result.folder)
-            for group, said in enumerate(result.value["layers"]):
-                if "error" in said:
-                    errors.setdefault(group, from_plain(said["error"]))
+                counts = f"expected scans of {len(store.layers)} layers, found {len(result.value['layers'])}"
+                raise FormatError(f"task {result.task}: {counts}", path=result.folder)
+            for group, scanned in enumerate(result.value["layers"]):
+                if "error" in scanned:
+                    errors.setdefault(group, from_plain(scanned["error"]))
                     continue
                 magnitudes, differences, first = columns[group]
-                odd = {name: (said[name][0], [tuple(p) for p in said[name][1]]) for name in _SMALL[4:]}
-                part = {**said, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
+                odd = {name: (scanned[name][0], [tuple(p) for p in scanned[name][1]]) for name in _SMALL[4:]}
+                part = {**scanned, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
                 made[group] = joined(made[group], part)
             hashes = saved(result.folder / HASHES, np.uint64, 1)
             every[filled : filled + len(hashes)] = hashes[: max(len(every) - filled, 0)]
@@ -330,7 +330,7 @@ class Verifying(Verb):
         add_findings(store, [each for each in found if each is not None], report, every)
 
     def committed(self, plan: Planned) -> Report | None:
-        """The report that was kept."""
+        """The report of an earlier commit, from the file next to the working folder."""
         found = kept(plan)
         if found is None:
             return None
@@ -342,12 +342,14 @@ class Verifying(Verb):
         return made
 
 
-def _is_scan(said: Any) -> bool:
-    """Whether a value is what a task tells of a layer."""
-    if not isinstance(said, dict) or "error" in said:
-        return isinstance(said, dict)
+def _is_scan(value: Any) -> bool:
+    """Whether a value is a valid scan of a layer, or an error."""
+    if not isinstance(value, dict) or "error" in value:
+        return isinstance(value, dict)
     if any(
-        type(n) is not int or not 0 <= n < MAX_INT for n in (said.get(name) for name in ("rows", "nan", "infinite"))
+        type(n) is not int or not 0 <= n < MAX_INT for n in (value.get(name) for name in ("rows", "nan", "infinite"))
     ):
         return False
-    return all(isinstance(odd := said.get(name), list) and len(odd) == 2 and type(odd[0]) is int for name in _SMALL[4:])
+    return all(
+        isinstance(odd := value.get(name), list) and len(odd) == 2 and type(odd[0]) is int for name in _SMALL[4:]
+    )

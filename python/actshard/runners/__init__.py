@@ -1,8 +1,8 @@
 """``actshard.run``: runs the tasks of a plan on this machine, or on an engine, and commits.
 
-One file of this folder for each engine, imported when it is used; ``tasks`` is what their processes run. An engine starts tasks
-somewhere and tells how they ended; machines and resources are the engine's. What is done is known from the plan's working folder
-alone: a lost message is no lost task, a driver that was killed is started again, and two drivers do no harm.
+Each engine is a module of this folder, imported on first use; engines' processes call ``tasks``. An engine manages machines and
+resources, starts tasks, and reports their outcomes. The plan's working folder alone records which tasks are done: a lost message
+loses no work, a killed driver can be started again, and two drivers at once are safe.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from actshard.plan.plan import Plan, failures, load
 from actshard.runners.tasks import Heard, Said
 
 ENGINES = ("local", "slurm", "ray", "dask")
-"""Names of engines, which are modules of this folder."""
+"""Names of the engines, which are modules of this folder."""
 _MOST_RETRIES = 1000
 
 
 class Engine(Protocol):
-    """What a module of this folder has."""
+    """The interface of an engine's module."""
 
     def execute(self, plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool, **options: Any) -> None:
-        """Runs tasks, in any order. Returns when all have ended, or, without ``keep_going``, soon after one has failed.
+        """Runs tasks in any order. Returns when all have ended; without ``keep_going``, soon after one has failed.
 
         Raises:
             MissingExtraError: the engine's library is not installed.
-            ArgumentError: a wrong option.
+            ArgumentError: an invalid option.
         """
 
 
@@ -49,22 +49,22 @@ def run(
     """Runs the tasks of a plan that are not done, and commits it.
 
     Args:
-        plan: a plan, or the path of its JSON.
-        on: ``"local"``: in this process, or with ``workers=N`` in N processes of this machine that share its processors;
-            ``"slurm"``, ``"ray"`` or ``"dask"``: see the ``execute`` of these modules for their options.
+        plan: a plan, or the path of its JSON file.
+        on: ``"local"``: in this process, or with ``workers=N`` in N processes that share this machine's processors;
+            ``"slurm"``, ``"ray"`` or ``"dask"``: see ``execute`` of these modules for their options.
         keep_going: run the other tasks after one has failed.
-        retries: how often tasks that failed are run again, when the others are done.
-        commit: commit when all tasks are done; otherwise return the plan's status.
-        tasks: run only these, and commit nothing.
-        progress: called with (tasks done, tasks, bytes of the tasks that were done in this call).
-        options: the engine's.
+        retries: number of times to run failed tasks again, after the others have ended.
+        commit: commit when all tasks are done. If False, return the plan's status instead.
+        tasks: run only these tasks, and do not commit.
+        progress: called with (tasks done, number of tasks, bytes of the tasks done in this call).
+        options: options of the engine.
 
     Returns:
-        What :meth:`actshard.plan.Plan.commit` returns; None with ``tasks``.
+        The value of :meth:`actshard.plan.Plan.commit`; None with ``tasks``.
 
     Raises:
         OutOfRangeError: there is no such task.
-        TasksFailedError: tasks failed; ``errors`` has the error of each.
+        TasksFailedError: tasks failed; ``errors`` contains the error of each.
         MissingExtraError: the engine's library is not installed.
         Errors of :meth:`actshard.plan.Plan.commit`.
     """
@@ -79,7 +79,7 @@ def run(
         left = [task for task in plan.left() if wanted is None or task in wanted]
         if not left:
             break
-        # What fails before the last round stops no other task.
+        # Before the last round, a failure does not stop other tasks.
         errors = _round(plan, engine, left, keep_going=keep_going or again > 0, progress=progress, options=options)
         if errors and not again:
             raise failures(plan, errors)
@@ -104,16 +104,16 @@ def _round(
     progress: Callable[[int, int, int], object] | None,
     options: dict[str, Any],
 ) -> dict[int, ActshardError]:
-    """Runs tasks once. Returns the errors of those that are not done, whatever was heard of them."""
+    """Runs tasks once. Returns the errors of tasks that are not done; tasks may be done in spite of a reported error."""
     errors: dict[int, ActshardError] = {}
     done, size = len(plan) - len(left), 0
 
-    def heard(said: Said) -> None:
+    def heard(outcome: Said) -> None:
         nonlocal done, size
-        if "error" in said:
-            errors[said["task"]] = from_plain(dict(said))
+        if "error" in outcome:
+            errors[outcome["task"]] = from_plain(dict(outcome))
             return
-        done, size = done + 1, size + said["bytes"]
+        done, size = done + 1, size + outcome["bytes"]
         if progress is not None:
             progress(done, len(plan), size)
 
@@ -123,10 +123,10 @@ def _round(
 
 
 def _engine(on: str, options: dict[str, Any]) -> Engine:
-    """The engine of a name.
+    """Returns the engine with a name.
 
     Raises:
-        ArgumentError: there is none, or it has not these options.
+        ArgumentError: the engine or one of the options does not exist.
     """
     if not _arguments.is_one_of(on, ENGINES):
         raise ArgumentError(f"on: expected one of {', '.join(ENGINES)}, found {on!r}")
@@ -134,13 +134,13 @@ def _engine(on: str, options: dict[str, Any]) -> Engine:
     for name in options:
         if names is not None and name not in names:
             having = [f"on={other!r}" for other in ENGINES if name in (_options_of(other)[1] or ())]
-            elsewhere = f"; {' and '.join(having)} ha{'s' if len(having) == 1 else 've'} it" if having else ""
+            elsewhere = f"; it is an option of {' and '.join(having)}" if having else ""
             raise ArgumentError(f"{name}: expected an option of on={on!r}: {', '.join(names)}{elsewhere}")
     return engine
 
 
 def _options_of(on: str) -> tuple[Engine, list[str] | None]:
-    """An engine and the names of its options; None: it takes any."""
+    """Returns an engine and the names of its options; None if it accepts any."""
     engine: Engine = importlib.import_module(f"actshard.runners.{on}")
     taken = inspect.signature(engine.execute).parameters
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):

@@ -1,4 +1,4 @@
-"""How many tasks have room in a cluster at a time. Ray and Dask let a task wait for ever that no machine has room for."""
+"""How many tasks fit into a cluster at a time. In Ray and Dask, a task that fits on no machine would wait forever."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from actshard.errors import ArgumentError
 
 MOST_IN_FLIGHT = 10_000
 SOME_IN_FLIGHT = 1000
-"""Tasks that a cluster is given if its machines are not known, because it makes them when there is work."""
+"""Number of tasks to send if the machines are unknown, because the cluster adds them when there is work."""
 _LOOK_SECONDS = 5.0
 _NEARLY = 1e-9
 
 
 def places(machines: Sequence[Mapping[str, float]], needed: Mapping[str, float]) -> int:
-    """Number of tasks for which the machines have all resources at a time."""
+    """Number of tasks that fit on the machines at a time."""
     return sum(
         min(_times(machine, name, amount) for name, amount in needed.items() if amount > 0) for machine in machines
     )
@@ -33,15 +33,15 @@ class Capacity:
         *,
         spare: bool,
     ) -> None:
-        """``look`` returns the machines; without any, they are not known. ``asked`` is the number that the caller wants.
+        """``look`` returns the machines, or an empty list if they are unknown. ``asked`` is a number given by the caller.
 
-        With ``spare``, as many tasks again are sent, and wait, so that no machine is idle.
+        With ``spare``, twice as many tasks are sent as fit, so that no machine waits for work.
         """
         self._look, self._needed, self._asked, self._times = look, needed, asked, 1 + spare
         self._looked, self._found = -math.inf, 0
 
     def tasks(self) -> int:
-        """The number. Machines come and go: looks at them now and then."""
+        """Returns the number. Looks at the machines every few seconds, because clusters change."""
         if self._asked is not None:
             return self._asked
         now = time.monotonic()
@@ -52,7 +52,7 @@ class Capacity:
 
 
 def check(engine: str, machines: Sequence[Mapping[str, float]], needed: Mapping[str, float], predicted: bool) -> None:
-    """Raises ArgumentError if no machine has room for a task, naming what it lacks. ``needed`` is by names of options."""
+    """Raises ArgumentError, with the lacking resource, if a task fits on no machine. ``needed`` has names of options as keys."""
     if places(machines, needed):
         return
     for name, amount in needed.items():

@@ -1,4 +1,4 @@
-"""Tasks on a Dask cluster. Dask runs a task again if its worker died; ``retries=`` of the run is for errors of tasks."""
+"""Runs tasks on a Dask cluster. Dask itself runs a task again if its worker dies; ``retries=`` is for errors of tasks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def execute(
     """Runs tasks on a Dask cluster; see :class:`actshard.runners.Engine`.
 
     Args:
-        plan: the plan; all workers see its paths.
-        tasks: numbers.
-        heard: called with how each ended.
-        keep_going: go on after one failed. Otherwise no other begins.
+        plan: the plan; all workers must see its paths.
+        tasks: task numbers.
+        heard: called with the outcome of each task.
+        keep_going: continue after a failure. If False, no further task is started.
         scheduler: an address such as ``"tcp://host:8786"``, or a ``distributed.Client``; None: workers on this machine.
-        memory: of a task, such as ``"4GiB"``; None: what the plan predicts. A worker has room for ``memory_limit / memory`` tasks.
-        resources: of a task, by the workers' names for them, such as ``{"GPU": 1}``.
-        in_flight: most tasks that Dask has at a time; None: twice as many as it has room for, or as many if memory is short.
+        memory: memory of a task, such as ``"4GiB"``; None: as predicted. ``memory_limit / memory`` tasks fit on a worker.
+        resources: resources of a task, with the workers' names, such as ``{"GPU": 1}``.
+        in_flight: maximum number of tasks sent to Dask at a time; None: twice as many as fit, or as many as fit if memory limits
+            them.
 
     Raises:
-        ArgumentError: there are workers, and none has room for a task.
+        ArgumentError: there are workers, but a task fits on none of them.
     """
     size = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
     needed = {"threads": 1, "memory": size, **(resources or {})}
@@ -53,9 +54,9 @@ def execute(
     sent: dict[Any, int] = {}
     try:
         workers = _workers(client)
-        if workers:  # otherwise they come when there is work
+        if workers:  # otherwise the cluster adds them when there is work
             capacity.check("Dask", workers, needed, memory is None)
-        # Dask does not count memory: where it is short, no more are sent than have room.
+        # Dask does not schedule by memory: if memory limits the tasks, no spare tasks are sent.
         short = any(worker["threads"] * size > worker["memory"] for worker in workers)
         free = capacity.Capacity(lambda: _workers(client), needed, asked, spare=not short)
         file = plan_file(plan)
@@ -70,9 +71,9 @@ def execute(
 
         send()
         for future in ended:
-            said = _said(plan, sent.pop(future), future)
-            heard(said)
-            if "error" in said and not keep_going:
+            outcome = _outcome(plan, sent.pop(future), future)
+            heard(outcome)
+            if "error" in outcome and not keep_going:
                 return
             send()
     finally:
@@ -82,23 +83,23 @@ def execute(
 
 
 def _outcomes(file: str, tasks: list[int]) -> list[dict[str, Any]]:
-    """In a worker: its tasks share as many threads as it has."""
+    """Runs tasks in a worker, with the worker's number of threads."""
     import distributed
 
     return outcomes_at(file, tasks, distributed.get_worker().state.nthreads)
 
 
-def _said(plan: Plan, task: int, future: Any) -> Mapping[str, Any]:
+def _outcome(plan: Plan, task: int, future: Any) -> Mapping[str, Any]:
     failure = future.exception()
     if failure is not None:
         return lost(task, LostWorkerError(f"Dask could not run it: {failure!r}", path=plan.work))
-    (said,) = future.result()
-    return dict(said)
+    (outcome,) = future.result()
+    return dict(outcome)
 
 
 def _workers(client: Any) -> list[dict[str, float]]:
-    """What the workers have for tasks, by names of options."""
-    # Some versions return few workers unless asked for all, others know no such argument.
+    """Resources of the workers, by names of options."""
+    # Newer versions return only a few workers without n_workers=-1; older versions lack the argument.
     every = {"n_workers": -1} if "n_workers" in inspect.signature(client.scheduler_info).parameters else {}
     found = client.scheduler_info(**every)["workers"].values()
     return [

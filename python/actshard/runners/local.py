@@ -1,4 +1,4 @@
-"""Tasks on this machine: in this process, or in worker processes that live as long as there are tasks."""
+"""Runs tasks on this machine: in this process, or in worker processes that run many tasks each."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def execute(plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool,
 
     Args:
         plan: the plan.
-        tasks: numbers.
-        heard: called with how each ended.
-        keep_going: go on after one failed. Otherwise the tasks that run then are finished, and no other begins.
-        workers: number of processes, which share the processors; None: one after the other, in this process.
+        tasks: task numbers.
+        heard: called with the outcome of each task.
+        keep_going: continue after a failure. If False, running tasks are finished and no other is started.
+        workers: number of processes, which share the processors; None: run the tasks in this process, in order.
     """
     count = None if workers is None else _arguments.whole(workers, "workers", 1, MOST_WORKERS)
     if count is None:
         for task in tasks:
-            said = outcome(plan, task)
-            heard(said)
-            if "error" in said and not keep_going:
+            ended = outcome(plan, task)
+            heard(ended)
+            if "error" in ended and not keep_going:
                 return
         return
     _Crew(plan, min(count, len(tasks)), heard, keep_going).run(tasks)
 
 
 def last_to_first(plan: Plan, tasks: Sequence[int]) -> list[int]:
-    """Tasks from the last that is given to a worker to the first: no long task is left for the end.
+    """Tasks in the reverse of the order in which workers get them: largest first, so that no long task is left for the end.
 
-    Of tasks of about the same size the first goes first: task 0 of a check also checks the files.
+    Among tasks of about the same size, lower numbers go first, because task 0 of a check also checks the files.
     """
     sizes = {task: int(plan.tasks[task].get("bytes", 0)) for task in tasks}
     step = max(sizes.values(), default=0) // 10 + 1
@@ -86,8 +86,8 @@ class _Crew:
         if found is None:
             self._ended(worker)
             return
-        for said in found:
-            self._tell(said)
+        for ended in found:
+            self._tell(ended)
             worker.task = None
             if self._waiting:
                 worker.give(self._waiting.pop())
@@ -106,14 +106,14 @@ class _Crew:
         self._tell(lost(worker.task, why))
 
     def _clear(self, worker: Process) -> None:
-        """Removes what a process that died left, so that its task is not taken for a running one."""
+        """Removes the attempt of a dead process, so that its task does not count as running."""
         if worker.task is not None:
             self._plan.book.remove_dead(worker.task)
 
-    def _tell(self, said: Mapping[str, Any]) -> None:
-        if "error" in said and not self._keep_going:
+    def _tell(self, ended: Mapping[str, Any]) -> None:
+        if "error" in ended and not self._keep_going:
             self._waiting.clear()
-        self._heard(said)
+        self._heard(ended)
 
 
 def _processors() -> int:

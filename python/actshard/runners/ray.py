@@ -1,4 +1,4 @@
-"""Tasks on a Ray cluster. Ray runs a task again if its machine or process died; ``retries=`` of the run is for errors of tasks."""
+"""Runs tasks on a Ray cluster. Ray itself runs a task again if its node or process dies; ``retries=`` is for errors of tasks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def execute(
     """Runs tasks on a Ray cluster; see :class:`actshard.runners.Engine`.
 
     Args:
-        plan: the plan; all nodes see its paths.
-        tasks: numbers.
-        heard: called with how each ended.
-        keep_going: go on after one failed. Otherwise the others are cancelled.
-        address: the cluster's, or ``"auto"``; None: the one that is connected, or a new one on this machine.
-        cpus: of a task, which uses as many threads.
-        gpus: of a task.
-        memory: of a task, such as ``"4GiB"``; None: what the plan predicts.
-        in_flight: most tasks that Ray has at a time; None: twice as many as it has room for.
-        restarts: how often Ray runs a task again whose node or process died.
-        autoscaling: the cluster adds nodes when tasks wait, also larger ones than it has now.
+        plan: the plan; all nodes must see its paths.
+        tasks: task numbers.
+        heard: called with the outcome of each task.
+        keep_going: continue after a failure. If False, the other tasks are cancelled.
+        address: the cluster's address, or ``"auto"``; None: the connected cluster, or a new one on this machine.
+        cpus: processors of a task, and its number of threads.
+        gpus: GPUs of a task.
+        memory: memory of a task, such as ``"4GiB"``; None: as the plan predicts.
+        in_flight: maximum number of tasks sent to Ray at a time; None: twice as many as fit.
+        restarts: how often Ray runs a task again if its node or process dies.
+        autoscaling: whether the cluster adds nodes, possibly larger ones, when tasks wait.
         ray_options: further options of ``ray.remote``, such as ``{"scheduling_strategy": "SPREAD"}``.
 
     Raises:
-        ArgumentError: no node has room for a task, and ``autoscaling`` is False.
+        ArgumentError: a task fits on no node, and ``autoscaling`` is False.
     """
     size = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
     needed = {"cpus": _amount(cpus, "cpus"), "gpus": _amount(gpus, "gpus"), "memory": size}
@@ -75,28 +75,28 @@ def execute(
                 task = waiting.pop()
                 sent[function.remote(file, [task], threads)] = task
             for reference in ray.wait(list(sent), num_returns=1)[0]:
-                said = _said(ray, plan, sent.pop(reference), reference)
-                heard(said)
-                if "error" in said and not keep_going:
+                ended = _outcome(ray, plan, sent.pop(reference), reference)
+                heard(ended)
+                if "error" in ended and not keep_going:
                     return
     finally:
         for reference in sent:
             ray.cancel(reference)
 
 
-def _said(ray: Any, plan: Plan, task: int, reference: Any) -> Mapping[str, Any]:
+def _outcome(ray: Any, plan: Plan, task: int, reference: Any) -> Mapping[str, Any]:
     try:
-        (said,) = ray.get(reference)
+        (ended,) = ray.get(reference)
     except ray.exceptions.RayError as error:
         return lost(task, LostWorkerError(f"Ray could not run it: {error}", path=plan.work))
-    return dict(said)
+    return dict(ended)
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:
-    """Resources of the nodes that are alive, by names of options."""
-    own = {theirs: name for name, theirs in _RESOURCES.items()}
+    """Resources of the live nodes, by names of options."""
+    options = {resource: option for option, resource in _RESOURCES.items()}
     return [
-        {own.get(name, name): amount for name, amount in node["Resources"].items()}
+        {options.get(name, name): amount for name, amount in node["Resources"].items()}
         for node in ray.nodes()
         if node["Alive"]
     ]

@@ -1,4 +1,4 @@
-"""Tasks as an array job of Slurm, by submitit. Elements that are preempted are queued again, and run what is not done."""
+"""Runs tasks as an array job of Slurm, with submitit. Preempted elements are queued again and run their unfinished tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actshard.runners.tasks import Heard, lost, plan_file
 
 _POLL_SECONDS = 2.0
 _MOST_REQUEUES = 10_000
-"""An element that gets nothing done is not queued again (:mod:`actshard.runners.element`)."""
+"""Practically unlimited: an element that finishes no task in a run is not queued again (:mod:`actshard.runners.element`)."""
 _HINTS = {"TIMEOUT": ": ask for more time", "OUT_OF_MEMORY": ": ask for more memory"}
 
 
@@ -41,24 +41,24 @@ def execute(
     """Runs tasks in an array job of Slurm, and waits for it; see :class:`actshard.runners.Engine`.
 
     Args:
-        plan: the plan; all nodes see its paths.
-        tasks: numbers.
-        heard: called with how each ended.
-        keep_going: go on after one failed. Otherwise the other elements of the array are cancelled.
+        plan: the plan; all nodes must see its paths.
+        tasks: task numbers.
+        heard: called with the outcome of each task.
+        keep_going: continue after a failure. If False, the other elements of the array are cancelled.
         array_size: number of elements of the array: element i runs tasks i, i + array_size, ...
-        cpus: of an element, which uses as many threads.
-        gpus: of an element.
-        memory: of an element, such as ``"4GiB"``; None: what the plan predicts.
-        time: limit of an element: minutes, or Slurm's ``"4:00:00"`` or ``"1-12"``.
-        partition: where.
-        account: whose.
-        qos: quality of service.
-        logs: the folder of the elements' logs, which all nodes see; None: in the plan's working folder, until the commit.
-        slurm_options: further options by submitit's names, such as ``{"slurm_constraint": "a100"}``.
-        cluster: ``"slurm"``, or ``"local"`` for processes of this machine.
+        cpus: processors of an element, and its number of threads.
+        gpus: GPUs of an element.
+        memory: memory of an element, such as ``"4GiB"``; None: as the plan predicts.
+        time: time limit of an element: minutes, or Slurm's ``"4:00:00"`` or ``"1-12"``.
+        partition: Slurm's partition.
+        account: Slurm's account.
+        qos: Slurm's quality of service.
+        logs: folder for the elements' logs, which all nodes must see; None: in the plan's working folder, until the commit.
+        slurm_options: further options with submitit's names, such as ``{"slurm_constraint": "a100"}``.
+        cluster: ``"slurm"``, or ``"local"`` for processes on this machine.
 
     Raises:
-        ArgumentError: an option that is wrong, or that Slurm refuses.
+        ArgumentError: an option is invalid, or Slurm rejects it.
     """
     count = min(_arguments.whole(array_size, "array_size", 1, 100_000), len(tasks))
     cpus, gpus = _arguments.whole(cpus, "cpus", 1, 100_000), _arguments.whole(gpus, "gpus", 0, 100_000)
@@ -89,7 +89,7 @@ def execute(
             "qos": qos,
             "array_parallelism": count,
         }
-        # srun does not inherit --cpus-per-task from its job since Slurm 22.05.
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from its job.
         setup = [f"export SRUN_CPUS_PER_TASK={cpus} ACTSHARD_NUM_THREADS={cpus}", *options.get("slurm_setup", ())]
         options = {**{f"slurm_{n}": value for n, value in own.items()}, **options, "slurm_setup": setup}
     file = plan_file(plan)
@@ -110,7 +110,7 @@ def execute(
 
 
 def _wait(plan: Plan, left: dict[Any, list[int]], heard: Heard, keep_going: bool, queue: squeue.Queue | None) -> None:
-    """Returns when all elements have ended, or one with an error; cancels the others."""
+    """Waits until all elements have ended, or without ``keep_going`` until one has failed; then cancels the others."""
     try:
         while left:
             over = {} if queue is None else queue.lost(job.job_id for job in left)
@@ -118,10 +118,10 @@ def _wait(plan: Plan, left: dict[Any, list[int]], heard: Heard, keep_going: bool
                 job for job in left if job.job_id in over or (job.paths.result_pickle.exists() if queue else job.done())
             ]
             for job in ended:
-                said = _said(plan, job, left.pop(job), over.get(job.job_id))
-                for each in said:
+                outcomes = _outcomes(plan, job, left.pop(job), over.get(job.job_id))
+                for each in outcomes:
                     heard(each)
-                if any("error" in each for each in said) and not keep_going:
+                if any("error" in each for each in outcomes) and not keep_going:
                     return
             if not ended:
                 sleep(_POLL_SECONDS)
@@ -132,10 +132,10 @@ def _wait(plan: Plan, left: dict[Any, list[int]], heard: Heard, keep_going: bool
             job.cancel(check=False)
 
 
-def _said(plan: Plan, job: Any, share: list[int], state: str | None) -> list[Any]:
-    """How the tasks of an element ended; of those that a lost element finished, the working folder tells."""
+def _outcomes(plan: Plan, job: Any, share: list[int], state: str | None) -> list[Any]:
+    """Outcomes of an element's tasks. If the element was lost, the working folder shows which of them are done."""
     for folder in (job.paths.folder, plan.book.tasks):
-        with contextlib.suppress(OSError):  # network file systems look again at a folder whose mode is set
+        with contextlib.suppress(OSError):  # setting the mode makes network file systems refresh their listing
             folder.chmod(folder.stat().st_mode)
     if (state is None or job.paths.result_pickle.exists()) and job.exception() is None:
         return list(job.result())

@@ -1,6 +1,6 @@
-"""Which elements of an array job are over, by ``squeue``.
+"""Finds the elements of an array job that have ended, with ``squeue``.
 
-submitit asks ``sacct``, which clusters without accounting do not have, every ten minutes.
+submitit instead calls ``sacct`` every ten minutes, which requires Slurm's accounting.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 from actshard.errors import ArgumentError
 
 ASK_SECONDS = 15.0
-"""Least seconds between two questions to Slurm's controller, which all users share."""
+"""Minimum seconds between two requests to Slurm's controller, which all users share."""
 _LEAVE_SECONDS = 30.0
 _ANSWER_SECONDS = 120.0
 _OVER = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
 )  # fmt: skip
 GONE = "no longer in the queue"
-"""State of an element that the controller has forgotten, some minutes after its end."""
+"""State of an element that the controller no longer lists, some minutes after its end."""
 
 
 class Queue:
@@ -35,9 +35,9 @@ class Queue:
         self._over: dict[str, str] = {}
 
     def lost(self, ids: Iterable[str]) -> dict[str, str]:
-        """States of those elements that are over. Asks now and then, and answers nothing in between.
+        """States of the given elements that have ended. Returns an empty dict if the last request was less than 15 s ago.
 
-        An element must be found over twice: it may be between two states, and its result may not be visible here yet.
+        An element counts only if two requests find it ended: it may change its state, and its result may not be visible here yet.
         """
         now = time.monotonic()
         if now - self._asked < ASK_SECONDS:
@@ -65,7 +65,7 @@ def check_installed() -> None:
 
 @contextlib.contextmanager
 def outside_of_jobs() -> Iterator[None]:
-    """Hides the variables of the job in which the driver runs: its array would inherit resources from them, or be refused."""
+    """Hides the variables of the job in which the driver runs. Otherwise its array could inherit resources, or be refused."""
     hidden = [n for n in os.environ if n.startswith(("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")) and n != "SLURM_CONF"]
     before = {name: os.environ.pop(name) for name in hidden}
     try:
@@ -75,7 +75,7 @@ def outside_of_jobs() -> Iterator[None]:
 
 
 def clear(name: str) -> None:
-    """Cancels the caller's jobs of a name, such as elements that a killed driver left, and waits until they write no more logs."""
+    """Cancels the caller's jobs with a name, such as those of a killed driver, and waits until they write no more logs."""
     _slurm("scancel", "--quiet", "--user", str(os.getuid()), "--name", name)
     limit = time.monotonic() + _LEAVE_SECONDS
     while time.monotonic() < limit:
@@ -94,7 +94,7 @@ def _states(*which: str) -> dict[str, str] | None:
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str] | None:
-    # The user's own filters and formats are in variables.
+    # Without the variables in which users set filters and formats.
     own = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
     try:
         return subprocess.run(

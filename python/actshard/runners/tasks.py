@@ -1,9 +1,9 @@
-"""How a task ended, as JSON values that any engine can send, and the processes' side of running one by its number.
+"""Outcomes of tasks as JSON values, which any engine can send, and functions that engines' processes call to run tasks.
 
 .. code-block:: text
 
-    {"task": 17, "bytes": 123456}                       it is done
-    {"task": 17, "error": "FormatError", ...}           it failed: :func:`actshard.errors.as_plain`
+    {"task": 17, "bytes": 123456}                       done
+    {"task": 17, "error": "FormatError", ...}           failed: see :func:`actshard.errors.as_plain`
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from actshard.work import PLAN
 
 Said = Mapping[str, Any]
 Heard = Callable[[Said], object]
-"""Called by an engine, in the driver's process, when a task has ended."""
+"""A function that an engine calls, in the driver's process, with the outcome of a task."""
 
 
 def outcome(plan: Plan, task: int) -> dict[str, Any]:
-    """Runs a task and tells how it ended. What a task's record contains stays on the disk."""
+    """Runs a task and returns its outcome. The task's result is stored in the working folder."""
     try:
         record = plan.run(task)
     except ActshardError as error:
@@ -35,7 +35,7 @@ def outcome(plan: Plan, task: int) -> dict[str, Any]:
 
 
 def lost(task: int, error: ActshardError) -> dict[str, Any]:
-    """What is said of a task that failed."""
+    """Returns the outcome of a failed task."""
     return {"task": task, **as_plain(error)}
 
 
@@ -48,10 +48,10 @@ def plan_file(plan: Plan) -> str:
 
 
 def outcomes_at(file: str, tasks: list[int], threads: int | None = None) -> list[dict[str, Any]]:
-    """Runs tasks of the plan in a file, one after the other: what engines call on other machines.
+    """Runs tasks of the plan in a file, in order, and returns their outcomes. Engines call this on other machines.
 
-    Raises no error of a task: an engine's own retries are for machines that died. ``threads``: as many as the engine gave this
-    process, where it does not bind processes to processors.
+    Does not raise errors of tasks, because an engine's own retries are for machines that died. ``threads``: the number that the
+    engine gave this process, if it does not bind processes to processors.
     """
     if threads is not None:
         os.environ.setdefault("ACTSHARD_NUM_THREADS", str(threads))  # read when the first task begins
@@ -63,7 +63,7 @@ def outcomes_at(file: str, tasks: list[int], threads: int | None = None) -> list
 
 
 def done_at(file: str, tasks: list[int]) -> set[int]:
-    """Those of some tasks of the plan in a file that are done."""
+    """Returns which of these tasks of the plan in a file are done."""
     try:
         return _loaded(file).book.done() & set(tasks)
     except ActshardError:

@@ -1,7 +1,7 @@
 """A worker process of ``local``: runs tasks one after another. ``python -m actshard.runners.worker DESCRIPTOR``.
 
-Reads lines from stdin: first ``{"plan": FILE, "path": [...]}``, then a task's number each. Writes how each ended to the
-descriptor, one JSON line each. Ends at end of file; if that comes while a task runs, its driver was killed, and it exits at once.
+Reads lines from stdin: first ``{"plan": FILE, "path": [...]}``, then one task number per line. Writes the outcome of each task as
+a JSON line to the descriptor. Exits at end of file. If stdin ends while a task runs, the driver was killed: it exits at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ORPHANED = 5
 
 
 class _Stdin:
-    """Lines of stdin, read by a thread, which sees the end of the driver while a task runs."""
+    """Lines of stdin, read by a thread, which detects the end of the driver while a task runs."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -44,18 +44,18 @@ class _Stdin:
 
 def main() -> None:
     """Runs tasks until end of file."""
-    say = int(sys.argv[1])
+    descriptor = int(sys.argv[1])
     lines = _Stdin()
     first = lines.next()
     if first is None:
         return
-    said = json.loads(first)
-    sys.path[:] = said["path"]
+    settings = json.loads(first)
+    sys.path[:] = settings["path"]
     from actshard.runners.tasks import outcomes_at
 
     while (line := lines.next()) is not None:
-        for ended in outcomes_at(said["plan"], [int(line)]):
-            os.write(say, json.dumps(ended).encode() + b"\n")
+        for ended in outcomes_at(settings["plan"], [int(line)]):
+            os.write(descriptor, json.dumps(ended).encode() + b"\n")
 
 
 if __name__ == "__main__":

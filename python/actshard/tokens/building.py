@@ -68,7 +68,7 @@ class BuildProgress:
 
 
 Progress = BuildProgress
-"""Its first name, which programs use."""
+"""The old name of :class:`BuildProgress`, which existing programs use."""
 Watch = Callable[[BuildProgress], object]
 
 
@@ -259,8 +259,8 @@ class Build:
         except errors.ActshardError:  # another process is building, or the folder is read-only
             return
         try:
-            mine = placing.read_state(work).get("cache") in (None, digest(self.recipe.whole()))
-            if mine and self._is_finished():
+            is_same = placing.read_state(work).get("cache") in (None, digest(self.recipe.whole()))
+            if is_same and self._is_finished():
                 placing.clear(work)
         finally:
             lock.release()
@@ -280,12 +280,12 @@ class Build:
     def _begin(self, work: Path) -> tuple[Any, ...] | None:
         """Prepares the working folder. Returns the time for chat templates: when the build was first begun."""
         settings, cache = digest(self.recipe.settings), digest(self.recipe.whole())
-        said = placing.read_state(work)
-        now = said.get("now") if said.get("settings") == settings else None
+        previous = placing.read_state(work)
+        now = previous.get("now") if previous.get("settings") == settings else None
         if not is_time(now):
             now = local_now()
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
-        if state != said:
+        if state != previous:
             write_json(work / placing.STATE, state)
         shards_of_this = {source.shard for source in self.sources}
         for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.STATE, placing.NEW)]:

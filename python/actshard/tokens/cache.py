@@ -132,27 +132,27 @@ class TokenCache:
                 if rows[shard]
             ]
             return _native.TokenField(parts, self.io, self._memory)
-        told = (self.ledger.total_num_rows, self.ledger.field_counts[name]) if self._is_lazy else None
-        return _native.TokenField([(self.path / name, told)], self.io, self._memory)
+        counted = (self.ledger.total_num_rows, self.ledger.field_counts[name]) if self._is_lazy else None
+        return _native.TokenField([(self.path / name, counted)], self.io, self._memory)
 
     def _agreed_rows(self) -> int:
-        told = self.ledger.total_num_rows
+        counted = self.ledger.total_num_rows
         counts = {name: field.num_rows for name, field in self._fields.items()}
         if not counts:
-            if told:
-                raise FormatError(f"the ledger counts {told} rows, but the cache has no fields", path=self.path)
+            if counted:
+                raise FormatError(f"the ledger counts {counted} rows, but the cache has no fields", path=self.path)
             return 0
         if len(set(counts.values())) > 1:
             raise FormatError(f"fields have different numbers of rows: {counts}", path=self.path)
         rows = next(iter(counts.values()))
-        if rows == 0 and told:
+        if rows == 0 and counted:
             raise FormatError(
-                f"the ledger counts {told} rows, but offsets contain none: their chunks are missing or empty",
+                f"the ledger counts {counted} rows, but offsets contain none: their chunks are missing or empty",
                 path=self.path,
             )
         notes = []
-        if rows != told:
-            notes.append(f"the ledger counts {told} rows, but offsets[0] is {rows}; using {rows}")
+        if rows != counted:
+            notes.append(f"the ledger counts {counted} rows, but offsets[0] is {rows}; using {rows}")
         for name, elements in self.ledger.field_counts.items():
             if name in self._fields and self._fields[name].num_elements != elements:
                 held = self._fields[name].num_elements
@@ -176,9 +176,9 @@ class TokenCache:
     @property
     def token_field(self) -> str:
         """The field of token ids: ``input_ids``, or the name given in the ledger."""
-        told = self.ledger.preprocessor.get("input_ids_key", TOKENS)
-        if told in self.fields or not self.fields:
-            return str(told)
+        name = self.ledger.preprocessor.get("input_ids_key", TOKENS)
+        if name in self.fields or not self.fields:
+            return str(name)
         return next((n for n in (TOKENS, *self.fields) if n in self.fields and n.endswith(TOKENS)), self.fields[0])
 
     def field(self, name: str) -> _native.TokenField:
@@ -263,7 +263,7 @@ class TokenCache:
 def _check_pushed(root: Location) -> None:
     """Raises UnfinishedError for a cache in a bucket that is being replaced: its ledger may still be the old one.
 
-    One request. Web servers are not asked: each of their 404s would take several.
+    Sends one request. Skipped for web servers, where a missing file would cost several requests.
     """
     if not isinstance(root.storage, Remote) or not root.lists or str(root).startswith("hf://"):
         return  # commits of the hub are complete

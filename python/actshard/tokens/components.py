@@ -213,8 +213,8 @@ class DatasetComponent:
             object.__setattr__(self, "format", as_format(self.format))
         if self.source is not None and not isinstance(self.source, DatasetSourceConfigBase):
             kinds = {cls.__name__: cls for cls in (UrlDatasetSourceConfig, HfDatasetSourceConfig)}
-            theirs = of_levanter(self.source, kinds)
-            object.__setattr__(self, "source", theirs if theirs is not None else self.source)
+            converted = of_levanter(self.source, kinds)
+            object.__setattr__(self, "source", converted if converted is not None else self.source)
         check_types(self)
         check_pack(self.pack)
 

@@ -246,7 +246,7 @@ class LmDataConfig:
 
     @cached_property
     def _roots(self) -> dict[str, Location]:
-        """Locations of URLs. What is known of a store is asked for once."""
+        """Locations of URLs, cached so that each store is asked for its properties only once."""
         return {}
 
     def _has_weight(self, name: str) -> bool:

@@ -1,8 +1,7 @@
 """Estimates the size of a token cache before it is built, by tokenizing a sample of the records.
 
 The sample is a few megabytes: evenly spaced ranges of JSON lines, the first bytes of compressed files, some rows of row groups.
-A process of its own tokenizes it as a task would, so that its memory is a task's. Small sources are read whole; then the numbers
-are exact.
+A separate process tokenizes it like a task, to measure a task's memory. Small sources are read whole, which gives exact numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 
 _SAMPLE, _RANGES = 2 << 20, 64
-"""Bytes of JSON lines that are read, and in how many ranges."""
+"""Bytes of JSON lines to read, and number of ranges."""
 _FILES, _BEGINNING, _GROUPS, _ROWS = 4, 256 << 10, 4, 256
-"""Number of files of other kinds that are read; bytes of compressed ones; row groups and rows of Parquet."""
+"""For other kinds: number of files to read, bytes of each compressed file, and row groups and rows of each Parquet file."""
 
 HELD = 16 << 20
-"""Bytes of a field's elements that a writer holds at most."""
+"""Maximum bytes of a field's elements that a writer buffers."""
 
 
 # -- the sample ----------------------------------------------------------------------------------------------------
@@ -52,17 +51,17 @@ SamplePart = Callable[["_SampleOfKind", Sequence[str]], Iterator[Record]]
 
 
 class _SampleOfKind:
-    """Records of some parts of the sources of one kind, as a source."""
+    """A source that yields the records of parts of the sources of one kind."""
 
     what = "record"
 
     def __init__(self, parts: list[SamplePart]) -> None:
         self.parts = parts
         self.read = 0.0
-        """Bytes of sources that the parts were made of; known when the records were read."""
+        """Bytes of the sources that the parts come from; known after the records were read."""
 
     def error(self, problem: RowProblem) -> FormatError:
-        """Never raised: the sample skips unusable records, which a task names."""
+        """Never raised: the sample skips unusable records; the task that reads them reports them."""
         return problem.error(None)
 
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
@@ -72,7 +71,7 @@ class _SampleOfKind:
 
 
 def kind_named(path: Path) -> str:
-    """The kind of a source, of which one sample is made: its format and compression."""
+    """The kind of a source: its format and compression. Each kind gets one sample."""
     return f"{kind_of(path)} {compression(path) or 'plain'}"
 
 
@@ -86,7 +85,7 @@ def _kinds(sources: Sequence[Source]) -> list[list[Source]]:
 
 
 def _reads_all(sources: list[Source]) -> bool:
-    """Whether sources of one kind are so small that they are read whole."""
+    """Whether sources of one kind are small enough to be read whole."""
     limit = _SAMPLE if compression(sources[0].path) is None else _BEGINNING
     return sum(source.size() for source in sources) <= limit
 
@@ -130,7 +129,7 @@ def _range(source: Source, first: int, stop: int) -> SamplePart:
     def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         for number, _, line in LineRange(source.path, source.shard, source.version, first, stop).lines():
             yield parsed(number, line)
-            sample.read += len(line)  # not the range's bytes: lines reach over its ends
+            sample.read += len(line)  # not the range's bytes: lines may end after it
 
     return part
 
@@ -153,7 +152,7 @@ def _beginning(source: Source) -> SamplePart:
 def _lines_in(data: bytes, path: Path) -> list[bytes]:
     """The whole lines in the beginning of a compressed file."""
     lines = []
-    # Cut data end in an error, after all that they contain.
+    # Truncated data raise an error after their last bytes.
     with contextlib.suppress(EOFError, OSError, zlib.error, lzma.LZMAError):
         for line in inflated(io.BytesIO(data), path):
             lines.append(line)
@@ -161,7 +160,7 @@ def _lines_in(data: bytes, path: Path) -> list[bytes]:
 
 
 def _rows(source: Source, k: int) -> SamplePart:
-    """The first rows of a row group, which stand for their share of the file's bytes."""
+    """The first rows of a row group; counted as their share of the file's bytes."""
 
     def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
         rows = rows_of_groups(source.path)
@@ -182,14 +181,14 @@ def _rows(source: Source, k: int) -> SamplePart:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What a sample gave.
+    """Counts and measurements of a sample.
 
     Attributes:
         known: rows and elements by field of the sources that were read whole, by shard.
         rates: for each kind of other sources, rows and elements by field, per byte of the source.
-        stored: for each field, bytes per element of its ``data`` and its ``offsets``, as they were stored.
-        texts: for each field, bytes of the ``zarr.json`` of each.
-        memory: peak of the process in bytes.
+        stored: for each field, stored bytes per element of its ``data`` and its ``offsets``.
+        texts: for each field, bytes of the ``zarr.json`` of both.
+        memory: peak memory of the process in bytes.
         held: for each field, bytes of its elements in the sample.
     """
 
@@ -201,7 +200,7 @@ class Tokenized:
     held: Sequence[int]
 
     def counts(self, source: Source) -> tuple[int, dict[str, int]]:
-        """The number of rows of a source, and of elements by field."""
+        """Number of rows of a source, and of elements by field."""
         if source.shard in self.known:
             held, counts = self.known[source.shard]
             return held, dict(counts)
@@ -211,7 +210,7 @@ class Tokenized:
 
 
 def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | None) -> Tokenized:
-    """Tokenizes a sample of a recipe's sources, in a process of its own. Unusable records are skipped.
+    """Tokenizes a sample of a recipe's sources in a separate process. Unusable records are skipped.
 
     Raises:
         Errors of reading the sources.
@@ -232,19 +231,19 @@ def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | 
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     try:
-        said = json.loads(done.stdout.rpartition(b"\n")[2])
+        answer = json.loads(done.stdout.rpartition(b"\n")[2])
     except ValueError:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise InternalError(
             f"the process that tokenizes a sample ended with status {done.returncode}: {last}"
         ) from None
-    if "error" in said:
-        raise from_plain(said)
-    return Tokenized(**said)
+    if "error" in answer:
+        raise from_plain(answer)
+    return Tokenized(**answer)
 
 
 def main() -> None:
-    """Tokenizes a sample as told on stdin; writes a :class:`Tokenized`, or an error, as the last line of stdout."""
+    """Tokenizes the sample that stdin describes; writes a :class:`Tokenized`, or an error, as the last line of stdout."""
     setup = json.load(sys.stdin)
     try:
         with boundary(None, "tokenize a sample"), tempfile.TemporaryDirectory() as folder:
@@ -291,7 +290,7 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
 
 def _peak() -> int:
     """Peak memory of this process in bytes."""
-    try:  # ru_maxrss begins with that of the process that started this one
+    try:  # not ru_maxrss, which starts at the value of the parent process
         with Path("/proc/self/status").open(encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) << 10
     except (OSError, StopIteration):

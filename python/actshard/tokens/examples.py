@@ -90,7 +90,7 @@ class TokenBatch:
 
 
 Batch = TokenBatch
-"""Its first name, which programs and pickles use; ``actshard.Batch`` is the batch of a stream."""
+"""The old name, which existing programs and pickles use. Not to be confused with ``actshard.Batch``, a batch of a stream."""
 
 
 class Windows(Protocol):
@@ -452,8 +452,8 @@ class PrebuiltLmDataset(Streamed):
         self.cache = cache
         self.seq_len = None if seq_len is None else _arguments.whole(seq_len, "seq_len", 1)
         self.input_ids_key = input_ids_key or cache.token_field
-        told = cache.ledger.preprocessor.get("loss_weights_key")
-        key = (told if told in cache.fields else None) if loss_weights_key is None else loss_weights_key
+        recorded = cache.ledger.preprocessor.get("loss_weights_key")
+        key = (recorded if recorded in cache.fields else None) if loss_weights_key is None else loss_weights_key
         self.loss_weights_key = key or None
         self.loss_weight_transform = loss_weight_transform
         self.eos_id = eos_id

@@ -242,9 +242,9 @@ def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
         return TextFormat()
     if isinstance(given, TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat):
         return given
-    theirs = of_levanter(given, _LEVANTERS)
-    if theirs is not None:
-        return theirs  # type: ignore[no-any-return]  # one of the classes in _LEVANTERS
+    converted = of_levanter(given, _LEVANTERS)
+    if converted is not None:
+        return converted  # type: ignore[no-any-return]  # one of the classes in _LEVANTERS
     if not isinstance(given, str | Mapping):
         raise ArgumentTypeError(
             f"format: expected a format, its name or a dict of its options, found {type(given).__name__}; "

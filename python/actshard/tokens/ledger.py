@@ -49,8 +49,8 @@ class Ledger:
     @property
     def preprocessor(self) -> dict[str, Any]:
         """The preprocessing options; empty if the ledger contains none."""
-        told = self.metadata.get("preprocessor_metadata")
-        return told if isinstance(told, dict) else {}
+        options = self.metadata.get("preprocessor_metadata")
+        return options if isinstance(options, dict) else {}
 
     def as_dict(self) -> dict[str, Any]:
         """The ledger as JSON-compatible values."""

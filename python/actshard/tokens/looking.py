@@ -1,7 +1,7 @@
 """``look``: lengths, token counts, packing and repeated documents of a token cache.
 
-Documents are read in blocks. Of a cache with more than ``limit`` tokens, runs of whole documents are read; lengths and
-packing are those of all documents. Equal documents are found by a 64-bit sum over mixed pairs of token and position.
+Documents are read in blocks. If a cache has more than ``limit`` tokens, only some runs of whole documents are read; lengths and
+packing always cover all documents. Equal documents are found by a 64-bit sum of hashes of (token, position).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from actshard.tokens.examples import PackedTokenDataset
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Common lengths of training examples."""
 _BLOCK = 1 << 20
-"""Tokens that are read at a time."""
+"""Tokens per read."""
 _RUNS = 64
-"""Runs of documents that are read of a large cache."""
+"""Number of runs of documents that are read from a large cache."""
 _IDS = 1 << 24
-"""Ids from here on are counted together; vocabularies are smaller."""
+"""Ids from this one on are counted together, because vocabularies are smaller."""
 _FEW = 10
 
 
@@ -34,8 +34,8 @@ class Fill:
     Attributes:
         length: tokens per example.
         examples: number of examples.
-        fill: share of positions that hold tokens and not padding; NaN without examples.
-        cut: tokens of documents longer than an example that are left out.
+        fill: fraction of positions that contain tokens, not padding; NaN without examples.
+        cut: number of tokens that are lost because their documents are longer than an example.
     """
 
     length: int
@@ -46,18 +46,18 @@ class Fill:
 
 @dataclass(frozen=True, eq=False)
 class CacheLook:
-    """What :func:`look` found.
+    """The result of :func:`look`.
 
     Attributes:
-        documents, tokens: their numbers.
+        documents, tokens: number of documents and of tokens.
         lengths: ``(documents,)`` int64, tokens of each document.
-        read_documents, read_tokens: how many were read for the attributes below.
-        counts: int64, occurrences of token ids 0 and up.
-        outside: occurrences of negative ids and of those from 2**24 on.
-        first, last: the commonest first and last tokens of documents, as (id, documents), commonest first.
+        read_documents, read_tokens: number of documents and tokens that were read for the following attributes.
+        counts: int64, occurrences of each token id, from 0 on.
+        outside: occurrences of negative ids and of ids of at least 2**24.
+        first, last: the most common first and last tokens of documents, as (id, number of documents), most common first.
         repeated: number of non-empty documents that are equal to an earlier one.
-        repeats: the commonest of them: (number of a document, how often it occurs), commonest first.
-        fills: packing, for each length asked for.
+        repeats: the most common of them, as (number of the first such document, occurrences), most common first.
+        fills: packing, for each requested length.
     """
 
     documents: int
@@ -84,7 +84,7 @@ class CacheLook:
         return int(np.count_nonzero(self.counts))
 
     def commonest(self, n: int) -> list[tuple[int, int]]:
-        """The n commonest token ids and their counts, commonest first; the smaller id first of equal ones."""
+        """The n most common token ids and their counts, most common first; for equal counts, smaller ids first."""
         order = np.argsort(-self.counts, kind="stable")[:n]
         return [(int(i), int(self.counts[i])) for i in order if self.counts[i]]
 
@@ -103,7 +103,7 @@ def look(
     Args:
         cache: an open cache.
         lengths: lengths of examples for which packing is computed.
-        limit: most tokens to read.
+        limit: maximum number of tokens to read.
         progress: called with (tokens done, total tokens) from time to time.
 
     Raises:
@@ -142,20 +142,20 @@ def look(
 
 
 def _runs(offsets: NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
-    """Runs of documents with about ``limit`` tokens together: (first, end)."""
+    """Runs of documents with about ``limit`` tokens in total: (first, end)."""
     documents, total = len(offsets) - 1, int(offsets[-1] - offsets[0])
     if total <= limit:
         return [(0, documents)] if documents else []
     starts = offsets[0] + np.arange(_RUNS) * total // _RUNS
     first = np.searchsorted(offsets, starts)
     end = np.maximum(np.searchsorted(offsets, starts + limit // _RUNS, side="right") - 1, first)
-    # At least one document, however long it is; runs do not overlap.
+    # Each run has at least one document of any length; runs do not overlap.
     end = np.minimum(np.maximum(end, first + 1), np.append(first[1:], documents))
     return [(int(a), int(b)) for a, b in zip(first, end, strict=True) if a < b]
 
 
 class _Seen:
-    """Counts over the blocks that were read."""
+    """Counts of the blocks that were read."""
 
     def __init__(self, offsets: NDArray[np.int64]) -> None:
         self._offsets = offsets
@@ -166,7 +166,7 @@ class _Seen:
         self.last: dict[int, int] = {}
 
     def add(self, ids: NDArray[np.int64], start: int) -> None:
-        """Counts a block of ids that begins at an offset."""
+        """Adds a block of ids that begins at element ``start``."""
         self.tokens += len(ids)
         inside = ids[(ids >= 0) & (ids < _IDS)]
         self.outside += len(ids) - len(inside)
@@ -186,7 +186,7 @@ class _Seen:
 
 
 def _mixed(ids: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A 64-bit value for each pair of a token and its position (splitmix64, twice)."""
+    """A 64-bit hash of each (token, position), by applying splitmix64 twice."""
     with np.errstate(over="ignore"):
         made = _splitmix(ids.view(np.uint64) + _splitmix(where.view(np.uint64)))
     return made
@@ -212,10 +212,10 @@ def _commonest(counts: dict[int, int]) -> tuple[tuple[int, int], ...]:
 def _repeats(
     sums: NDArray[np.uint64], offsets: NDArray[np.int64], numbers: NDArray[np.int64]
 ) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """How many documents repeat an earlier one, and the commonest of them."""
+    """Returns the number of documents that repeat an earlier one, and the most common of them."""
     lengths = np.diff(offsets)[numbers]
     numbers = numbers[lengths > 0]
-    # The length is part of the key: documents of different lengths are different.
+    # The length is part of the key, because documents of different lengths differ.
     with np.errstate(over="ignore"):
         keys = sums[numbers] ^ _splitmix(np.diff(offsets)[numbers].view(np.uint64))
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)

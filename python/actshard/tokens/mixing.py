@@ -158,8 +158,8 @@ class Mixture(Streamed):
         if self.stop_strategy == "first_exhausted":
             for number, length in enumerate(self.lengths):
                 if base[number] + counts[number] > length:
-                    mine = datasets == number
-                    within[mine] = np.arange(int(mine.sum()))
+                    same = datasets == number
+                    within[same] = np.arange(int(same.sum()))
         made = (datasets, base[datasets] + within)
         if len(self._blocks) >= 64:
             self._blocks.pop(next(iter(self._blocks)))
@@ -204,10 +204,10 @@ class Mixture(Streamed):
         blocks = wanted // self.block_size
         order = np.argsort(blocks, kind="stable")
         borders = np.flatnonzero(np.diff(blocks[order])) + 1
-        for mine in np.split(order, borders) if len(wanted) else []:
-            which, index = self._block(int(blocks[mine[0]]))
-            at = wanted[mine] % self.block_size
-            datasets[mine], places[mine] = which[at], index[at]
+        for same in np.split(order, borders) if len(wanted) else []:
+            which, index = self._block(int(blocks[same[0]]))
+            at = wanted[same] % self.block_size
+            datasets[same], places[same] = which[at], index[at]
         if self.stop_strategy != "first_exhausted" and len(wanted):
             places %= np.array(self.lengths, np.int64)[datasets]
         return datasets, places
@@ -221,12 +221,12 @@ class Mixture(Streamed):
         datasets, places = self.locate(indices)
         parts: list[tuple[NDArray[np.int64], TokenBatch]] = []
         for number, dataset in enumerate(self._datasets.values()):
-            mine = np.flatnonzero(datasets == number)
-            if not len(mine):
+            chosen = np.flatnonzero(datasets == number)
+            if not len(chosen):
                 continue
             if isinstance(dataset, int):
                 raise ArgumentError("this mixture was created from lengths; create it from datasets to read examples")
-            parts.append((mine, dataset.get_batch(places[mine])))
+            parts.append((chosen, dataset.get_batch(places[chosen])))
         return TokenBatch.merged(parts, len(places))
 
 

@@ -1,8 +1,8 @@
 """Pieces of sources: ranges of bytes of JSON lines, row groups of Parquet files, whole files; and dividing sources among tasks.
 
-A range of bytes has the lines that begin in it: its first line begins after the first line break at or after the byte before the
-range, and its last line may end after the range. So every line belongs to exactly one of adjoining ranges, wherever they are cut,
-and nothing has to be read to cut a file.
+A range of bytes contains the lines that begin in it; its last line may end after the range. So adjoining ranges contain every line
+exactly once, and a file can be divided at any byte without reading it. To find its first line, a range is read from the byte
+before it up to the first line break.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from actshard.tokens.sources import (
 )
 
 _SNAP = 0.02
-"""A cut moves to a border of files within this share of a task's bytes: whole files need no copying."""
+"""A cut moves to the border of a file if that is within this fraction of a task's bytes, because whole files are not copied."""
 _UNEVEN = 1.05
-"""Tasks of consecutive pieces are preferred unless the largest exceeds the mean by more than this."""
+"""Tasks get consecutive pieces unless the largest task exceeds this multiple of the mean."""
 _SKIPPED_AT_ONCE = 1 << 20
 
 
@@ -44,7 +44,7 @@ class LineRange(Source):
     """The lines of a file that begin in a range of bytes. They are numbered from 1 in each range.
 
     Attributes:
-        first, stop: the range. Error messages of ranges after the first name the byte at which a line begins.
+        first, stop: the range. If it does not start at 0, error messages name the byte at which a line begins.
     """
 
     first: int = 0
@@ -60,7 +60,7 @@ class LineRange(Source):
         return "line"
 
     def error(self, problem: RowProblem) -> FormatError:
-        """Names the line, or, where the number of lines before the range is unknown, the byte at which it begins."""
+        """The error names the line; or the byte at which it begins, if the number of lines before the range is unknown."""
         if self.first == 0:
             return problem.error(self.path)
         for number, begin, _ in self.lines():
@@ -77,7 +77,7 @@ class LineRange(Source):
                 yield parsed(number, line)
 
     def lines(self, tell: Callable[[int], object] | None = None) -> Iterator[tuple[int, int, bytes]]:
-        """Yields (number from 1, first byte, line). A line that is too long is cut."""
+        """Yields (number from 1, first byte, line). Lines that are too long are truncated."""
         with Location.at(self.path).open("read") as raw:
             at = max(self.first - 1, 0)
             raw.seek(at)
@@ -102,7 +102,7 @@ def _after_line_break(stream: IO[bytes], at: int, stop: int) -> int:
 
 @dataclass(frozen=True)
 class RowGroups(Source):
-    """Consecutive row groups of a Parquet file. Rows have their numbers in the file.
+    """Consecutive row groups of a Parquet file. Rows are numbered as in the file.
 
     Attributes:
         first, stop: the row groups.
@@ -131,12 +131,12 @@ class RowGroups(Source):
 
 @dataclass(frozen=True)
 class Divisible:
-    """A source as it may be divided.
+    """How a source may be divided.
 
     Attributes:
         bytes: its size.
-        borders: positions at which it may be cut, from 0 to ``bytes``; ``"any"``; or None.
-        rows: of a Parquet file: number of rows before each row group.
+        borders: positions at which it may be cut, from 0 to ``bytes``; ``"any"``; or None if it cannot be cut.
+        rows: for a Parquet file, the number of rows before each row group.
     """
 
     bytes: int
@@ -146,7 +146,7 @@ class Divisible:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A part of a source: bytes ``first`` to ``stop``, which for a Parquet file are borders of row groups."""
+    """A part of a source: bytes ``first`` to ``stop``; for a Parquet file, both are borders of row groups."""
 
     source: int
     first: int
@@ -154,7 +154,7 @@ class SourcePart:
 
 
 def divisible(source: Source, size: int, wanted: int) -> Divisible:
-    """How a source of ``size`` bytes may be divided. Footers of Parquet files are read if they exceed ``wanted`` bytes."""
+    """How a source of ``size`` bytes may be divided. Parquet files of up to ``wanted`` bytes are not read and not divided."""
     if compression(source.path) is not None:
         return Divisible(size)
     kind = kind_of(source.path)
@@ -205,7 +205,7 @@ def as_list(piece: SourcePart, how: Divisible) -> list[int]:
 
 
 def source_of(piece: Sequence[int], sources: Sequence[AnySource]) -> Source:
-    """The source of a piece of :func:`as_list`."""
+    """The source of a piece that :func:`as_list` returned."""
     source = sources[piece[0]]
     if not isinstance(source, Source):
         raise TypeError("expected a file")
@@ -223,8 +223,8 @@ def source_of(piece: Sequence[int], sources: Sequence[AnySource]) -> Source:
 def divide(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
     """Divides sources among at most ``tasks`` tasks of nearly equal bytes.
 
-    Tasks get consecutive pieces if that is balanced; otherwise files that cannot be cut are dealt out, the largest first, each to
-    the task with the least, and the others fill the tasks up.
+    Tasks get consecutive pieces if that is balanced. Otherwise each file that cannot be cut anywhere goes to the task with the
+    fewest bytes, largest files first, and the other files fill the tasks up.
     """
     made = _in_order(list(enumerate(sources)), [1] * tasks)
     if all(how.borders == "any" for how in sources) or tasks == 1:
@@ -271,7 +271,7 @@ def _in_order(sources: list[tuple[int, Divisible]], shares: Sequence[int]) -> li
 
 
 def _cut(sources: list[tuple[int, Divisible]], ends: list[int], wanted: int, near: float) -> int:
-    """The position nearest to ``wanted`` at which the sources may be cut."""
+    """The position closest to ``wanted`` at which the sources may be cut. Prefers a border of files within ``near`` bytes."""
     at = min(bisect_right(ends, wanted) - 1, len(sources) - 1)
     begin, end = ends[at], ends[at + 1]
     nearer = begin if wanted - begin <= end - wanted else end
@@ -303,7 +303,7 @@ def _dealt(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
 
 
 def _level(loads: Sequence[int], more: int) -> int:
-    """The height to which ``more`` fills up ``loads``, rounded up."""
+    """The smallest level, rounded up, to which ``more`` bytes fill up the lowest ``loads``."""
     total, held = more, sorted(loads)
     for count, load in enumerate(held, 1):
         total += load
@@ -314,7 +314,7 @@ def _level(loads: Sequence[int], more: int) -> int:
 
 
 def adjoining(pieces: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
-    """Groups pieces of :func:`as_list` to runs in which each begins where the one before ends. Returns their numbers."""
+    """Groups pieces of :func:`as_list` into runs in which each piece begins where the previous one ends. Returns their numbers."""
     runs: list[list[int]] = []
     end: tuple[int, int] | None = None
     for number, piece in enumerate(pieces):

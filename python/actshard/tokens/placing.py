@@ -91,16 +91,16 @@ def _owned(folder: Path, *, with_shards: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> None:
+def refuse_foreign(out: Path, wanted: Iterable[str], existing: Iterable[str]) -> None:
     """Raises ExistsError if an unlisted path is in the way of the new cache, or an array to be removed contains foreign files.
 
     Args:
         out: the cache's folder.
         wanted: relative paths of the new cache.
-        mine: relative paths of the existing cache, which will be removed.
+        existing: relative paths of the existing cache, which will be removed.
     """
-    held = set(mine)
-    for name in held:
+    old = set(existing)
+    for name in old:
         if PurePosixPath(name).name in _ARRAYS and (foreign := _foreign_in_array(out / name)) is not None:
             raise ExistsError(
                 "is in an array of the cache to be replaced, but does not belong to it; move it away, or choose another folder",
@@ -109,7 +109,7 @@ def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> Non
     for name in wanted:
         path, above = out / name, [p for p in (out / name).parents if out in p.parents]
         in_the_way = [p for p in above if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
-        if not in_the_way and os.path.lexists(path) and name not in held:
+        if not in_the_way and os.path.lexists(path) and name not in old:
             in_the_way = [path]
         if in_the_way:
             raise ExistsError(

@@ -63,7 +63,7 @@ class Processor(ABC):
     """The time passed to chat templates; None: the time of rendering."""
 
     tells_time: bool = False
-    """Whether rows depend on :attr:`now`, as far as the processor's own template tells."""
+    """Whether rows depend on :attr:`now`, according to the processor's own template. Templates in records are not considered."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer

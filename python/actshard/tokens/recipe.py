@@ -1,6 +1,6 @@
-"""``Recipe``: everything that the bytes of a token cache depend on, as data, and the ledger that follows from it.
+"""``Recipe``: everything that the bytes of a token cache depend on, as data, and the cache's ledger.
 
-``build_cache`` and a plan's commit share it: equal recipes give equal caches. It holds no tokenizer, only its digest.
+Used by ``build_cache`` and by a plan's commit: equal recipes give equal caches. A recipe contains only a tokenizer's digest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARRAYS = ("offsets", "data")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a cache is built from.
+    """The inputs and options of a cache.
 
     Attributes:
         sources: files of records, in the order of their rows.
@@ -60,7 +60,7 @@ class Recipe:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Everything that affects rows. The tokenizer is included as a digest, because it is megabytes."""
+        """Everything that affects rows. The tokenizer, which may have megabytes, is included as a digest."""
         return {
             "format": formats.as_dict(self.format),
             "tokenizer": self.tokenizer,
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def shard_storage(self) -> str:
-        """Storage of shards. Those to be consolidated are copied as bytes, so compression happens only once, at the end."""
+        """Storage of shards. Shards to be consolidated are plain, so that rows are compressed only once, at the end."""
         return self.storage if self.layout == SHARDED else "plain"
 
     # -- the finished cache ----------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Recipe:
     def found(
         self, out: Path, *, overwrite: bool = False, remedy: str = "pass overwrite=True to replace it"
     ) -> Ledger | None:
-        """The ledger of the finished cache at a path if it is of this recipe; None if there is no cache. Changes nothing.
+        """The ledger of the finished cache at a path if it was built from this recipe; None if there is no cache.
 
         Raises:
             ExistsError: another cache exists, and ``overwrite`` is False.
@@ -113,24 +113,24 @@ class Recipe:
         return None
 
     def _difference(self, ledger: Ledger) -> str | None:
-        """How a finished cache differs from the one to build; None if it does not."""
+        """The first difference between a finished cache and this recipe, as text; None if they are equal."""
         found = ledger.preprocessor
         for key, expected in self.metadata.items():
             if found and found.get(key) != expected:
                 return f"was built with {key} {_short(found.get(key))} instead of {_short(expected)}"
         own = ledger.extra.get(OURS)
-        if not isinstance(own, dict):  # written by Levanter: nothing else to compare
+        if not isinstance(own, dict):  # written by Levanter: only the names of shards can be compared
             names = [source.shard for source in self.sources]
             if list(ledger.finished_shards) != names:
                 return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
             return None
-        for key, said in self.whole().items():
-            if own.get(key) != said:
+        for key, value in self.whole().items():
+            if own.get(key) != value:
                 what = {
                     "settings": "was built with other settings (tokenizer, format, dtype or on_error)",
                     "sources": "was built from other files, or from older versions of these",
                 }
-                return what.get(key, f"has the {key} {own.get(key)} instead of {said}")
+                return what.get(key, f"has the {key} {own.get(key)} instead of {value}")
         return None
 
     @property
@@ -145,9 +145,9 @@ class Recipe:
         return self.kept if self.layout == SHARDED else fields + self.kept
 
     def refuse_foreign(self, out: Path) -> None:
-        """Raises ExistsError for files in the way, before hours are spent on building."""
+        """Raises ExistsError for files in the way. Called before a build, which may take hours."""
         try:
-            mine = placing.owned(out)
+            existing = placing.owned(out)
         except errors.ActshardError as error:
             raise ExistsError(
                 f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
@@ -156,7 +156,7 @@ class Recipe:
             ) from error
         arrays = [f"{name}/{part}" for name in self.fields for part in ARRAYS]
         inner = [f"{shard}/{path}" for shard in self.kept for path in (ledgers.NAME, *arrays)]
-        placing.refuse_foreign(out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], mine)
+        placing.refuse_foreign(out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], existing)
 
     # -- ledgers ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Recipe:
         )
 
     def skipped_in(self, ledger: Ledger) -> dict[str, int]:
-        """The number of unusable records by shard that a ledger of :meth:`ledger` tells."""
+        """The number of unusable records by shard, from a ledger that :meth:`ledger` made."""
         own = ledger.extra.get(OURS)
         skipped = own.get("skipped", {}) if isinstance(own, dict) else {}
         return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
@@ -235,7 +235,7 @@ def local_now(seconds: float | None = None) -> list[Any]:
 
 
 def takes_time(format: RowFormat) -> bool:
-    """Whether rows of a format may ask for the time: chat templates, those of a record included."""
+    """Whether rows of a format may depend on the time: chat templates, including those in records, may use it."""
     return isinstance(format, ChatFormat)
 
 

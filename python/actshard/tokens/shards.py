@@ -62,7 +62,7 @@ class Counts:
     elements: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """What another process is told, as JSON values."""
+        """The progress as JSON values, for another process."""
         names = ("rows", "tokens", "bytes", "skipped", "problems")
         return {name: getattr(self, name) for name in names}
 
@@ -112,7 +112,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
 
 
 class Records(Protocol):
-    """What :func:`write_rows` reads: a source, or a sample of some."""
+    """The interface of records for :func:`write_rows`: a source, or a sample of several sources."""
 
     @property
     def what(self) -> str:
@@ -283,8 +283,8 @@ def main() -> None:
     orders, out = _Orders(), int(sys.argv[1]) if len(sys.argv) > 1 else 1
     os.set_inheritable(out, False)
 
-    def say(said: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(said).encode() + b"\n")
+    def send(message: dict[str, Any]) -> None:
+        line = memoryview(json.dumps(message).encode() + b"\n")
         while line:
             line = line[os.write(out, line) :]
 
@@ -295,11 +295,11 @@ def main() -> None:
             source = Source(Path(given["source"]["path"]), given["source"]["shard"])
             task = _task(given["task"])
             with boundary(task.folder, "build"):
-                build_shard(source, process, task, lambda counts: say(counts.as_dict()))
+                build_shard(source, process, task, lambda counts: send(counts.as_dict()))
             orders.done()
-            say({"done": source.shard})
+            send({"done": source.shard})
     except ActshardError as error:
-        say(as_plain(error))
+        send(as_plain(error))
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)

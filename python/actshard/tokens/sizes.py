@@ -1,4 +1,4 @@
-"""Bytes and files of a token cache with given numbers of rows and elements, as ``rust/core/src/tokens/write.rs`` writes them."""
+"""Bytes and files of a token cache, from its numbers of rows and elements, as ``rust/core/src/tokens/write.rs`` writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INNER, PER_FILE = 262_144, 512
 INDEX = PER_FILE * 16 + 4
 """Bytes of a file's index."""
 _HEADER, _PAGE, _SMALLEST_BLOCK = 16, 4096, 32 << 10
-"""Bytes of a frame's header, of the page that precedes a full stored frame and contains it, and of a frame's smallest block."""
+"""Bytes of a frame's header, of the page before a full stored frame (which contains its header), and of the smallest block."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Arrays:
         if self.stored is not None:
             frames = elements * self.stored[0] + ends * self.stored[1]
             return size + round(frames) + padding(elements, self.item) + padding(ends, 8), files
-        # The first frame of offsets is written last, without a page before it.
+        # The first frame of offsets is written last, and has no page before it.
         held = _PAGE - _HEADER if ends >= INNER else 0
         return size + _plain(elements, self.item) + _plain(ends, 8) - held, files
 
 
 def padding(elements: int, item: int) -> int:
-    """About the bytes of the zeros with which a compressed frame is filled up, as measured: each plane of bytes takes some."""
+    """Approximate bytes of the zeros that fill up a compressed frame. Measured; each byte plane adds a constant."""
     zeros = -elements % INNER
     return zeros * item // 253 + 26 + 20 * item if zeros else 0
 
@@ -60,7 +60,7 @@ def _plain(elements: int, item: int) -> int:
 
 
 def _short(used: int, size: int, item: int) -> int:
-    """Bytes of a partial frame: one block with its elements, others that share a block of zeros (``short_frame``)."""
+    """Bytes of a partial frame: one block with its elements, and other blocks that share one block of zeros (``short_frame``)."""
     block = max(-(-used // (item * 16)) * item * 16, _SMALLEST_BLOCK)
     if block * 2 > size:
         return _HEADER + size
@@ -82,8 +82,8 @@ def of_cache(
     """(bytes, files) of a finished cache, folders not counted.
 
     Args:
-        recipe: what it is built from.
-        arrays: how fields are stored, by name. Shards that are kept beside a consolidated cache are plain.
+        recipe: the cache's recipe.
+        arrays: how fields are stored, by name. Shards that are kept next to a consolidated cache are always plain.
         rows: number of rows by shard.
         elements: number of elements by shard and field.
     """

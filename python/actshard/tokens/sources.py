@@ -283,14 +283,14 @@ def _why(line: bytes, error: json.JSONDecodeError) -> str:
 
 def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int, int], object]:
     """Reports progress in bytes, proportional to the rows read, because parquet is not read sequentially."""
-    told = 0
+    reported = 0
 
     def share(rows: int, of: int) -> None:
-        nonlocal told
+        nonlocal reported
         now = size * rows // of if of else size
         if tell is not None:
-            tell(now - told)
-        told = now
+            tell(now - reported)
+        reported = now
 
     return share
 

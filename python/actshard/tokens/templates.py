@@ -117,8 +117,8 @@ def render(
     except FormatError as error:
         raise TemplateProblemError(error.detail) from error
     except jinja2.UndefinedError as error:
-        said = re.sub(r"'[\w.]*\.Message object'", "a message", str(error))
-        raise TemplateProblemError(f"the chat template uses an undefined value: {said}") from error
+        why = re.sub(r"'[\w.]*\.Message object'", "a message", str(error))
+        raise TemplateProblemError(f"the chat template uses an undefined value: {why}") from error
     except jinja2.TemplateError as error:
         raise TemplateProblemError(f"the chat template raised: {error}") from error
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:

@@ -35,23 +35,23 @@ class Worker:
             "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
             "PYTHONWARNINGS": "ignore",
         }
-        said, say = os.pipe()
-        self.said = os.fdopen(said, "rb", buffering=0)
-        """The pipe of its messages. Its stdout is left to the libraries it uses."""
+        reader, writer = os.pipe()
+        self.messages = os.fdopen(reader, "rb", buffering=0)
+        """The pipe of the worker's messages. Its stdout is free for output of libraries."""
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "actshard.tokens.shards", str(say)],
+                [sys.executable, "-m", "actshard.tokens.shards", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=children.stderr(),  # stdout of this process may be parsed by a program
-                pass_fds=(say,),
+                pass_fds=(writer,),
                 env=env,
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
             )
         except BaseException:
-            self.said.close()
+            self.messages.close()
             raise
         finally:
-            os.close(say)
+            os.close(writer)
         assert self._process.stdin is not None
         # Stdin stays open until this process ends, even if it is killed. Then the worker reads end of file and exits.
         self._stdin = self._process.stdin
@@ -78,7 +78,7 @@ class Worker:
 
     def hear(self) -> Iterator[dict[str, Any]] | None:
         """Messages received since the last call; None at end of file."""
-        data = os.read(self.said.fileno(), 1 << 16)
+        data = os.read(self.messages.fileno(), 1 << 16)
         if not data:
             return None
         *lines, rest = bytes(self._heard + data).split(b"\n")
@@ -96,7 +96,7 @@ class Worker:
         """Waits for the process and returns its exit status."""
         with suppress(OSError):
             self._stdin.close()
-        self.said.close()
+        self.messages.close()
         return self._process.wait()
 
     def kill(self) -> None:
@@ -138,13 +138,13 @@ class Workers:
             while self._waiting and len(workers) < self._jobs:
                 worker = Worker(self._setup, self._threads)
                 workers.add(worker)
-                selector.register(worker.said, selectors.EVENT_READ, worker)
+                selector.register(worker.messages, selectors.EVENT_READ, worker)
                 worker.give(*self._waiting.pop())
             while workers:
                 for key, _ in selector.select():
                     worker = key.data
                     if not self._hear(worker):
-                        selector.unregister(worker.said)
+                        selector.unregister(worker.messages)
                         workers.discard(worker)
                         self._ended(worker)
         finally:
@@ -159,18 +159,18 @@ class Workers:
         heard = worker.hear()
         if heard is None:
             return False
-        for said in heard:
-            if "error" in said:
-                raise from_plain(said)
-            if "done" in said:
-                self._done(said["done"])
+        for message in heard:
+            if "error" in message:
+                raise from_plain(message)
+            if "done" in message:
+                self._done(message["done"])
                 if self._waiting:
                     worker.give(*self._waiting.pop())
                 else:
                     worker.end()
                 continue
             assert worker.shard is not None
-            self._heard(worker.shard, Counts(**said))
+            self._heard(worker.shard, Counts(**message))
         return True
 
     def _ended(self, worker: Worker) -> None:

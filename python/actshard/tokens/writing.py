@@ -83,8 +83,8 @@ class FieldWriters:
         counts = {name: writer.finish() for name, writer in self._writers.items()}
         rows = next(iter(counts.values()))[0] if counts else 0
         if any(held != rows for held, _ in counts.values()):
-            told = ", ".join(f"{name} {held}" for name, (held, _) in counts.items())
-            raise InternalError(f"fields have different numbers of rows: {told}", path=self.folder)
+            listed = ", ".join(f"{name} {held}" for name, (held, _) in counts.items())
+            raise InternalError(f"fields have different numbers of rows: {listed}", path=self.folder)
         return rows, {name: elements for name, (_, elements) in counts.items()}
 
 
@@ -169,14 +169,14 @@ class CacheWriter:
         if (self.path / placing.WORK / placing.SWAP).exists():
             return  # a swap was interrupted: checked when it is completed
         try:
-            mine = placing.owned(self.path)
+            existing = placing.owned(self.path)
         except ActshardError as error:
             raise ExistsError(
                 f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
                 "remove the folder first",
                 path=self.path,
             ) from error
-        placing.refuse_foreign(self.path, [ledgers.NAME, *arrays], mine)
+        placing.refuse_foreign(self.path, [ledgers.NAME, *arrays], existing)
 
     def _check_open(self) -> None:
         if not self._open:

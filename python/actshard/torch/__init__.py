@@ -208,8 +208,8 @@ class IterableDataset(data.IterableDataset):
         """
         if not isinstance(state, dict) or not {"stream", "epoch", "next"} <= state.keys():
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
-        mine = self.stream.state()
-        self.stream.load_state_dict({**mine, "settings": state["stream"], "epoch": state["epoch"], "batch": 0})
+        current = self.stream.state()
+        self.stream.load_state_dict({**current, "settings": state["stream"], "epoch": state["epoch"], "batch": 0})
         self._at = {"epoch": int(state["epoch"]), "next": int(state["next"])}
 
 

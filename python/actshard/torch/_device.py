@@ -1,10 +1,9 @@
 """Batches on a device.
 
 A stream writes batches into ``depth`` pinned buffers. Each batch is copied on a side stream of the device, and an event is
-recorded behind the copy. The event serves twice: the consumer's stream waits for it on the device before it reads the batch,
-and the host hands the buffer back to the stream, to be refilled, only after it. Nothing runs on a thread of its own: the
-stream reads ahead on its threads, copies run on the device, and each request for a batch starts the copies of those that are
-ready.
+recorded after the copy. The event has two uses: on the device, the consumer's stream waits for it before it reads the batch; on
+the host, the buffer is returned to the stream, to be refilled, only after it. No additional thread is needed: the stream reads
+ahead on its own threads, copies run on the device, and each request for a batch starts the copies of all batches that are ready.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class CopyEvent(Protocol):
         """Whether all copies before it are complete."""
 
     def synchronize(self) -> None:
-        """Waits until they are."""
+        """Waits until all copies before it are complete."""
 
 
 class CopyBackend(Protocol):
@@ -265,11 +264,11 @@ class DeviceLoop:
             raise StopIteration
 
     def _send_next(self) -> bool:
-        """Starts the copy of the next batch, which it waits for; false at the end of the epoch."""
+        """Waits for the next batch and starts its copy; returns False at the end of the epoch."""
         if self._ended:
             return False
         if len(self._copying) == len(self._slots):
-            # Every slot is read by a copy, so there is none to fill.
+            # All slots are in use by copies, so no slot can be filled.
             self._copying[0].event.synchronize()
             self._release()
         batch = self._loop.take()
@@ -283,7 +282,7 @@ class DeviceLoop:
         return True
 
     def _release(self) -> None:
-        """Hands the slot of the oldest copy, which is complete, back to be refilled."""
+        """Returns the slot of the oldest copy, which is complete, so that it can be refilled."""
         slot = self._copying.popleft().slot
         if self._by_address:
             self._loop.release(slot.number)

@@ -53,7 +53,7 @@ try:
     from levanter.data.text import NamedLmDataset
 except ImportError:
 
-    class NamedLmDataset:  # type: ignore[no-redef]  # stands in where Levanter is not installed
+    class NamedLmDataset:  # type: ignore[no-redef]  # defined here if Levanter is not installed
         """Placeholder for Levanter's wrapper of examples into named arrays, which requires Levanter."""
 
         def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name

@@ -209,7 +209,7 @@ class ShardInfo:
         """Checks that every listed file is a non-empty regular file.
 
         Raises:
-            MissingFileError: lists all problems, in saev's words.
+            MissingFileError: lists all problems, with saev's texts.
         """
         folder = pathlib.Path(shards_dir)
         wrong: dict[str, list[str]] = {"Missing": [], "Empty": [], "Unreadable": [], "Not regular": []}
@@ -226,9 +226,9 @@ class ShardInfo:
                 wrong["Not regular"].append(str(path.resolve()))
             elif found.size == 0:
                 wrong["Empty"].append(str(path.resolve()))
-        said = [f"{what} files ({len(paths)}): {', '.join(paths)}" for what, paths in wrong.items() if paths]
-        if said:
-            raise MissingFileError(f"Shard validation failed. {'. '.join(said)}", path=folder.resolve())
+        problems = [f"{what} files ({len(paths)}): {', '.join(paths)}" for what, paths in wrong.items() if paths]
+        if problems:
+            raise MissingFileError(f"Shard validation failed. {'. '.join(problems)}", path=folder.resolve())
 
 
 def _instead(folder: pathlib.Path) -> str:

@@ -145,8 +145,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         if m.layer == "all":
             rows = np.empty((len(numbers), self.d_model), np.float32)
             for k, layer in enumerate(self.md.layers):
-                mine = np.flatnonzero(at == k)
-                rows[mine] = self._store.gather(layer, examples[mine], tokens[mine])
+                part = np.flatnonzero(at == k)
+                rows[part] = self._store.gather(layer, examples[part], tokens[part])
         else:
             rows = self._store.gather(m.layer, examples, tokens)
         plain = type(self).transform is IndexedDataset.transform

@@ -2,18 +2,18 @@
 
 >>> from actshard.compat.specforge import build_offline_eagle3_dataset       # was: from specforge.data.preprocessing import ...
 
-Samples, keys, shapes and dtypes are those of sgl-project/SpecForge a6b6b02 (specforge 0.2.0): ``OfflineEagle3Dataset``, and what
-``LocalFeatureStore`` returns for the references of ``OfflineManifestReader``. Samples of a SpecForge folder are in its reader's
-order, by path as text (``data_10`` before ``data_2``), so that its samplers give the same order for the same seed. Other stores,
-and filtered ones, keep their own order.
+Samples, keys, shapes and dtypes are those of sgl-project/SpecForge a6b6b02 (specforge 0.2.0): of ``OfflineEagle3Dataset``, and of
+``LocalFeatureStore`` with the references of ``OfflineManifestReader``. Samples of a SpecForge folder are sorted by path as text
+(``data_10`` before ``data_2``), as in SpecForge, so that its samplers yield the same order for the same seed. Other stores, and
+filtered ones, keep their own order.
 
 :class:`StoreFeatures` is a feature store for ``specforge.launch.build_disagg_offline_runtime(feature_store=, refs=)``, and
 for ``FeatureDataLoader``. Differences from SpecForge:
 
-- nothing is unpickled (SpecForge loads with ``weights_only=False``, which runs what a file says);
+- nothing is unpickled (SpecForge loads with ``weights_only=False``, which may execute code in a file);
 - a damaged file raises an error with its name. ``OfflineEagle3Dataset`` of SpecForge prints it and returns sample 0 instead;
-- of ``data_0.ckpt`` and ``data_0.ckpt.gz`` the first is read; SpecForge takes them as two samples;
-- only the first ``max_len`` tokens of an example are read by the data set.
+- if ``data_0.ckpt`` and ``data_0.ckpt.gz`` exist, the first is read; SpecForge treats them as two samples;
+- the data set reads only the first ``max_len`` tokens of an example.
 
 The data set requires torch, :class:`StoreFeatures` requires specforge.
 """

@@ -18,7 +18,7 @@ _Sample = dict[str, Any]
 
 
 def order_of(store: Store) -> NDArray[np.int64]:
-    """Example numbers in the order in which SpecForge's own reader takes them: by path as text, for a SpecForge folder."""
+    """Example numbers in SpecForge's order: for a SpecForge folder sorted by path as text, otherwise the store's order."""
     if store.format != "specforge" or store.chosen is not None:
         return np.arange(store.num_examples)
     files = store.read_columns(["file"])["file"].to_pylist()
@@ -26,7 +26,7 @@ def order_of(store: Store) -> NDArray[np.int64]:
 
 
 def raw_eagle3(one: DraftSample) -> _Sample:
-    """A file's tensors: ids and masks ``(S,)``, states with an axis of one example before."""
+    """Returns the tensors of a SpecForge file: ids and masks ``(S,)``, states ``(1, S, ...)``."""
     assert one.last is not None, "EAGLE-3 examples are read with their last states"
     return {
         "input_ids": tensor(one.ids),
@@ -44,10 +44,10 @@ class OfflineEagle3Dataset(data.Dataset):
 
     Args:
         datapath: a store, or the path or URL of one.
-        transform: called with each item; returns what the data set returns.
-        max_len: tokens that are kept of an example.
-        ttt_length: overlap of the parts of ``use_usp_preprocess``.
-        use_usp_preprocess: cut items for sequence parallelism, with SpecForge's own function and process groups.
+        transform: applied to each item.
+        max_len: maximum tokens of an example; further tokens are not read.
+        ttt_length: overlap of the parts with ``use_usp_preprocess``.
+        use_usp_preprocess: split items for sequence parallelism, with SpecForge's own function and process groups.
         layers, last, input_ids, loss_mask, dtype: as in :class:`actshard.compat.deepspec.CacheDataset`.
 
     Raises:
@@ -83,7 +83,7 @@ class OfflineEagle3Dataset(data.Dataset):
         return len(self._order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Accepted and kept, as in SpecForge; items do not depend on it."""
+        """Stores the epoch, as in SpecForge. Items do not depend on it."""
         self._epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
@@ -116,7 +116,7 @@ class OfflineEagle3Dataset(data.Dataset):
 
 
 def _topology() -> dict[str, int]:
-    """The place of this process in SpecForge's process groups."""
+    """Ranks and sizes of this process's groups in SpecForge."""
     try:
         from specforge.distributed import get_draft_sp_group, get_sp_ring_group
     except ImportError as error:
@@ -141,7 +141,7 @@ def build_offline_eagle3_dataset(
     use_usp_preprocess: bool = False,
     **options: Any,
 ) -> OfflineEagle3Dataset:
-    """The data set of a store; ``options`` are the keyword arguments of :class:`OfflineEagle3Dataset`."""
+    """Returns the data set of a store; ``options`` are the keyword arguments of :class:`OfflineEagle3Dataset`."""
     return OfflineEagle3Dataset(
         hidden_states_path,
         max_len=max_len,

@@ -34,18 +34,18 @@ _KEYS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "domino": (("input_ids", "loss_mask", "hidden_states"), None),
     "dspark": (("input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"), "hidden_state"),
 }
-"""By strategy: the features of a sample, and ``target_repr``."""
+"""For each strategy, the features of a sample and ``target_repr``."""
 _STATES, _LAST = ("aux_hidden_state", "hidden_states"), ("hidden_state", "target_last_hidden_states")
 _SCHEME = "actshard://"
 
 
 class StoreFeatures(FeatureStore):
-    """Features of a store's examples: those that SpecForge's files of them would hold.
+    """Features of a store's examples, as in SpecForge's own files.
 
     Args:
         source: a store, or the path or URL of one.
-        layers, last, input_ids, loss_mask, dtype: as in :class:`actshard.compat.deepspec.CacheDataset`. A store without ``last``
-            serves the strategies that need none (dflash, domino).
+        layers, last, input_ids, loss_mask, dtype: as in :class:`actshard.compat.deepspec.CacheDataset`. A store without the layer
+            ``last`` supports only strategies that do not need it (dflash, domino).
     """
 
     retain_on_release = True
@@ -82,7 +82,7 @@ class StoreFeatures(FeatureStore):
         target_model_version: str = "unknown",
         tokenizer_version: str = "unknown",
     ) -> list[Any]:
-        """References of all samples, as ``OfflineManifestReader.read()`` of SpecForge gives them, in its order.
+        """Returns references of all samples, in the form and order of SpecForge's ``OfflineManifestReader.read()``.
 
         Raises:
             ArgumentError: an unknown strategy.
@@ -123,10 +123,10 @@ class StoreFeatures(FeatureStore):
     def get(
         self, sample_ref: Any, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
     ) -> tuple[dict[str, torch.Tensor], Any]:
-        """The features of a sample, and a handle for :meth:`release`.
+        """Returns the features of a sample, and a handle for :meth:`release`.
 
         Raises:
-            ArgumentError: the reference is not of a store, or asks for other features.
+            ArgumentError: the reference is not one of :meth:`refs`, or it requests unknown features.
             As :meth:`actshard.Store.gather`, for a damaged file.
         """
         uri, wanted = sample_ref.feature_store_uri, list(names or sample_ref.feature_keys)
@@ -138,7 +138,7 @@ class StoreFeatures(FeatureStore):
         with_last = bool(set(wanted) & set(_LAST))
         one = self._examples.read([int(number)], last=with_last)[0]
         if with_last and one.last is None:
-            raise ArgumentError("sample_ref: asks for last hidden states, which the store does not have")
+            raise ArgumentError("sample_ref: requests last hidden states, which the store does not have")
         arrays = {"input_ids": one.ids, "loss_mask": one.mask} | dict.fromkeys(_STATES, one.states[None])
         if one.last is not None:
             arrays |= dict.fromkeys(_LAST, one.last[None])
@@ -147,19 +147,19 @@ class StoreFeatures(FeatureStore):
         return made, handle
 
     def put(self, tensors: Any, *, sample_id: str, metadata: Any) -> Any:
-        """Not supported: the store is read only.
+        """Not supported: the store is read-only.
 
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("a store is read only: write one with actshard.create", path=self._examples.store.path)
+        raise UnsupportedError("a store is read-only: write one with actshard.create", path=self._examples.store.path)
 
     def release(self, handle: Any, *, reason: str = "consumed") -> None:
-        """Nothing: samples are not held."""
+        """Does nothing, because samples are not kept in memory."""
 
     def abort(self, sample_id: str, *, reason: str = "aborted") -> None:
-        """Nothing: samples are not held."""
+        """Does nothing, because samples are not kept in memory."""
 
     def health(self) -> dict[str, Any]:
-        """The fields of SpecForge's local store that a reader has."""
+        """Returns the fields of SpecForge's local store that apply to a reader."""
         return {"resident_samples": 0, "resident_bytes": 0, "samples": len(self._order)}

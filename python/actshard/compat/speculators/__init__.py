@@ -1,19 +1,19 @@
-"""speculators' training data, from any store with token ids: a backend of hidden states, and its data set.
+"""speculators' training data from any store with token ids: a backend for hidden states, and its data set.
 
 >>> from actshard.compat.speculators import ArrowDataset          # was: from speculators.train.data import ArrowDataset
 
-Importing this module registers the backend ``"actshard"`` with hs-connectors, so that ``speculators.train`` takes its hidden states
+Importing this module registers the backend ``"actshard"`` with hs-connectors, so that ``speculators.train`` reads hidden states
 from a store::
 
     python -m actshard.compat.speculators --data-path ROWS --hidden-states-backend actshard --actshard-store STORE ...
 
-is ``python -m speculators.train`` with the backend; ``torchrun -m`` works too. ROWS is a folder of rows as ``prepare-data`` of
-speculators writes it, or as :func:`write_rows` makes it of the store. Row i is example i, and their token ids are compared, as with
-speculators' own files.
+runs ``python -m speculators.train`` with the backend; ``torchrun -m`` works too. ROWS is a folder of rows from speculators'
+``prepare-data``, or from :func:`write_rows`, which takes them from the store. Row i is example i; their token ids are compared, as
+with speculators' own files.
 
-:class:`ArrowDataset` needs no rows: token ids and masks are the store's. Samples, dtypes, lengths and splits are those of
-speculators 0.9.0, so its collate function and sampler work unchanged. A batch is one parallel read. Nothing is generated:
-examples whose states are missing are skipped or raise, as ``on_missing`` says; damaged ones raise.
+:class:`ArrowDataset` does not need ROWS: it reads token ids and masks from the store. Samples, dtypes, lengths and splits are those
+of speculators 0.9.0, so its collate function and sampler work unchanged. A batch is one parallel read. Hidden states are never
+generated: examples with missing files are skipped or raise an error, depending on ``on_missing``. Damaged files raise an error.
 
 Requires hs-connectors; :class:`ArrowDataset` requires speculators.
 """

@@ -31,22 +31,22 @@ except ImportError as error:
 
 
 class ArrowDataset(BaseDataset):
-    """speculators' data set of training samples, over a store.
+    """speculators' data set of training samples, over any store.
 
     Items: ``hidden_states`` ``(S, L * H)``, ``input_ids`` int64 ``(S,)``, ``verifier_last_hidden_states`` ``(S, H)``,
     ``loss_mask`` int64 ``(S,)``, ``lengths`` int64 ``(1,)``, ``position_ids`` int64 ``(S,)``. States have the stored dtype;
     speculators' collate function converts them. All are copies.
 
     Args:
-        max_len: as in speculators: not used by items.
+        max_len: as in speculators; does not affect items.
         datapath: a store, or the path or URL of one.
-        transfer: must be None: the states are the store's.
+        transfer: must be None, because states come from the store.
         vllm_endpoint, model, request_timeout, max_retries, generation_validation_retries, max_consecutive_generation_failures:
             accepted and ignored, because nothing is generated.
-        on_missing: what becomes of examples whose file is missing: ``"skip"``, ``"warn"``, ``"raise"``; ``"generate"`` raises.
-        train_ratio: the share of examples in the training split, from the first on.
+        on_missing: for examples with a missing file: ``"skip"``, ``"warn"`` (and skip) or ``"raise"``; ``"generate"`` also raises.
+        train_ratio: the fraction of examples in the training split, which consists of the first ones.
         split: ``"train"`` or ``"val"``.
-        hidden_states_dtype: as in speculators: the dtype of collated batches.
+        hidden_states_dtype: dtype of collated batches, as in speculators.
         layers, last, input_ids, loss_mask, dtype: as in :class:`actshard.compat.deepspec.CacheDataset`.
 
     Raises:
@@ -78,7 +78,7 @@ class ArrowDataset(BaseDataset):
     ) -> None:
         if transfer is not None:
             raise ArgumentError(
-                "transfer: expected None: hidden states are the store's; speculators' own ArrowDataset takes a transfer"
+                "transfer: expected None, because hidden states come from the store; speculators' own ArrowDataset takes a transfer"
             )
         if on_missing not in ("generate", "skip", "warn", "raise"):
             raise ArgumentError(f'on_missing: expected "generate", "skip", "warn" or "raise", found {on_missing!r}')
@@ -102,16 +102,16 @@ class ArrowDataset(BaseDataset):
         except MissingFileError as error:
             if self.on_missing == "generate":
                 raise UnsupportedError(
-                    f"sample {index} has no hidden states, and none are generated from a store: {error.detail}. "
-                    'on_missing="skip" leaves it out',
+                    f"sample {index} has no hidden states, and a store cannot generate them: {error.detail}. "
+                    'Pass on_missing="skip" to skip it',
                     path=error.path,
                 ) from error
             if self.on_missing == "raise":
                 raise
             if self.on_missing == "skip":
                 return SampleUnavailable()
-            said = f"Failed to load hidden states for sample {index}. Skipping..."
-            warnings.warn(ActshardWarning(said, code="missing-file"), stacklevel=1)
+            text = f"Failed to load hidden states for sample {index}. Skipping..."
+            warnings.warn(ActshardWarning(text, code="missing-file"), stacklevel=1)
             return SampleUnavailable(reason=f"Hidden states unavailable for sample {index}")
 
     def _number(self, index: int) -> int:
@@ -120,7 +120,7 @@ class ArrowDataset(BaseDataset):
         return int(index) + self.start_file_idx
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples of a batch, in one parallel read."""
+        """Reads the samples of a batch, in one parallel read."""
         try:
             found = self._examples.read([self._number(index) for index in indices])
         except MissingFileError:
@@ -129,7 +129,7 @@ class ArrowDataset(BaseDataset):
 
 
 def _split(n: int, train_ratio: float, split: str) -> tuple[int, int]:
-    """The first example of a split and the one after its last: the boundary is speculators' own expression."""
+    """First example and end of a split, computed as in speculators."""
     if not 0.0 < train_ratio <= 1.0:
         raise ArgumentError(f"train_ratio: expected more than 0 and at most 1, found {train_ratio!r}")
     at = int(n * train_ratio)
@@ -150,7 +150,7 @@ def _raw(sample: DraftSample) -> dict[str, Any]:
 
 
 def _whole(raw: dict[str, Any]) -> dict[str, Any]:
-    """What ``BaseDataset.__getitem__`` adds."""
+    """Adds the entries that ``BaseDataset.__getitem__`` adds."""
     tokens = len(raw["input_ids"])
     return raw | {
         "lengths": torch.tensor([tokens], dtype=torch.long),

@@ -1,7 +1,7 @@
-"""The backend ``"actshard"`` of hs-connectors, and the rows that speculators reads beside it.
+"""The backend ``"actshard"`` of hs-connectors, and the rows that speculators reads in addition to it.
 
 Interface: hs-connectors 0.9.0, ``hs_connectors/transfer.py``: ``get_cached(i)`` returns ``hidden_states`` ``(S, L + 1, H)``,
-the last layer being the last hidden state, and ``token_ids`` int64 ``(S,)``; or None, if row i has none.
+whose last layer is the last hidden state, and ``token_ids`` int64 ``(S,)``; or None if row i has no states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoreTransfer(HiddenStatesTransfer):
 
     Args:
         store: a store, or the path or URL of one.
-        layers: layers, in the order in which they lie side by side; None: all but the last.
+        layers: layers, in order; None: all but ``last``.
         last: the layer of last hidden states.
         input_ids: the column of token ids.
     """
@@ -60,7 +60,7 @@ class StoreTransfer(HiddenStatesTransfer):
         )
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """The states and token ids of an example; None if there is no such example or its file is missing.
+        """Reads the states and token ids of an example. Returns None if there is no such example or its file is missing.
 
         Raises:
             As :meth:`actshard.Store.gather`, for a damaged file.
@@ -75,19 +75,19 @@ class StoreTransfer(HiddenStatesTransfer):
         return {"hidden_states": tensor(states), "token_ids": tensor(sample.ids)}
 
     def get_generated(self, hs_transfer_params: Any) -> dict[str, torch.Tensor] | None:
-        """Not supported: a store has no states of new requests.
+        """Not supported: a store does not generate states.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "the backend reads stored hidden states and generates none: use --on-missing raise, warn or skip",
+            "this backend cannot generate hidden states: use --on-missing raise, warn or skip",
             path=self._examples.store.path,
         )
 
 
 class StoreBackend(HiddenStatesBackend):
-    """The backend ``"actshard"``: arguments of ``speculators.train``."""
+    """The backend ``"actshard"``, created from arguments of ``speculators.train``."""
 
     @staticmethod
     def add_train_args(parser: ArgumentParser) -> None:
@@ -99,10 +99,13 @@ class StoreBackend(HiddenStatesBackend):
             "--actshard-layers",
             type=str,
             default=None,
-            help="Names of its layers in order, separated by commas. (Default: all but the last.)",
+            help="Comma-separated names of the store's layers, in order. (Default: all but the last hidden states.)",
         )
         parser.add_argument(
-            "--actshard-last", type=str, default="last", help="Its layer of last hidden states. (Default: last.)"
+            "--actshard-last",
+            type=str,
+            default="last",
+            help="The store's layer of last hidden states. (Default: last.)",
         )
 
     @staticmethod
@@ -111,7 +114,7 @@ class StoreBackend(HiddenStatesBackend):
 
     @staticmethod
     def from_train_args(args: Namespace, data_path: str) -> StoreTransfer:
-        """The transfer of these arguments.
+        """Returns the transfer for these arguments.
 
         Raises:
             LayerError, ArgumentError: the store has no such layer.
@@ -145,10 +148,10 @@ def write_rows(
     input_ids: str = "input_ids",
     loss_mask: str | None = "loss_mask",
 ) -> Path:
-    """Writes the rows of a store's examples, without hidden states, as ``save_to_disk`` of ``datasets`` does; returns the folder.
+    """Writes a store's examples as rows without hidden states, like ``save_to_disk`` of ``datasets``; returns the folder.
 
-    ``speculators.train --data-path`` reads them beside the backend ``"actshard"``. They hold ``input_ids``, ``loss_mask`` and
-    ``seq_len``: 12 bytes per token.
+    The folder is for ``speculators.train --data-path``, with the backend ``"actshard"``. Rows contain ``input_ids``, ``loss_mask``
+    and ``seq_len``: 12 bytes per token.
 
     Args:
         store: a store, or the path or URL of one.
@@ -180,6 +183,6 @@ def write_rows(
     with boundary(path, "write rows"):
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise ArgumentError("folder: expected a new or empty folder, found files in it", path=path)
+            raise ArgumentError("folder: expected a new or empty folder, found one with files", path=path)
         write(path, pa.concat_tables(parts), None, {})
     return path

@@ -2,7 +2,7 @@
 
 Source: Tencent/AngelSlim 67394ce, ``tools/generate_hidden_for_draft_model.py`` and ``tools/generate_dflash_data.py``.
 
-rank_0/rows_0-5000/data_0.ckpt              EAGLE-3; numbers count within a rank
+rank_0/rows_0-5000/data_0.ckpt              EAGLE-3; numbered per rank
 [shard_00000/]sample_00000000_rank0.ckpt    DFlash
 vocab_mapping.pt                            draft vocabulary; not part of the store
 """
@@ -28,6 +28,6 @@ FOLDER = DraftFolder(
         DraftTree((_SHARD, _SAMPLE), order=(0, 1, 2), example=(0, 1, 2), sure=True),
         DraftTree((_SAMPLE,), order=(0, 1), example=(0, 1), sure=True),
     ),
-    beside=("vocab_mapping.pt",),
+    others=("vocab_mapping.pt",),
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

@@ -14,19 +14,19 @@ from actshard.formats.target import Spec, positive
 __all__ = ["AngelSlimTarget", "DraftCarrying"]
 
 _GROUP = 5000
-"""AngelSlim's default number of EAGLE-3 files in a folder; it has no folders of DFlash files by default."""
+"""AngelSlim's default number of EAGLE-3 files per folder. By default, DFlash files are not grouped in folders."""
 _DIGITS = 8
 
 
 class AngelSlimTarget(DraftTarget):
-    """Writes ``rank_0/rows_0-5000/data_0.ckpt`` and on, or ``sample_00000000_rank0.ckpt`` and on."""
+    """Writes ``rank_0/rows_0-5000/data_0.ckpt``, ... or ``sample_00000000_rank0.ckpt``, ..."""
 
     format: ClassVar[str] = "angelslim"
     makes: ClassVar[tuple[str, ...]] = ("rank_0", "shard_*", "sample_*_rank0.ckpt")
     own: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
-        "file_group_size": f"files in a folder (default: {_GROUP}; no folders of dflash files)",
+        "file_group_size": f"files per folder (default: {_GROUP}; dflash: no folders)",
     }
     kinds: ClassVar[Mapping[str, DraftKind]] = {
         "eagle3": DraftKind(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AutomodelCarrying(Carrying):
-    """Keeps token ids and masks, and settings; leaves the target's distribution and weights behind."""
+    """Keeps token ids, masks and settings. Drops the target's distribution and weights."""
 
     model_key: ClassVar[str | None] = "target_model"
     of_files: ClassVar[frozenset[str]] = frozenset(OF_FILES)

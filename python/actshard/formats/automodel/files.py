@@ -2,8 +2,8 @@
 
 Source: nemo-automodel 0.7.0, ``components/datasets/llm/eagle3_cache.py`` and ``dspark_cache.py``.
 
-manifest.json                sizes; ``num_samples`` and ``shard_size`` give every address
-shard-000000.safetensors     samples i * shard_size and on: every tensor is (n, seq_length, ...)
+manifest.json                sizes; ``num_samples`` and ``shard_size`` determine where each sample is stored
+shard-00000i.safetensors     n samples, from i * shard_size: every tensor is (n, seq_length, ...)
 target_embeddings.safetensors, target_weights.safetensors     weights of the target model
 """
 
@@ -42,7 +42,7 @@ OF_FILES = (
 
 
 def kind_of(value: Any) -> str | None:
-    """``"eagle3"`` or ``"dspark"``: the kind of cache of a manifest; None if it is of neither."""
+    """The kind of cache that a manifest describes: ``"eagle3"`` or ``"dspark"``; None for any other file."""
     if not isinstance(value, dict) or "format_version" not in value or "shard_size" not in value:
         return None
     return next((kind for kind, name in _IDS.items() if name in value and _WIDTH[kind] in value), None)
@@ -80,7 +80,9 @@ class DraftManifest:
         """Reads and checks the manifest.
 
         Raises:
-            MissingFileError, FormatError, UnsupportedError, UnfinishedError: as the message tells.
+            MissingFileError, FormatError: the manifest is missing or invalid.
+            UnsupportedError: the version or dtype is not supported.
+            UnfinishedError: the writer has not finished.
         """
         path = root / MANIFEST
         return cls.parsed(Fields(read_json(path), path))
@@ -128,9 +130,9 @@ class DraftManifest:
         if rest:
             raise fields.error(name, f"a multiple of {len(self.layer_ids)}, the number of layers")
         if self.kind == "dspark":
-            for said in ("hidden_size", "target_last_hidden_dim"):
-                if fields.integer(said) != width:
-                    raise fields.error(said, f"{width}, as {name} / {len(self.layer_ids)} layers")
+            for key in ("hidden_size", "target_last_hidden_dim"):
+                if fields.integer(key) != width:
+                    raise fields.error(key, f"{width}, as {name} / {len(self.layer_ids)} layers")
         if width >= 1 << 28 or self.tokens >= 1 << 31 or len(self.layer_ids) * width * self.tokens >= 1 << 40:
             raise fields.error(name, "states of less than 2^40 elements per sample")
         return DraftManifest(**{**vars(self), "width": width})
@@ -142,7 +144,7 @@ class DraftManifest:
 
     @property
     def top_k(self) -> int:
-        """Entries stored of a token's distribution; 0 if all are."""
+        """Number of entries stored per distribution; 0 if all are stored."""
         return self.top if 0 < self.top < self.draft else 0
 
     def shard_rows(self, number: int) -> int:
@@ -182,35 +184,36 @@ def _layers(fields: Fields, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def shards_of(root: Location, said: DraftManifest) -> list[Location]:
+def shards_of(root: Location, manifest: DraftManifest) -> list[Location]:
     """The shards in order.
 
     Raises:
-        MissingFileError, FormatError: a shard is missing, or there are more than the samples need.
+        MissingFileError, FormatError: a shard is missing, or there are more shards than the samples need.
     """
     if not root.lists:
-        return [root / f"shard-{number:06}.safetensors" for number in range(said.num_shards)]
+        return [root / f"shard-{number:06}.safetensors" for number in range(manifest.num_shards)]
     found: dict[int, str] = {}
     for entry in root.entries("shard-*.safetensors"):
         named = _SHARD.fullmatch(entry.name)
         if named is not None:
             found[int(named[1])] = entry.name
-    for number in range(said.num_shards):
+    for number in range(manifest.num_shards):
         if number not in found:
             raise MissingFileError(
-                f"expected shard {number} of 0 to {said.num_shards - 1}, found nothing",
+                f"expected shard {number} of 0 to {manifest.num_shards - 1}, found nothing",
                 path=root / f"shard-{number:06}.safetensors",
             )
-    if more := sorted(set(found) - set(range(said.num_shards))):
+    if more := sorted(set(found) - set(range(manifest.num_shards))):
         raise FormatError(
-            f"expected {said.num_shards} shards for {said.num_examples} samples of {said.shard_size}, found shard {more[0]}",
+            f"expected {manifest.num_shards} shards for {manifest.num_examples} samples of {manifest.shard_size}, "
+            f"found shard {more[0]}",
             path=root / found[more[0]],
             code="count-claim",
         )
-    return [root / found[number] for number in range(said.num_shards)]
+    return [root / found[number] for number in range(manifest.num_shards)]
 
 
-def header_of(shard: Location, said: DraftManifest, number: int) -> dict[str, StackedTensor]:
+def header_of(shard: Location, manifest: DraftManifest, number: int) -> dict[str, StackedTensor]:
     """Tensors of a shard, checked against the manifest.
 
     Raises:
@@ -222,7 +225,7 @@ def header_of(shard: Location, said: DraftManifest, number: int) -> dict[str, St
         error.path = error.path or shard.place
         raise
     found = {name: StackedTensor(tuple(shape), dtype, start + begin) for name, dtype, shape, begin, _ in tensors}
-    for name, (shape, dtype) in said.tensors(said.shard_rows(number)).items():
+    for name, (shape, dtype) in manifest.tensors(manifest.shard_rows(number)).items():
         if name not in found:
             raise FormatError(f"tensor '{name}': expected {dtype} {list(shape)}, found nothing", path=shard)
         tensor = found[name]

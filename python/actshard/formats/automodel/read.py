@@ -53,39 +53,39 @@ class StackedCache:
     def __init__(self, path: Location, options: Options) -> None:
         self.path = path
         self.io = options.io
-        self.said = DraftManifest.of(path)
-        self.shards = shards_of(path, self.said)
-        self.headers = [header_of(shard, self.said, number) for number, shard in enumerate(self.shards)]
-        n = self.said.num_examples
-        self._shard = (np.arange(n) // self.said.shard_size).astype(np.uint32)
-        self._row = (np.arange(n) % self.said.shard_size).astype(np.uint64)
-        self._tokens = np.full(n, self.said.tokens, np.uint32)
+        self.manifest = DraftManifest.of(path)
+        self.shards = shards_of(path, self.manifest)
+        self.headers = [header_of(shard, self.manifest, number) for number, shard in enumerate(self.shards)]
+        n = self.manifest.num_examples
+        self._shard = (np.arange(n) // self.manifest.shard_size).astype(np.uint32)
+        self._row = (np.arange(n) % self.manifest.shard_size).astype(np.uint64)
+        self._tokens = np.full(n, self.manifest.tokens, np.uint32)
 
     def _starts(self, name: str, step: int) -> NDArray[np.uint64]:
         """Offset of each example's first byte in its shard."""
         begin = np.array([header[name].start for header in self.headers] or [0], np.uint64)
-        made: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.said.tokens)
+        made: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.manifest.tokens)
         return made
 
     def states(self) -> Rows:
         """Rows of hidden states: a group per layer, then the last."""
-        said, size = self.said, NUMPY_BY_NAME[self.said.dtype].itemsize
-        names, layers = said.states(), len(said.layer_ids)
-        steps = [layers * said.width * size, said.width * size][: len(names)]
+        manifest, size = self.manifest, NUMPY_BY_NAME[self.manifest.dtype].itemsize
+        names, layers = manifest.states(), len(manifest.layer_ids)
+        steps = [layers * manifest.width * size, manifest.width * size][: len(names)]
         files = [(shard, step) for step in steps for shard in self.shards]
         tensors = [
             (self._shard + np.uint32(t * len(self.shards)), self._starts(name, step))
             for t, (name, step) in enumerate(zip(names, steps, strict=True))
         ]
-        groups = [(0, k * said.width * size) for k in range(layers)] + [(1, 0)] * (len(names) - 1)
+        groups = [(0, k * manifest.width * size) for k in range(layers)] + [(1, 0)] * (len(names) - 1)
         return Rows.tensors(
             files,
             self._tokens,
             tensors,
             groups,
-            width=said.width,
-            dtype=said.dtype,
-            descr=NUMPY_BY_NAME[said.dtype],
+            width=manifest.width,
+            dtype=manifest.dtype,
+            descr=NUMPY_BY_NAME[manifest.dtype],
             io=self.io,
         )
 
@@ -107,51 +107,51 @@ class StackedCache:
     @cached_property
     def columns(self) -> TokenColumns:
         """Per-token columns."""
-        kinds = {name: "BOOL" if name == "position_mask" else "I64" for name in COLUMNS[self.said.kind]}
+        kinds = {name: "BOOL" if name == "position_mask" else "I64" for name in COLUMNS[self.manifest.kind]}
         rows = {name: self.column(name, dtype) for name, dtype in kinds.items()}
-        return TokenColumns(rows, self.said.num_examples, self.path.place)
+        return TokenColumns(rows, self.manifest.num_examples, self.path.place)
 
     def read(self, wanted: Sequence[str]) -> pa.Table:
-        """Reads columns of all examples; ``target_probs`` is not one of the table's, because of its size."""
-        table = self.columns.columns([name for name in wanted if name != PROBS or self.said.kind != "eagle3"])
-        if PROBS in wanted and self.said.kind == "eagle3":
+        """Reads columns of all examples, including ``target_probs``, which the store's table omits because of its size."""
+        table = self.columns.columns([name for name in wanted if name != PROBS or self.manifest.kind != "eagle3"])
+        if PROBS in wanted and self.manifest.kind == "eagle3":
             import pyarrow as pa
 
-            # A table without columns has no rows either, so that no column can be appended to it.
+            # A table without columns has no rows, so no column can be appended to it.
             probs = self._probs()
             table = table.append_column(PROBS, probs) if table.num_columns else pa.table({PROBS: probs})
         return table.select(list(wanted))
 
     def _probs(self) -> pa.Array:
-        """The target's distribution over the draft vocabulary: lists of float32 lists of ``draft_vocab_size``."""
+        """The target's distribution over the draft vocabulary: per example a list of ``draft_vocab_size`` float32 per token."""
         import pyarrow as pa
 
-        said, n = self.said, self.said.num_examples
-        examples, k = np.arange(n), self.said.top_k
-        made = np.zeros((n * said.tokens, said.draft), np.float32)
+        manifest, n = self.manifest, self.manifest.num_examples
+        examples, k = np.arange(n), self.manifest.top_k
+        made = np.zeros((n * manifest.tokens, manifest.draft), np.float32)
         if k:
             at = self.column("target_probs_indices", "I32", k).gather_whole(0, examples, None, None)
-            if at.size and (at.min() < 0 or at.max() >= said.draft):
-                bad = int(np.flatnonzero(((at < 0) | (at >= said.draft)).any(axis=1))[0])
-                found = int(at[bad][(at[bad] < 0) | (at[bad] >= said.draft)][0])
+            if at.size and (at.min() < 0 or at.max() >= manifest.draft):
+                bad = int(np.flatnonzero(((at < 0) | (at >= manifest.draft)).any(axis=1))[0])
+                found = int(at[bad][(at[bad] < 0) | (at[bad] >= manifest.draft)][0])
                 raise FormatError(
-                    f"tensor 'target_probs_indices': example {bad // said.tokens}, token {bad % said.tokens}: expected an index of "
-                    f"the draft vocabulary, 0 to {said.draft - 1}, found {found}",
-                    path=self.shards[int(self._shard[bad // said.tokens])],
+                    f"tensor 'target_probs_indices': example {bad // manifest.tokens}, token {bad % manifest.tokens}: expected "
+                    f"an index of the draft vocabulary, 0 to {manifest.draft - 1}, found {found}",
+                    path=self.shards[int(self._shard[bad // manifest.tokens])],
                 )
-            values = self.column("target_probs_values", said.dtype, k).gather_whole(0, examples, None, None)
+            values = self.column("target_probs_values", manifest.dtype, k).gather_whole(0, examples, None, None)
             np.put_along_axis(made, at, values.astype(np.float32), axis=1)
         else:
-            made[:] = self.column(PROBS, said.dtype, said.draft).gather_whole(0, examples, None, None)
-        rows = pa.FixedSizeListArray.from_arrays(pa.array(made.reshape(-1)), said.draft)
-        ends = np.arange(n + 1, dtype=np.int64) * said.tokens
+            made[:] = self.column(PROBS, manifest.dtype, manifest.draft).gather_whole(0, examples, None, None)
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(made.reshape(-1)), manifest.draft)
+        ends = np.arange(n + 1, dtype=np.int64) * manifest.tokens
         return pa.LargeListArray.from_arrays(ends, rows)
 
     def lengths(self) -> NDArray[np.int64] | None:
-        """Tokens of each example before its padding; None if they are not stored, or tokens after padding are attended to."""
-        if self.said.kind != "eagle3":
+        """Tokens of each example before its padding; None if no mask is stored, or if masks are not ones followed by zeros."""
+        if self.manifest.kind != "eagle3":
             return None
-        n, tokens = self.said.num_examples, self.said.tokens
+        n, tokens = self.manifest.num_examples, self.manifest.tokens
         masks = self.column("attention_mask", "I64")
         made = np.zeros(n, np.int64)
         for first in range(0, n, _MASKS):
@@ -159,25 +159,25 @@ class StackedCache:
             mask = masks.gather_whole(0, some, None, None).reshape(len(some), tokens) != 0
             made[some] = mask.sum(axis=1)
             if not np.array_equal(mask, np.arange(tokens) < made[some][:, None]):
-                return None  # padded on the left, or with holes: lengths would name other tokens
+                return None  # padded on the left, or with gaps: a length would select the wrong tokens
         return made
 
     def contents(self) -> Contents:
         """The dataset's contents, for a store."""
-        said, rows, columns = self.said, self.states(), self.columns
+        manifest, rows, columns = self.manifest, self.states(), self.columns
         known = ("format_version", "seq_length", "shard_size", "split", "train_split", "input_data", "train_data_path")
-        value = said.fields.value
+        value = manifest.fields.value
         model = value.get("target_model")
-        n = said.num_examples
+        n = manifest.num_examples
         return Contents(
             format="automodel",
             path=self.path.place,
             metadata=value,
-            layers=said.layers,
-            d_model=said.width,
-            dtype=NUMPY_BY_NAME[said.dtype],
+            layers=manifest.layers,
+            d_model=manifest.width,
+            dtype=NUMPY_BY_NAME[manifest.dtype],
             num_examples=n,
-            token_counts=lambda: np.full(n, said.tokens, np.int64),
+            token_counts=lambda: np.full(n, manifest.tokens, np.int64),
             rows=rows,
             column_names=columns.names,
             token_columns=columns.names,
@@ -189,20 +189,21 @@ class StackedCache:
             ),
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
-            provenance={"kind": said.kind} | {name: value[name] for name in known if value.get(name) is not None},
-            extras=("target distribution",) if said.kind == "eagle3" else (),
-            tokens_each=said.tokens,
+            provenance={"kind": manifest.kind} | {name: value[name] for name in known if value.get(name) is not None},
+            extras=("target distribution",) if manifest.kind == "eagle3" else (),
+            tokens_each=manifest.tokens,
             content_lengths=self.lengths,
             warnings=tuple(self._warnings()),
         )
 
     def _warnings(self) -> list[Remark]:
-        if self.said.kind == "eagle3":
+        if self.manifest.kind == "eagle3":
             return []
         return [
             Remark(
                 "layout",
-                f"examples are padded to {self.said.tokens} tokens and their lengths are not stored: padding counts as content. "
+                f"examples are padded to {self.manifest.tokens} tokens and their lengths are not stored: "
+                "padding counts as content. "
                 "loss_mask is 0 there",
             )
         ]

@@ -1,6 +1,6 @@
 """Writes DSpark caches of NeMo Automodel, as ``precompute_dspark`` writes them; see ``files`` for the layout.
 
-A shard has the temporary name ``.NAME.part`` until all of its examples are committed. manifest.json comes last.
+A shard has the temporary name ``.NAME.part`` until all of its examples are committed. manifest.json is written last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDS, _MASK = COLUMNS["dspark"]
 _AUX, _LAST_STATES = "target_hidden_states", "target_last_hidden_states"
 _SHARD = re.compile(r"\.?shard-(\d{6,})\.safetensors(\.part)?")
 _ORDER = ("I64", "F32", "F16", "BF16")
-"""Dtypes in the order in which the safetensors library sorts tensors; those of one dtype by name."""
+"""Dtypes in the order in which the safetensors library sorts tensors. Tensors of one dtype are sorted by name."""
 
 
 class AutomodelTarget(Target):
@@ -43,7 +43,7 @@ class AutomodelTarget(Target):
     format: ClassVar[str] = "automodel"
     makes: ClassVar[tuple[str, ...]] = (MANIFEST, "shard-*.safetensors")
     own: ClassVar[Mapping[str, str]] = {
-        "shard_size": f"samples in a shard (default: {_SHARD_SIZE})",
+        "shard_size": f"samples per shard (default: {_SHARD_SIZE})",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers (default: their names)",
         "pad_token_id": "token id of padding (default: 0)",
@@ -63,7 +63,9 @@ class AutomodelTarget(Target):
         if spec.part is not None:
             raise ArgumentError("part: not supported by automodel; write one dataset")
         if spec.num_examples is None:
-            raise ArgumentError("num_examples: automodel's shards have the number of their samples in front; pass it")
+            raise ArgumentError(
+                "num_examples: expected the number of examples, which the first bytes of automodel's shards depend on; pass it"
+            )
         if taken := sorted(set(OF_FILES) & spec.metadata.keys()):
             raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
         lacking = [name for name, kind in _NEEDED.items() if type(spec.metadata.get(name)) is not kind]
@@ -167,7 +169,7 @@ class AutomodelTarget(Target):
         return self.root / (name if done else f".{name}.part")
 
     def _found(self) -> list[tuple[int, bool, Path]]:
-        """Shards, whole or not: number, whether the name is the final one, path."""
+        """Complete and incomplete shards: number, whether the shard has its final name, path."""
         made = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             named = _SHARD.fullmatch(path.name)
@@ -176,7 +178,7 @@ class AutomodelTarget(Target):
         return made
 
     def _end(self, shard: int) -> int:
-        """The first example after a shard."""
+        """The number of the first example after a shard."""
         assert self.spec.num_examples is not None
         return min((shard + 1) * self.shard_size, self.spec.num_examples)
 
@@ -216,7 +218,7 @@ class AutomodelTarget(Target):
         return DraftManifest.parsed(Fields(value, Location.at(self.root / MANIFEST)))
 
     def _header(self, n: int) -> tuple[bytes, dict[str, int], int]:
-        """The header of a shard of n samples, each tensor's first byte in the file, and the file's size."""
+        """The header of a shard of n samples, the offset of each tensor in the file, and the file's size."""
         tensors, at = self._manifest().tensors(n), 0
         made: dict[str, dict[str, Any]] = {}
         for name in sorted(tensors, key=lambda name: (_ORDER.index(tensors[name][1]), name)):
@@ -234,17 +236,17 @@ class AutomodelTarget(Target):
             raise ArgumentError("columns: automodel stores token ids: pass columns={'input_ids': [...]}")
         assert self._tokens is not None
         n, s, width = len(block), self._tokens, self.spec.d_model
-        held = self._values(block.columns, self.n)
-        counts = held[_IDS][1]
+        values = self._values(block.columns, self.n)
+        counts = values[_IDS][1]
         if block.own is not None:
             check_counts(np.minimum(counts, s), block.own, _IDS, self.n)
-        for name, (_, each) in held.items():
+        for name, (_, each) in values.items():
             check_counts(each, counts, name, self.n)
         ones = (np.ones(int(counts.sum()), np.int64), counts)
         states = block.memory.reshape(n, len(self.spec.layers), s, width).view(f"u{self.itemsize}")
         tensors = {
-            _IDS: _padded(*held[_IDS], s, self.pad),
-            _MASK: _padded(*held.get(_MASK, ones), s, 0),
+            _IDS: _padded(*values[_IDS], s, self.pad),
+            _MASK: _padded(*values.get(_MASK, ones), s, 0),
             _AUX: states[:, self.others].transpose(0, 2, 1, 3),
             _LAST_STATES: states[:, self.last],
         }

@@ -34,7 +34,7 @@ def share_of(
 
 
 class _Spans:
-    """Where examples lie in shards, for the check of overlaps and gaps."""
+    """Byte ranges of examples in shards, for the check of overlaps and gaps."""
 
     def __init__(self) -> None:
         self.parts: list[NDArray[np.int64]] = []
@@ -61,8 +61,8 @@ class _Spans:
                 report.add(
                     "address-overlap",
                     indexes[int(here[i, 4])],
-                    f"bytes {here[i, 1]} to {here[i, 2]} of {shard.name}, as example {other[3]} has {other[1]} to {other[2]}",
-                    "bytes of its own for every example",
+                    f"bytes {here[i, 1]} to {here[i, 2]} of {shard.name}; example {other[3]} has bytes {other[1]} to {other[2]}",
+                    "separate bytes for every example",
                     f"record {here[i, 3]}, byte {here[i, 3] * record}",
                 )
             unused = int(np.maximum(begins - covered, 0).sum())
@@ -75,37 +75,37 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks the manifest, sizes of files, every record, that examples do not overlap, token ids, and masks."""
     check_whole(root)
     try:
-        said = Manifest.of(root)
+        manifest = Manifest.of(root)
     except ActshardError as error:
         report.error(error, root / MANIFEST, "unsupported" if error.code == "unsupported" else "metadata")
         return
-    shards, sizes = _shards(root, said, report)
+    shards, sizes = _shards(root, manifest, report)
     spans = _Spans()
-    indexes = [root / name for name in said.index_names]
+    indexes = [root / name for name in manifest.index_names]
     lengths: NDArray[np.int64] | None = None
     for rank, index in enumerate(indexes):
         with report.noting(index):
-            lengths = _check_index(index, rank, said, sizes, lengths, spans, report, tell)
-    spans.check(shards, sizes, indexes, said.record_bytes, report)
+            lengths = _check_index(index, rank, manifest, sizes, lengths, spans, report, tell)
+    spans.check(shards, sizes, indexes, manifest.record_bytes, report)
     if report.ok:
         with report.noting(root):
             _check_tokens(root, report)
     if root.lists:
-        listed = {*said.shard_names, *said.index_names}
+        listed = {*manifest.shard_names, *manifest.index_names}
         for entry in (*root.entries("shard-*.bin"), *root.entries("samples*.idx")):
             if entry.name not in listed:
                 report.add("unlisted-file", root / entry.name, "a file that the manifest does not list")
 
 
 def _check_tokens(root: Location, report: Report) -> None:
-    """Checks token ids and masks, of the first rank's samples."""
+    """Checks token ids and masks of the samples of the first rank."""
     cache = TargetCache(root)
     columns = TokenColumns(cache.native(Options.of(root))[1], cache.manifest.num_examples, root.place)
     check_token_values(columns, report, lambda example: root)
 
 
-def _shards(root: Location, said: Manifest, report: Report) -> tuple[list[Location], list[int]]:
-    shards = [root / name for name in said.shard_names]
+def _shards(root: Location, manifest: Manifest, report: Report) -> tuple[list[Location], list[int]]:
+    shards = [root / name for name in manifest.shard_names]
     sizes = []
     for shard in shards:
         size = 1 << 61  # a missing shard is one finding, not one per example
@@ -117,36 +117,37 @@ def _shards(root: Location, said: Manifest, report: Report) -> tuple[list[Locati
     return shards, sizes
 
 
-def _records(index: Location, said: Manifest) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Records in batches, each with the number of its first."""
-    dtype = RECORDS[said.record_bytes]
-    for first in range(0, said.num_examples, _BATCH):
-        n = min(_BATCH, said.num_examples - first)
-        yield first, np.frombuffer(index.read(first * said.record_bytes, n * said.record_bytes), dtype)
+def _records(index: Location, manifest: Manifest) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Records in batches, each with the number of its first record."""
+    dtype = RECORDS[manifest.record_bytes]
+    for first in range(0, manifest.num_examples, _BATCH):
+        n = min(_BATCH, manifest.num_examples - first)
+        yield first, np.frombuffer(index.read(first * manifest.record_bytes, n * manifest.record_bytes), dtype)
 
 
 def _check_index(
     index: Location,
     rank: int,
-    said: Manifest,
+    manifest: Manifest,
     sizes: list[int],
     others: NDArray[np.int64] | None,
     spans: _Spans,
     report: Report,
     tell: Tell,
 ) -> NDArray[np.int64] | None:
-    """Checks every record of one index file. Returns lengths of examples, to compare with the other ranks'."""
+    """Checks every record of one index file. Returns the examples' lengths, to be compared with other ranks' index files."""
     size = index.regular().size
-    if size != said.num_examples * said.record_bytes:
-        expected = f"{said.num_examples * said.record_bytes} bytes: {said.num_examples} records of {said.record_bytes}"
+    if size != manifest.num_examples * manifest.record_bytes:
+        total = manifest.num_examples * manifest.record_bytes
+        expected = f"{total} bytes: {manifest.num_examples} records of {manifest.record_bytes}"
         report.add("count-claim", index, size, expected)
         return others
-    lengths = np.zeros(said.num_examples, np.int64)
+    lengths = np.zeros(manifest.num_examples, np.int64)
     shown: dict[str, int] = {}
-    for first, records in _records(index, said):
-        tell("records", first, said.num_examples)
+    for first, records in _records(index, manifest):
+        tell("records", first, manifest.num_examples)
         lengths[first : first + len(records)] = records["seq_len"]
-        fields = list(_expected(records, first, rank, said, sizes))
+        fields = list(_expected(records, first, rank, manifest, sizes))
         if others is not None:
             same = others[first : first + len(records)]
             fields.insert(0, ("seq_len", records["seq_len"] == same, same, "count-claim"))
@@ -156,70 +157,70 @@ def _check_index(
                 shown[name] = shown.get(name, 0) + 1
                 if shown[name] <= _SHOWN:
                     at = first + i
-                    byte = at * said.record_bytes + RECORDS[said.record_bytes].fields[name][1]  # type: ignore[index]  # None only for plain types
-                    want = expected if isinstance(expected, str) else str(expected[i])
-                    report.add(code, index, int(records[name][i]), want, f"record {at}, byte {byte}, field '{name}'")
+                    byte = at * manifest.record_bytes + RECORDS[manifest.record_bytes].fields[name][1]  # type: ignore[index]  # None only for plain types
+                    wanted = expected if isinstance(expected, str) else str(expected[i])
+                    report.add(code, index, int(records[name][i]), wanted, f"record {at}, byte {byte}, field '{name}'")
             wrong |= ~fits
         begin = records["input_ids_offset"].astype(np.int64)
-        end = begin + _bytes(records, rank, said)
+        end = begin + _bytes(records, rank, manifest)
         room = np.array([*sizes, 0], np.int64)[np.minimum(records["shard_id"], len(sizes))]
         for i in np.flatnonzero(~wrong & (end > room)).tolist():
             shown["end"] = shown.get("end", 0) + 1
             if shown["end"] <= _SHOWN:
-                shard = index.parent / said.shard_names[int(records["shard_id"][i])]
-                want = f"{end[i]} bytes, where example {first + i} ends"
-                report.add("truncated", shard, f"{room[i]} bytes", want, f"byte {room[i]}")
-        # Also those with tensors in wrong places: they may lie on other examples' bytes.
-        begin, end = _extent(records, rank, said)
+                shard = index.parent / manifest.shard_names[int(records["shard_id"][i])]
+                wanted = f"{end[i]} bytes, where example {first + i} ends"
+                report.add("truncated", shard, f"{room[i]} bytes", wanted, f"byte {room[i]}")
+        # Also records with wrong offsets: their tensors may overlap bytes of other examples.
+        begin, end = _extent(records, rank, manifest)
         for run in _runs((records["shard_id"] < len(sizes)) & (end <= room)):
             spans.add(rank, first + run.start, records["shard_id"][run], begin[run], end[run])
     return lengths if others is None else others
 
 
 def _runs(flags: NDArray[np.bool_]) -> Iterator[slice]:
-    """Consecutive true values, as slices."""
+    """Runs of consecutive true values, as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
     return (slice(int(a), int(b)) for a, b in edges.reshape(-1, 2))
 
 
-def _bytes(records: NDArray[Any], rank: int, said: Manifest) -> NDArray[np.int64]:
-    """Bytes of examples. Numbers of damaged records may wrap; they are not used."""
+def _bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.int64]:
+    """Size of each example in bytes. For damaged records it may overflow; the caller does not use these."""
     tokens = records["seq_len"].astype(np.int64)
-    _, held = share_of(said.split, tokens, rank, len(said.index_names))
-    rows = said.row_bytes * (len(said.layer_ids) + said.last)
-    made: NDArray[np.int64] = tokens * TOKEN_BYTES + held * rows
+    _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
+    rows = manifest.row_bytes * (len(manifest.layer_ids) + manifest.last)
+    made: NDArray[np.int64] = tokens * TOKEN_BYTES + count * rows
     return made
 
 
 def _expected(
-    records: NDArray[Any], first: int, rank: int, said: Manifest, sizes: list[int]
+    records: NDArray[Any], first: int, rank: int, manifest: Manifest, sizes: list[int]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Any, str]]:
-    """Fields of records: name, whether each is right, the expected value, the code of a finding."""
+    """Per field of the records: its name, which values are correct, the expected values, the code of a finding."""
     numbers = np.arange(first, first + len(records), dtype=np.uint64)
     yield "sample_id", records["sample_id"] == numbers, numbers, "duplicate-sample"
     yield "seq_len", records["seq_len"] > 0, "a positive number", "format"
     yield "shard_id", records["shard_id"] < len(sizes), f"a shard, 0 to {len(sizes) - 1}", "address-out-of-range"
     tokens = records["seq_len"].astype(np.int64)
-    start, held = share_of(said.split, tokens, rank, len(said.index_names))
-    for name, want in (("context_start", start), ("context_len", held)):
+    start, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
+    for name, wanted in (("context_start", start), ("context_len", count)):
         if name in (records.dtype.names or ()):
-            yield name, records[name] == want, want, "format"
-    # As floats, because a hostile length makes sums beyond 64 bits; then the integers below cannot wrap.
-    inside = records["input_ids_offset"].astype(np.float64) + _float_bytes(records, rank, said) < 2.0**62
+            yield name, records[name] == wanted, wanted, "format"
+    # Compared as floats, because a malicious length would overflow 64 bits. The integers below then cannot overflow.
+    inside = records["input_ids_offset"].astype(np.float64) + _float_bytes(records, rank, manifest) < 2.0**62
     yield "input_ids_offset", inside, "an example that ends below byte 2^62", "address-out-of-range"
     at = np.where(inside, records["input_ids_offset"], 0).astype(np.int64)
-    lengths = (4 * tokens, tokens, tokens, held * said.row_bytes * len(said.layer_ids))
+    lengths = (4 * tokens, tokens, tokens, count * manifest.row_bytes * len(manifest.layer_ids))
     for name, length in zip(OFFSETS[1:], lengths, strict=True):
         at = at + np.where(inside, length, 0)
         yield name, records[name] == at.astype(np.uint64), at, "format"
 
 
-def _extent(records: NDArray[Any], rank: int, said: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First byte of each example's first tensor and last of its last; an end of 2^62 where it is beyond that."""
+def _extent(records: NDArray[Any], rank: int, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First byte of each example's first tensor, and end of its last tensor. Ends that are invalid or too large are 2^62."""
     tokens = records["seq_len"].astype(np.int64)
-    _, held = share_of(said.split, tokens, rank, len(said.index_names))
-    row = said.row_bytes
-    lengths = (4 * tokens, tokens, tokens, held * (row * len(said.layer_ids)), held * (row * said.last))
+    _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
+    row = manifest.row_bytes
+    lengths = (4 * tokens, tokens, tokens, count * (row * len(manifest.layer_ids)), count * (row * manifest.last))
     begin = np.full(len(records), 1 << 62, np.int64)
     end = np.zeros(len(records), np.int64)
     for name, length in zip(OFFSETS, lengths, strict=True):
@@ -230,10 +231,10 @@ def _extent(records: NDArray[Any], rank: int, said: Manifest) -> tuple[NDArray[n
     return begin, end
 
 
-def _float_bytes(records: NDArray[Any], rank: int, said: Manifest) -> NDArray[np.float64]:
+def _float_bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.float64]:
     tokens = records["seq_len"].astype(np.int64)
-    _, held = share_of(said.split, tokens, rank, len(said.index_names))
-    made: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + held * (
-        float(said.row_bytes) * (len(said.layer_ids) + said.last)
+    _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
+    made: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + count * (
+        float(manifest.row_bytes) * (len(manifest.layer_ids) + manifest.last)
     )
     return made

@@ -21,7 +21,7 @@ _OF_FILES = frozenset(
 
 
 class DeepspecCarrying(Carrying):
-    """Keeps the manifest's other fields. A cache of the fork stays one of its version, in one context-parallel rank."""
+    """Keeps fields of the manifest that do not describe files. Caches of versions 3 and 4 become version 4 with one rank."""
 
     model_key: ClassVar[str | None] = "target_model_name_or_path"
     of_files: ClassVar[frozenset[str]] = _OF_FILES

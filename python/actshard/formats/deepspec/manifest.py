@@ -27,9 +27,9 @@ INDEX = "samples.idx"
 TEMPORARY = "_tmp"
 DTYPES = {"hidden_dtype": "bfloat16", "token_dtype": "int32", "mask_dtype": "uint8"}
 COLUMNS = ("input_ids", "attention_mask", "loss_mask")
-"""Per-token columns, as they lie in a shard."""
+"""Per-token columns, in the order in which a shard stores them."""
 TOKEN_BYTES = 6
-"""Bytes of all columns of a token."""
+"""Bytes per token of all columns."""
 ITEMSIZE = 2
 OFFSETS = (*(f"{name}_offset" for name in COLUMNS), "target_hidden_states_offset", "target_last_hidden_states_offset")
 _HEAD = (("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"))
@@ -42,7 +42,7 @@ RECORDS = {
 _RECORDS = {2: (56,), 3: (60, 64), 4: (60, 64)}
 """Sizes of records by version."""
 _LAYOUTS = {"contiguous": "contiguous", "native_head_tail": "head-tail"}
-"""``context_layout`` by name, and the core's name of it."""
+"""Values of ``context_layout``, each with the core's name for it."""
 MOST_RANKS = 1024
 
 
@@ -60,7 +60,7 @@ class Manifest:
     record_bytes: int
     index_names: tuple[str, ...]
     split: str
-    """The core's name of the split of an example's states over several index files."""
+    """The core's name for how an example's states are divided among index files."""
     shard_names: tuple[str, ...]
 
     @classmethod
@@ -129,7 +129,7 @@ def _layers(fields: Fields) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or any(type(x) is not int or not -1 <= x < 1 << 31 for x in value):
         raise fields.error(name, "a non-empty list of integers of at least -1")
     if any(a > b for a, b in itertools.pairwise(value)):
-        raise fields.error(name, "ascending layers, so that each part of the states has its layer")
+        raise fields.error(name, "ascending layers, which determine the layer of each part of the states")
     return tuple(value)
 
 

@@ -24,7 +24,7 @@ from actshard.location import Location
 
 _LOOKED_FOR = "a folder with a manifest.json that has target_layer_ids and index_record_size"
 _FEW = 4096
-"""Up to this many ranks' folders are looked at in an unfinished cache."""
+"""At most this many rank folders of an unfinished cache are examined."""
 
 
 def detect(path: Location) -> Evidence:
@@ -84,30 +84,31 @@ class TargetCache:
             self._check_index(index)
 
     def _check_index(self, index: Location) -> None:
-        found, said = index.regular().size, self.manifest
-        if found != said.index_size():
+        found, manifest = index.regular().size, self.manifest
+        if found != manifest.index_size():
             raise FormatError(
-                f"expected {said.index_size()} bytes ({said.num_examples} records of {said.record_bytes}), found {found}",
+                f"expected {manifest.index_size()} bytes ({manifest.num_examples} records of {manifest.record_bytes}), "
+                f"found {found}",
                 path=index,
                 code="count-claim",
             )
 
     def native(self, options: Options) -> tuple[Rows, dict[str, Rows]]:
         """Rows of states, and of each per-token column. All share the index."""
-        said = self.manifest
+        manifest = self.manifest
         index = IndexRecords(
             self.indexes,
             self.sizes,
-            num_examples=said.num_examples,
-            record_bytes=said.record_bytes,
-            layers=len(said.layer_ids),
-            row_bytes=said.row_bytes,
-            last=said.last,
-            split=said.split,
+            num_examples=manifest.num_examples,
+            record_bytes=manifest.record_bytes,
+            layers=len(manifest.layer_ids),
+            row_bytes=manifest.row_bytes,
+            last=manifest.last,
+            split=manifest.split,
             io=options.io,
         )
         make = functools.partial(Rows.indexed, self.shards, index, io=options.io)
-        states = make(column=None, width=said.width, dtype="BF16", descr=NUMPY_BY_NAME["BF16"])
+        states = make(column=None, width=manifest.width, dtype="BF16", descr=NUMPY_BY_NAME["BF16"])
         kinds = (("I32", np.int32), ("U8", np.uint8), ("U8", np.uint8))
         columns = {
             name: make(column=number, width=1, dtype=kind, descr=np.dtype(numpy))
@@ -117,31 +118,31 @@ class TargetCache:
 
     def contents(self, options: Options) -> Contents:
         """The dataset's contents, for a store."""
-        said = self.manifest
+        manifest = self.manifest
         rows, columns = self.native(options)
-        held = TokenColumns(columns, said.num_examples, self.path.place)
+        token_columns = TokenColumns(columns, manifest.num_examples, self.path.place)
         known = ("version", "chat_template", "max_length", "min_loss_tokens", "git_sha", "source_jsonl_paths")
-        model = said.value.get("target_model_name_or_path")
+        model = manifest.value.get("target_model_name_or_path")
         return Contents(
             format="deepspec",
             path=self.path.place,
-            metadata=said.value,
-            layers=said.layers,
-            d_model=said.width,
+            metadata=manifest.value,
+            layers=manifest.layers,
+            d_model=manifest.width,
             dtype=NUMPY_BY_NAME["BF16"],
-            num_examples=said.num_examples,
+            num_examples=manifest.num_examples,
             token_counts=lambda: self._counts(rows),
             rows=rows,
-            column_names=held.names,
-            token_columns=held.names,
-            columns=held.columns,
-            head_columns=held.head,
-            column_batches=held.batches,
-            example_columns=held.some,
+            column_names=token_columns.names,
+            token_columns=token_columns.names,
+            columns=token_columns.columns,
+            head_columns=token_columns.head,
+            column_batches=token_columns.batches,
+            example_columns=token_columns.some,
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
-            provenance={name: said.value[name] for name in known if name in said.value},
-            warnings=tuple(_repeated(said.layer_ids)),
+            provenance={name: manifest.value[name] for name in known if name in manifest.value},
+            warnings=tuple(_repeated(manifest.layer_ids)),
         )
 
     def _counts(self, rows: Rows) -> NDArray[np.int64]:

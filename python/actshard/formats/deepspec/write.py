@@ -1,7 +1,7 @@
 """Writes DeepSpec target caches: version 2, as DeepSpec's own ``LocalTargetCacheWriter`` does, or version 4 of its fork.
 
-Examples are written back to back to ``shard-*.bin``, and their records to the index. A shard ends before the example that would
-pass ``max_shard_bytes``. manifest.json comes last: without it no reader accepts the folder.
+Examples are written back to back to ``shard-*.bin``, and their records to the index. A new shard begins when an example would
+exceed ``max_shard_bytes``. manifest.json is written last: without it no reader accepts the folder.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DeepspecTarget(Target):
     format: ClassVar[str] = "deepspec"
     makes: ClassVar[tuple[str, ...]] = (MANIFEST, "samples*.idx", "shard-*.bin")
     own: ClassVar[Mapping[str, str]] = {
-        "version": "2 (default), or 4, the fork's: last hidden states are optional",
-        "index_record_size": "of version 4: 64 (default) or 60",
+        "version": "2 (default), or 4, the fork's version, in which last hidden states are optional",
+        "index_record_size": "for version 4: 64 (default) or 60",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
@@ -86,7 +86,7 @@ class DeepspecTarget(Target):
             raise ArgumentError(f"index_record_size: expected 56, or 60 or 64 with version=4, found {self.record!r}")
         self._name_layers()
         self.shard = self.size = 0
-        """Number of the shard that is written, and its size."""
+        """Number and size of the shard that is being written."""
         self._dirty: set[Path] = set()
 
     def _name_layers(self) -> None:
@@ -130,7 +130,7 @@ class DeepspecTarget(Target):
     def conversion_options(
         cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        kept = {} if "version" in asked else own  # a record size belongs to its version
+        kept = {} if "version" in asked else own  # the source's record size is valid only for its version
         return {**kept, **asked}
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
@@ -194,7 +194,7 @@ class DeepspecTarget(Target):
         return np.flatnonzero(self._offsets(lengths)[1] == 0)
 
     def _offsets(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Shard of each example, and its first byte there."""
+        """Each example's shard, and its offset in the shard."""
         shards, offsets = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
         shard = at = 0
         for i, size in enumerate(self.example_bytes(lengths[:, 0]).tolist()):
@@ -226,11 +226,11 @@ class DeepspecTarget(Target):
             raise ArgumentError(f"example {bad} has no tokens, and deepspec requires at least one; leave it out")
         if block.columns is None:
             raise ArgumentError("columns: deepspec stores token ids: pass columns={'input_ids': [...]}")
-        held = self._values(block.columns, self.n)
-        for name, (_, counts) in held.items():
+        per_token = self._values(block.columns, self.n)
+        for name, (_, counts) in per_token.items():
             check_counts(counts, tokens, name, self.n)
         sizes = self.example_bytes(tokens)
-        buffer, firsts = self._packed(block, tokens, held, sizes)
+        buffer, firsts = self._packed(block, tokens, per_token, sizes)
         records, pieces, files = self._placed(tokens, sizes, firsts)
         pieces.append((1, 0, records.nbytes, len(files), self.n * self.record_bytes))
         files.append((self.index, 0))
@@ -242,10 +242,10 @@ class DeepspecTarget(Target):
         self,
         block: Block,
         tokens: NDArray[np.int64],
-        held: Mapping[str, tuple[NDArray[Any], Any]],
+        per_token: Mapping[str, tuple[NDArray[Any], Any]],
         sizes: NDArray[np.int64],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """The examples as bytes, and where each begins."""
+        """The examples as bytes, and the offset of each."""
         width, layers = self.spec.d_model, len(self.others)
         firsts = np.concatenate([[0], np.cumsum(sizes)])
         buffer = np.empty(int(firsts[-1]), np.uint8)
@@ -255,7 +255,7 @@ class DeepspecTarget(Target):
             here = slice(at[i], at[i + 1])
             for name, size, begin in zip(COLUMNS, (4, 1, 1), (0, 4 * s, 5 * s), strict=True):
                 into = buffer[first + begin : first + begin + size * s]
-                into[:] = held[name][0][here].view(np.uint8) if name in held else 1
+                into[:] = per_token[name][0][here].view(np.uint8) if name in per_token else 1
             body = buffer[first + TOKEN_BYTES * s : first + int(sizes[i])].view(np.uint16)
             states = body[: s * layers * width].reshape(s, layers, width)
             for k, layer in enumerate(self.others):
@@ -269,7 +269,7 @@ class DeepspecTarget(Target):
     def _placed(
         self, tokens: NDArray[np.int64], sizes: NDArray[np.int64], firsts: NDArray[np.int64]
     ) -> tuple[NDArray[Any], list[tuple[int, int, int, int, int]], list[tuple[Path, int]]]:
-        """Records of examples, and the pieces to write: examples of one shard are one piece."""
+        """Records of examples, and the pieces to write: one piece per shard."""
         records = np.zeros(len(tokens), RECORDS[self.record_bytes])
         pieces: list[tuple[int, int, int, int, int]] = []
         files: list[tuple[Path, int]] = []

@@ -13,7 +13,7 @@ __all__ = ["DraftCarrying", "EagleTarget"]
 
 
 class EagleTarget(DraftTarget):
-    """Writes ``0/data_0.ckpt`` and on: one folder, as one process does."""
+    """Writes ``0/data_0.ckpt``, ``0/data_1.ckpt``, ...: one folder, as a single process does."""
 
     format: ClassVar[str] = "eagle"
     makes: ClassVar[tuple[str, ...]] = ("0",)

@@ -84,13 +84,13 @@ def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], re
     """Checks that an array of lengths equals the lengths in meta.jsonl."""
     with report.noting(array.path):
         found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
-        said = [getattr(sample, array.name) for sample in samples]
-        differ = [i for i, (a, b) in enumerate(zip(found, said, strict=True)) if a != b]
+        listed = [getattr(sample, array.name) for sample in samples]
+        differ = [i for i, (a, b) in enumerate(zip(found, listed, strict=True)) if a != b]
         for i in differ[:_SHOWN]:
             report.add(
                 "count-claim",
                 root / "meta.jsonl",
-                said[i],
+                listed[i],
                 f"{found[i]} as in {array.path.name}",
                 f"line {samples[i].number}, field '{array.name}'",
             )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HallulensCarrying(Carrying):
-    """Keeps texts, labels, tokens and scores; drops row numbers and attention."""
+    """Keeps texts, labels, tokens and scores. Drops row numbers and attention."""
 
     derived: ClassVar[frozenset[str]] = frozenset(("sample_index",))
     number_column: ClassVar[str | None] = None

@@ -4,7 +4,7 @@ config.json      sizes: L blocks, width H, P prompt and S response tokens, R att
 <array>.npy      C-order, little-endian, no header; config.json gives the shape, the file size the number of rows
 meta.jsonl       a line per committed sample, with its row ``sample_index``; other rows are unused
 generation.jsonl a line per attempt, written before the sample's line in meta.jsonl
-icr_scores.npy   an .npy file with a header: the scores of the samples that one process appended
+icr_scores.npy   an .npy file with a header: scores of the samples that one process appended
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT, RESPONSE = "prompt_activations", "response_activations"
 ATTENTION = "response_attention"
 ICR = "icr_scores"
 _ANY = 1 << 62
-"""Number of rows of a file whose rows have no bytes."""
+"""Number of rows reported for a file whose rows are 0 bytes long."""
 _MODEST = 1 << 30
 """Reads up to this many bytes skip the check against allocated disk blocks. A sparse file can have any size."""
 
@@ -53,10 +53,10 @@ class SampleArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def exists(self) -> bool:
-        """Whether the file exists. Merges leave some out.
+        """Whether the file exists. Merged captures omit some files.
 
         Raises:
-            FileAccessError: a server refuses the name, which then may exist: without the file, rows would be others.
+            FileAccessError: a server refuses access, so the file may exist. Treating it as absent would return wrong rows.
         """
         if not self.path.is_remote:
             return self.path.is_named()
@@ -170,7 +170,7 @@ class Config:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """File names that a merge declares as left out."""
+        """File names that a merge declares as omitted."""
         named = self.fields.value.get("_skipped_arrays")
         return frozenset(x for x in named if isinstance(x, str)) if isinstance(named, list) else frozenset()
 

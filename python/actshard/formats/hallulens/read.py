@@ -97,10 +97,10 @@ class Capture:
         for name in (PROMPT, RESPONSE):
             if name in self.arrays:
                 self._check_rows(self.arrays[name])
-        said = self.config.fields.value.get("dtype")
-        if said not in (None, "float16"):
+        declared = self.config.fields.value.get("dtype")
+        if declared not in (None, "float16"):
             self.warnings.append(
-                Remark("dtype-claim", f"config.json declares dtype {show(said)}, but arrays are float16")
+                Remark("dtype-claim", f"config.json declares dtype {show(declared)}, but arrays are float16")
             )
         self._find_scores()
 
@@ -109,7 +109,7 @@ class Capture:
         torn: list[int] = []
         samples = [sample_of(number, line, path) for number, line in lines(path, torn)]
         if torn:
-            self._tell_torn(path, torn[0])
+            self._warn_of_torn(path, torn[0])
         seen: dict[int, int] = {}
         for sample in samples:
             if sample.row in seen:
@@ -119,7 +119,7 @@ class Capture:
             seen[sample.row] = sample.number
         return samples
 
-    def _tell_torn(self, path: Location, offset: int) -> None:
+    def _warn_of_torn(self, path: Location, offset: int) -> None:
         self.warnings.append(
             Remark(
                 "reader-warning",
@@ -209,7 +209,7 @@ class Capture:
 
     @cached_property
     def generated(self) -> dict[Any, dict[str, Any]]:
-        """Lines of generation.jsonl by prompt_hash; the last of several."""
+        """Lines of generation.jsonl by prompt_hash. Of several lines with one hash, the last."""
         path = self.path / "generation.jsonl"
         if not path.exists():
             return {}
@@ -222,20 +222,20 @@ class Capture:
         names: dict[str, None] = {}
         torn: list[int] = []
         hashes = {_hash_of(sample.line) for sample in self.samples} - {None}
-        told: set[str | None] = set()
+        matched: set[str | None] = set()
         if path.exists():
             for _, line in lines(path, torn):
                 hashed = _hash_of(line)
                 if hashed in hashes:
-                    told.add(hashed)
+                    matched.add(hashed)
                     names |= dict.fromkeys(line)
         if torn:
-            self._tell_torn(path, torn[0])
-        if hashes - told:
+            self._warn_of_torn(path, torn[0])
+        if hashes - matched:
             self.warnings.append(
                 Remark(
                     "claim",
-                    f"generation.jsonl lacks lines for {len(hashes - told)} committed prompts: their texts are null",
+                    f"generation.jsonl lacks lines for {len(hashes - matched)} committed prompts: their texts are null",
                 )
             )
         own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
@@ -356,7 +356,7 @@ def _ragged(values: NDArray[Any], lengths: NDArray[np.int64]) -> pa.Array:
     """Converts padded ``(n, tokens)`` or ``(n, tokens, k)`` to lists of each example's own tokens."""
     import pyarrow as pa
 
-    held = np.arange(values.shape[1]) < lengths[:, None]
-    flat = values[held]
+    used = np.arange(values.shape[1]) < lengths[:, None]
+    flat = values[used]
     items = pa.array(flat) if flat.ndim == 1 else _lists(flat) if flat.shape[1] else pa.nulls(len(flat))
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), items)

@@ -29,7 +29,7 @@ class HfArrowFormat(Format):
     }
 
     def is_given(self, given: object) -> bool:
-        """Whether an object is one of the ``datasets`` library."""
+        """Whether an object belongs to the ``datasets`` library."""
         kind = type(given)
         return kind.__module__.partition(".")[0] == "datasets" and "Dataset" in kind.__name__
 

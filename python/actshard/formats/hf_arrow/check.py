@@ -13,7 +13,7 @@ from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Checks all headers, the offsets of every batch, all other columns, and the numbers that dataset_info.json states."""
+    """Checks all headers, the offsets of every batch, all other columns, and the counts in dataset_info.json."""
     try:
         found = Directory(root)
     except ActshardError as error:
@@ -29,8 +29,8 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                 pass
     splits = found.info.get("splits")
     split = found.state.value.get("_split")
-    said: Any = splits.get(split) if isinstance(splits, dict) else None
-    n = said.get("num_examples") if isinstance(said, dict) else None
+    declared: Any = splits.get(split) if isinstance(splits, dict) else None
+    n = declared.get("num_examples") if isinstance(declared, dict) else None
     if type(n) is int and n != found.num_examples:
         place = f"field 'splits.{split}.num_examples'"
         report.add("count-claim", root / "dataset_info.json", n, f"{found.num_examples}, as in the Arrow files", place)

@@ -18,7 +18,7 @@ _OF_STATE = (
 
 
 class HfArrowCarrying(Carrying):
-    """Fields that describe files are left out, and so are empty texts, which ``datasets`` writes for absent ones."""
+    """Drops fields that describe files, and empty strings, which ``datasets`` writes for absent fields."""
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         return _about(without_files(contents.metadata))

@@ -75,7 +75,7 @@ def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
 
 
 def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, Any]:
-    """The feature of sequences of ``tokens`` vectors, or of any number."""
+    """The feature of sequences of ``tokens`` vectors; None: of any number of vectors."""
     return {"shape": [tokens, width], "dtype": dtype, "_type": "Array2D"}
 
 

@@ -1,13 +1,13 @@
-"""Messages of the Arrow streams that are written: schemas with room for other shapes, and record batches.
+"""Messages of the written Arrow streams: schemas that can be rewritten in place with another shape, and record batches.
 
 .. code-block:: text
 
-    schema   ff ff ff ff | u32 n | flatbuffer, zeros up to n bytes     the same n whatever the number of tokens
+    schema   ff ff ff ff | u32 n | flatbuffer, zeros up to n bytes     n does not depend on the number of tokens
     batch    ff ff ff ff | u32 n | flatbuffer | body                   as pyarrow serializes it
     end      ff ff ff ff | 00 00 00 00
 
-Whether all examples have the same number of tokens is known only at the end. The schema states it (``Array2D``'s first dimension),
-so it is then written again, in place.
+The schema contains the number of tokens if it is the same in all examples (the first dimension of ``Array2D``). That is known only
+at the end, so the schema is then rewritten in place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 END = b"\xff\xff\xff\xff\0\0\0\0"
 MOST_VALUES = (1 << 31) - 1
-"""Values of a column in one batch: the offsets of Array2D have 32 bits."""
+"""Limit on the values of a column in one batch: the offsets of Array2D have 32 bits."""
 _EXTENSION = "datasets.features.features.Array2DExtensionType"
 _MARGIN = 64
-"""Bytes that the parts of a flatbuffer may need for alignment."""
+"""Bytes reserved for alignment within a flatbuffer."""
 _LONGEST = 10**10
-"""A first dimension with as many digits as any can have."""
+"""A first dimension with the largest number of digits, to reserve room for any other."""
 
 
 @dataclass(frozen=True)
 class ArrowColumns:
-    """The columns of activations: names, dtype and width; vectors, or sequences."""
+    """The columns of activations: names, dtype, width, and whether rows are vectors or sequences."""
 
     names: tuple[str, ...]
     dtype: np.dtype[Any]
@@ -53,7 +53,7 @@ class ArrowColumns:
         return pa.list_(value, self.width) if self.vectors else pa.list_(pa.list_(value))
 
     def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, Any]:
-        """The features of all columns. ``tokens``: that of every example; None: they differ."""
+        """The features of all columns. ``tokens``: tokens per example; None: examples differ."""
         one = vector_feature(self.dtype.name, self.width)
         if not self.vectors:
             one = array_feature(self.dtype.name, tokens, self.width)
@@ -63,17 +63,17 @@ class ArrowColumns:
         """The schema as ``datasets`` writes it."""
         import pyarrow as pa
 
-        told: dict[str, str] | None = None
+        field_metadata: dict[str, str] | None = None
         if not self.vectors:
-            said = json.dumps([[tokens, self.width], self.dtype.name])
-            told = {"ARROW:extension:name": _EXTENSION, "ARROW:extension:metadata": said}
-        fields = [pa.field(name, self.kind, metadata=told) for name in self.names]
+            shape = json.dumps([[tokens, self.width], self.dtype.name])
+            field_metadata = {"ARROW:extension:name": _EXTENSION, "ARROW:extension:metadata": shape}
+        fields = [pa.field(name, self.kind, metadata=field_metadata) for name in self.names]
         info = json.dumps({"info": {"features": self.features(columns, tokens)}})
         plain = [pa.field(field.name, usual(field.type)) for field in columns]
         return pa.schema([*fields, *plain], metadata={"huggingface": info})
 
     def header(self, columns: pa.Schema, tokens: int | None) -> bytes:
-        """The schema's message. Its length depends on the columns alone."""
+        """The schema's message. Its length depends only on the columns."""
         made = self.schema(columns, tokens).serialize().to_pybytes()
         room = -(-len(self.schema(columns, _LONGEST).serialize()) // 8) * 8 + _MARGIN
         return b"".join([made[:4], (room - 8).to_bytes(4, "little"), made[8:], bytes(room - len(made))])
@@ -97,10 +97,10 @@ class ArrowColumns:
 
         value = pa.from_numpy_dtype(self.dtype)
         flat = np.ascontiguousarray(values).reshape(-1)
-        held = pa.Array.from_buffers(value, flat.size, [None, pa.py_buffer(flat.view(np.uint8))])
+        buffer = pa.Array.from_buffers(value, flat.size, [None, pa.py_buffer(flat.view(np.uint8))])
         if self.vectors:
-            return pa.FixedSizeListArray.from_arrays(held, self.width)
-        vectors = pa.ListArray.from_arrays(_ends(len(values), self.width), held)
+            return pa.FixedSizeListArray.from_arrays(buffer, self.width)
+        vectors = pa.ListArray.from_arrays(_ends(len(values), self.width), buffer)
         return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32), vectors)
 
 
@@ -109,7 +109,7 @@ def _ends(count: int, width: int) -> NDArray[np.int32]:
 
 
 def usual(kind: pa.DataType) -> pa.DataType:
-    """A type with the names of list elements that ``datasets`` gives them. Parquet files have others."""
+    """The type with list elements named as ``datasets`` names them. Parquet files use other names."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -122,7 +122,7 @@ def usual(kind: pa.DataType) -> pa.DataType:
 
 
 def arrays_of(table: pa.Table) -> list[pa.Array]:
-    """The columns as an array each, of :func:`usual` types."""
+    """One array per column, with types from :func:`usual`."""
     import pyarrow as pa
 
     made = []

@@ -1,7 +1,7 @@
-"""``datasets.Dataset`` objects, as folders that they are saved to.
+"""Saves ``datasets.Dataset`` objects to folders.
 
-The files that an object names are not what it holds: an indices mapping (of ``select``, ``shuffle``, ``filter``) chooses and
-orders rows, and columns may be renamed or removed. ``save_to_disk`` writes what it holds.
+The files behind an object can differ from its contents: ``select``, ``shuffle`` and ``filter`` add an indices mapping, and columns
+may be renamed or removed. ``save_to_disk`` writes the contents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def save(given: Any, folder: Location) -> None:
     """Writes a ``datasets.Dataset`` to a new folder.
 
     Raises:
-        ArgumentTypeError: it is a ``DatasetDict``, or a stream.
+        ArgumentTypeError: the object is a ``DatasetDict`` or an ``IterableDataset``.
     """
     import datasets
 

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    state.json          {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, ...], ...}: which files, in which order
+    state.json          {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, ...], ...}: the data files, in order
     dataset_info.json   {"features": {"blocks.3.hook_resid_pre": {"shape": [ctx, d], "dtype": "float32", "_type": "Array2D"}}}
     data-*.arrow        Arrow IPC streams; the numbers in their names may be wrong
     cache-*.arrow       indices of a shuffle; not part of the dataset
@@ -77,7 +77,7 @@ def data_files(path: Location, state: Fields) -> list[Location]:
     """The data files, in order.
 
     Raises:
-        FormatError: a name leaves the folder, or occurs twice.
+        FormatError: a file is outside the folder, or listed twice.
     """
     made: list[Location] = []
     for entry in state.items("_data_files"):
@@ -114,13 +114,14 @@ class Directory:
         if path.lists and (path / UNFINISHED).exists():
             self.warnings.append(
                 Remark(
-                    "layout", f"{UNFINISHED} is left of a run: examples that it did not add to state.json are not read"
+                    "layout",
+                    f"{UNFINISHED} is left over from a run: examples that are not listed in state.json are not read",
                 )
             )
         self.files = self._open(data_files(path, self.state))
         self.features = self._features()
         self.names: dict[str, Layer] = {}
-        """Layers by column, where they differ from the column's name."""
+        """Layer names by column, where they differ from the column's name."""
         self.layers: list[Vectors] = []
         self.pieces: list[list[Piece]] = []
         self._choose()
@@ -146,7 +147,7 @@ class Directory:
         return files
 
     def _features(self) -> dict[str, Any]:
-        """The features of dataset_info.json, or those that the Arrow files repeat."""
+        """The features from dataset_info.json, or from the schemas of the Arrow files, which repeat them."""
         found = self.info.get("features")
         if isinstance(found, dict):
             return found
@@ -156,7 +157,7 @@ class Directory:
                 value = parse_json(text, self.files[0].path)
                 found = value["info"]["features"]
             except (ActshardError, KeyError, TypeError):
-                found = None  # only a copy of dataset_info.json; types come from the columns
+                found = None  # a damaged copy is ignored: types are read from the columns
         return found if isinstance(found, dict) else {}
 
     def _choose(self) -> None:
@@ -178,7 +179,7 @@ class Directory:
             except FormatError as error:
                 if of.width is not None:
                     raise
-                failed.append((of, error))  # lists of any length: vectors only if no other column is
+                failed.append((of, error))  # lists of variable length: not a layer if other columns are
             else:
                 known[of.column.name] = width or 0
         if failed and not found:
@@ -188,8 +189,8 @@ class Directory:
         if listed is not None and others:
             odd = ", ".join(of.column.name for of in others)
             raise FormatError(
-                f"field '{OWN}.columns': expected columns of one kind, size and dtype, found {odd} beside "
-                f"{layers[0].column.name}",
+                f"field '{OWN}.columns': expected columns of one kind, size and dtype, found {odd} next "
+                f"to {layers[0].column.name}",
                 path=self.path / "dataset_info.json",
                 code="metadata",
             )
@@ -223,7 +224,7 @@ class Directory:
         return made, width
 
     def _listed(self, candidates: list[Vectors]) -> list[Vectors] | None:
-        """The columns that dataset_info.json lists as layers, which actshard writes; sets their names. None without a list."""
+        """The columns that dataset_info.json lists as layers, if actshard wrote it; else None. Also sets the layers' names."""
         if self.info.get(OWN) is None:
             return None
         fields = Fields(self.info[OWN], self.path / "dataset_info.json", OWN)
@@ -238,12 +239,12 @@ class Directory:
 
     def _check_claims(self) -> None:
         for of in self.layers:
-            said = self.features.get(of.column.name)
-            dtype = said.get("dtype") if isinstance(said, dict) else None
+            feature = self.features.get(of.column.name)
+            dtype = feature.get("dtype") if isinstance(feature, dict) else None
             if isinstance(dtype, str) and dtype != of.leaf.type:
                 text = f"dataset_info.json declares {of.column.name} as {dtype}, the Arrow files have {of.leaf.type}"
                 self.warnings.append(Remark("dtype-claim", text))
-            shape = said.get("shape") if isinstance(said, dict) else None
+            shape = feature.get("shape") if isinstance(feature, dict) else None
             if isinstance(shape, list) and shape and shape[-1] not in (None, self.d_model) and self.d_model:
                 text = f"dataset_info.json declares shape {show(shape)} of {of.column.name}, vectors have {self.d_model} values"
                 self.warnings.append(Remark("claim", text))
@@ -254,7 +255,7 @@ class Directory:
         return sum(file.rows for file in self.files)
 
     def counts(self) -> NDArray[np.int64]:
-        """Tokens of each example as stored, with those of void examples."""
+        """Tokens of each example as stored, including examples that are void."""
         parts = [piece.lengths for piece in self.pieces[0]] if self.pieces else []
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
@@ -275,7 +276,7 @@ class Directory:
         return np.unique(np.concatenate(found))
 
     def native(self, options: Options, counts: NDArray[np.int64], void: NDArray[np.int64]) -> Rows | None:
-        """The rows; None without any."""
+        """The rows; None if there are none."""
         if not self.layers or not self.d_model:
             return None
         of = self.layers[0]
@@ -307,7 +308,7 @@ class Directory:
         return tuple(c.name for c in self.files[0].columns if c.name not in layers) if self.files else ()
 
     def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
-        """Reads columns, batch after batch, of at least ``most`` examples if there are as many."""
+        """Reads columns batch by batch, until ``most`` examples are read or the dataset ends."""
         import pyarrow as pa
 
         unknown = [name for name in wanted if name not in self.column_names]

@@ -1,8 +1,8 @@
 """Arrow stream files: columns, batches, and the values of columns that are not activations.
 
-The core reads and checks the headers (``rust/core/src/parse/arrow.rs``). pyarrow gets only buffers whose bounds were checked, and
-validates what it made of them. It never parses a file: it has no way to tell a buffer's offset in the file without mapping the
-batch, and a dataset's extension types would run the code of whichever library registered them.
+The core reads and checks the headers (``rust/core/src/parse/arrow.rs``). pyarrow receives only buffers whose bounds were checked,
+and validates the resulting arrays. It never parses a file, for two reasons: it cannot report a buffer's offset in the file without
+mapping the batch, and extension types would run code of the library that registered them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Column:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Nodes and buffers, with those of the columns inside."""
+        """Numbers of nodes and buffers, including those of nested columns."""
         inside = [child.extent for child in self.children]
         return 1 + sum(n for n, _ in inside), self.own_buffers + sum(b for _, b in inside)
 
@@ -59,7 +59,7 @@ class Column:
         return self.type.startswith("large_")
 
     def same_type(self, other: Column) -> bool:
-        """Whether names, types and columns inside are equal."""
+        """Whether names, types and nested columns are equal."""
         return (self.name, self.type, self.sizes, self.texts) == (
             other.name,
             other.type,
@@ -129,7 +129,7 @@ class StreamFile:
         return made
 
     def nulls(self, batch: Batch, column: Column) -> NDArray[np.int64]:
-        """Numbers of null values of a column of a batch."""
+        """Positions of the null values of a column in a batch."""
         length, count = batch.nodes[column.node]
         if count == 0 or column.own_buffers == 0:
             return np.zeros(0, np.int64)

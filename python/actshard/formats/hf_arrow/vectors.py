@@ -1,12 +1,12 @@
-"""Columns of vectors: which of a table's columns are layers, and where their rows lie.
+"""Columns of vectors: which of a table's columns are layers, and the byte offsets of their rows.
 
 .. code-block:: text
 
     list<list<float>>, list<fixed_size_list<float>[d]>     one sequence of tokens per row; Array2D is the first
     list<float>, fixed_size_list<float>[d]                 one vector per row
 
-The values of a batch are one buffer. They are rows of ``d`` elements if the offsets of the innermost lists are ``d`` apart. Those
-of the first row are read here; the core compares the others when it first reads the batch.
+The values of a batch are one buffer. They are rows of ``d`` elements if consecutive offsets of the innermost lists differ by ``d``.
+The offsets of the first row are read here; the core checks the others when it first reads the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTS = ("list", "large_list", "fixed_size_list")
 _EXTENSION = "ARROW:extension:metadata"
 
 Even = tuple[int, int, bool, int, int]
-"""List offsets to compare: byte offset, how many, whether 64 bits each, the first, the difference of neighbours."""
+"""List offsets to check: byte offset, count, whether they have 64 bits, the first value, the difference of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Vectors:
 
     column: Column
     levels: tuple[Column, ...]
-    """The lists, outermost first: one of vectors of a row, two of sequences."""
+    """The list types, outermost first: one for a vector per row, two for a sequence per row."""
     leaf: Column
     width: int | None
-    """d_model, if the types or features state it."""
+    """d_model, if the type or the features specify it."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -63,12 +63,12 @@ def vectors_of(column: Column, features: Any) -> Vectors | None:
 
 
 def _declared(column: Column, features: Any, levels: int) -> int | None:
-    """The last dimension that the extension type, or else the features, declare."""
+    """The last dimension according to the extension type, or else to the features."""
     shape: Any = None
     if _EXTENSION in column.metadata:
         try:
-            said = json.loads(column.metadata[_EXTENSION])
-            shape = said[0] if isinstance(said, list) and said else None
+            declared = json.loads(column.metadata[_EXTENSION])
+            shape = declared[0] if isinstance(declared, list) and declared else None
         except (ValueError, RecursionError):
             shape = None
     elif isinstance(features, dict) and isinstance(features.get(column.name), dict):
@@ -93,7 +93,7 @@ class Piece:
 
 
 def pieces_of(file: StreamFile, of: Vectors, width: int | None) -> tuple[list[Piece], int | None]:
-    """The rows of a column in each batch of a file, and d_model, which ``width`` states unless it is unknown."""
+    """The rows of a column in each batch of a file, and d_model: ``width``, or if that is None, found in the first row."""
     made: list[Piece] = []
     offsets = _outer(file, of)
     for batch, outer in zip(file.batches, offsets, strict=True):
@@ -103,7 +103,7 @@ def pieces_of(file: StreamFile, of: Vectors, width: int | None) -> tuple[list[Pi
 
 
 def _outer(file: StreamFile, of: Vectors) -> list[NDArray[np.int64]]:
-    """For each batch, the number of the first vector of each row of the table, and of the row after the last."""
+    """For each batch, the number of the first vector of each table row, and at the end the number of vectors."""
     if len(of.levels) == 1:
         return [np.arange(batch.rows + 1, dtype=np.int64) for batch in file.batches]
     outer, inner = of.levels
@@ -131,7 +131,7 @@ def _outer(file: StreamFile, of: Vectors) -> list[NDArray[np.int64]]:
 
 
 def _offsets_at(file: StreamFile, batch: Batch, of: Column, first: int, count: int) -> int:
-    """Byte offset of a list column's offsets, which the buffer was checked to contain."""
+    """Byte offset of a list column's offsets, after a check that the buffer contains them."""
     at, size = batch.buffers[of.buffer + 1]
     item = 8 if of.wide else 4
     if (first + count) * item > size and batch.rows:
@@ -198,10 +198,10 @@ def _void(
 
 
 def chosen(candidates: Sequence[Vectors], known: dict[str, int]) -> tuple[list[Vectors], list[Vectors]]:
-    """The columns that are layers, and other columns of vectors: scores per token, for example.
+    """Divides columns of vectors into layers and others, such as scores per token.
 
-    Sequences precede vectors, then ``Array2D`` other lists, then wider vectors narrower ones. Layers have one dtype, width and
-    kind.
+    Layers have one kind, dtype and width. Preferred are sequences over single vectors, then ``Array2D`` over other lists, then
+    wider over narrower vectors.
     """
 
     def kind(of: Vectors) -> tuple[int, bool, int, str]:

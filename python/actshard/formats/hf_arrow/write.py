@@ -1,11 +1,11 @@
 """Writes Arrow directories as ``datasets.Dataset.save_to_disk`` and SAELens' CacheActivationsRunner do.
 
-Record batches are appended to data-00000.arrow, data-00001.arrow, ...; a file ends before the batch that would pass its size. At
-the end, schemas are completed in place (:mod:`.messages`), files get names with their number, and state.json comes last: without
-it no reader accepts the folder.
+Record batches are appended to data-00000.arrow, data-00001.arrow, ...; a new file begins when a batch would exceed the size limit.
+At the end, schemas are completed in place (:mod:`.messages`), files get their final names, and state.json is written: without it no
+reader accepts the folder.
 
-The types of columns may change while examples are appended: nulls get a type, numbers widen. The next file then has the new types.
-At the end, files of older types are written again.
+Column types may change while examples are appended: nulls get a type, numbers widen. A new file then begins, with the new types.
+At the end, files with older types are rewritten.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 INFO, STATE = "dataset_info.json", "state.json"
 SHARD_BYTES = 500 << 20
-"""The size of a file, as in ``datasets``."""
+"""The default size of a file, as in ``datasets``."""
 _COLUMN_BYTES = 1 << 30
-"""The largest size of the other columns in one batch, whose offsets have 32 bits too."""
+"""The largest size of the examples' columns in one batch: their offsets have 32 bits, too."""
 _AT_ONCE = 1000
 """Rows of the columns that a fingerprint reads at once."""
 _FILE = re.compile(r"data-(\d{5,})(?:-of-\d+)?\.arrow")
 TEXT_FIELDS = ("builder_name", "citation", "config_name", "dataset_name", "description", "homepage", "license")
-"""Fields of ``datasets.DatasetInfo`` that are texts."""
+"""String fields of ``datasets.DatasetInfo``."""
 FILE_FIELDS = (
     *("dataset_size", "download_checksums", "download_size", "features", "post_processed", "post_processing_size"),
     *("size_in_bytes", "splits", "supervised_keys", "task_templates", "version", OWN),
@@ -97,7 +97,7 @@ class HfArrowTarget(Target):
         self.limit = positive({"shard_bytes": spec.shard_bytes}, "shard_bytes", SHARD_BYTES) or SHARD_BYTES
         self._shard = self._size = self._crc = 0
         self._types: list[tuple[int, pa.Schema]] = []
-        """Types of the columns, each with the first file that has them."""
+        """Column types over time: the first file with these types, and the types."""
         self._dirty: set[Path] = set()
 
     def _check_metadata(self) -> None:
@@ -108,7 +108,7 @@ class HfArrowTarget(Target):
                 )
             if name in TEXT_FIELDS and not isinstance(value, str):
                 raise ArgumentError(
-                    f"metadata: {name!r}: expected a text, which datasets requires, found {value!r:.100}"
+                    f"metadata: {name!r}: expected a string, which datasets requires, found {value!r:.100}"
                 )
 
     # -- settings --------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class HfArrowTarget(Target):
                 os.truncate(path, self._size)
 
     def _found(self) -> dict[int, Path]:
-        """The files in the folder, by number. A file of an interrupted finish has its last name."""
+        """The files in the folder, by number. After an interrupted finish, some have their final names already."""
         named = ((_FILE.fullmatch(path.name), path) for path in self.root.glob("data-*.arrow"))
         return {int(match[1]): path for match, path in named if match is not None}
 
@@ -208,7 +208,7 @@ class HfArrowTarget(Target):
         self.n += len(block)
 
     def _values(self, block: Block, starts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
-        """Rows of one layer, one example after the other; a view where they are in one piece."""
+        """Rows of one layer, example by example; a view if they are contiguous."""
         ends = np.cumsum(tokens)
         total = int(ends[-1])
         if total and int(starts[-1]) + int(tokens[-1]) - int(starts[0]) == total:
@@ -216,7 +216,7 @@ class HfArrowTarget(Target):
         return block.memory[np.repeat(starts - (ends - tokens), tokens) + np.arange(total)]
 
     def _cuts(self, tokens: NDArray[np.int64], columns: pa.Table | None) -> Iterator[tuple[int, int]]:
-        """Examples of a block by batch: those that fit 32-bit offsets, and the size of a file."""
+        """Divides a block's examples into batches that fit 32-bit offsets and the size of a file: (first, end) of each."""
         most = max(1, min(MOST_VALUES, self.limit // (self.itemsize * len(self.columns))) // self.spec.d_model)
         ends = np.cumsum(tokens)
         first = 0
@@ -295,14 +295,14 @@ class HfArrowTarget(Target):
         _write_json(self.root / STATE, state)
 
     def _end(self, path: Path) -> None:
-        """Ends the last file. One that an earlier attempt wrote again has its end, at another place."""
+        """Writes the end marker of the last file, unless an earlier attempt has rewritten the file with another size."""
         if path.stat().st_size != self._size and _tail(path) == END:
             return
         os.truncate(path, self._size)
         self.put([np.frombuffer(END, np.uint8)], [(path, 0)], [(0, 0, len(END), 0, self._size)])
 
     def _retype(self, files: Mapping[int, Path], types: pa.Schema, each: int | None, columns: pa.Table | None) -> None:
-        """Writes files whose columns have other types again. The new ones have all columns of the examples in them."""
+        """Rewrites files whose columns have older types, with all columns of their examples."""
         import pyarrow as pa
 
         assert columns is not None
@@ -326,7 +326,7 @@ class HfArrowTarget(Target):
             raise FormatError(f"expected {len(columns)} rows, found {done}", path=self.root)
 
     def _again(self, batch: pa.RecordBatch, columns: pa.Table) -> memoryview:
-        """A batch with other columns."""
+        """The batch with its columns replaced."""
         import pyarrow as pa
 
         kept = [batch.column(name) for name in self.columns]
@@ -335,7 +335,7 @@ class HfArrowTarget(Target):
         return memoryview(pa.RecordBatch.from_arrays([*own, *arrays_of(columns)], schema=schema).serialize())
 
     def _complete(self, files: Mapping[int, Path], types: pa.Schema, each: int | None) -> None:
-        """Writes the schema of every file again, now that the number of tokens is known."""
+        """Rewrites the schema of every file, now that the number of tokens is known."""
         header = self.shape.header(types, each)
         for path in files.values():
             with path.open("rb") as file:

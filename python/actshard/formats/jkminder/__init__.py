@@ -9,7 +9,7 @@ from actshard.formats.format import Format, Room
 
 
 class JkminderFormat(Format):
-    """Raw shards per layer with the tokens of all sequences beside them. Read, verified and converted from."""
+    """Raw shards per layer, and the tokens of all sequences. Read, verified and converted from."""
 
     name: ClassVar[str] = "jkminder"
     description: ClassVar[str] = "dictionary_learning's ActivationCache (science-of-finetuning, diffing-toolkit)"

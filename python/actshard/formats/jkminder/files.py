@@ -1,4 +1,4 @@
-"""The files of an ActivationCache: shards of each submodule, tokens, and where sequences begin.
+"""The files of an ActivationCache: shards of each submodule, tokens, and starts of sequences.
 
 .. code-block:: text
 
@@ -48,7 +48,7 @@ def is_submodule(path: Location) -> bool:
     try:
         value = read_json(config)
     except ActshardError:
-        return (path / "shard_0.memmap").kind() == "file"  # opening explains it
+        return (path / "shard_0.memmap").kind() == "file"  # open() raises an error that explains it
     return isinstance(value, dict) and {"shard_size", "d_model", "io"} <= value.keys()
 
 
@@ -61,7 +61,7 @@ def submodules(path: Location) -> list[Location]:
 
 
 def names_of(folders: list[Location]) -> list[int | str]:
-    """Names of layers: N of ``layer_N_out``, if all are such; else the folders' names."""
+    """Names of layers: N if all folders are named ``layer_N_out``; else the folders' names."""
     found = [_LAYER.fullmatch(folder.name) for folder in folders]
     numbers = [int(match[1]) for match in found if match is not None]
     return [folder.name for folder in folders] if len(set(numbers)) < len(folders) else list(numbers)
@@ -69,7 +69,7 @@ def names_of(folders: list[Location]) -> list[int | str]:
 
 @dataclass(frozen=True)
 class MemmapShard:
-    """A shard: its file, and rows as its .meta states."""
+    """A shard: its file, and its number of rows according to its .meta file."""
 
     path: Location
     rows: int
@@ -139,13 +139,13 @@ def _meta(path: Location, width: int) -> tuple[int, str]:
         raise fields.error("shape", "[rows, d_model]")
     if sizes[1] != width:
         raise fields.error("shape", f"[rows, {width}], as in {CONFIG},")
-    said = fields.value.get("dtype", "torch.float32")
+    name = fields.value.get("dtype", "torch.float32")
     try:
-        if not isinstance(said, str):
+        if not isinstance(name, str):
             raise UnsupportedError("no text")
-        dtype = name_of(numpy_type(said.removeprefix("torch."), "dtype "))
+        dtype = name_of(numpy_type(name.removeprefix("torch."), "dtype "))
     except ActshardError as error:
-        raise UnsupportedError(f"field 'dtype': expected a dtype of torch, found {show(said)}", path=path) from error
+        raise UnsupportedError(f"field 'dtype': expected a dtype of torch, found {show(name)}", path=path) from error
     return sizes[0], dtype
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from actshard import layers as naming
 from actshard._arguments import stored
+from actshard._json import show
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import FormatError, UnsupportedError
@@ -67,27 +68,28 @@ class ActivationCache:
     def _check_alike(self) -> None:
         first = self.layers[0]
         for layer in self.layers[1:]:
-            for what, mine, theirs in (
+            for what, expected, found in (
                 ("rows per shard", first.rows, layer.rows),
                 ("dtype", first.dtype, layer.dtype),
                 ("d_model", first.d_model, layer.d_model),
             ):
-                if mine != theirs:
+                if expected != found:
                     raise FormatError(
-                        f"expected the {what} of {first.path.name}, found others: open the folder of a layer by itself",
+                        f"{what}: expected {show(expected)}, as in {first.path.name}, found {show(found)}: open the folder of "
+                        "a single layer",
                         path=layer.path,
                     )
         if len(self.layers) > 1 and any(layer.is_shuffled for layer in self.layers):
             raise UnsupportedError(
-                "shuffle_shards: the rows of each layer were permuted differently, so that layers do not align. Open the folder "
-                f"of a layer by itself, such as {first.path.name}",
+                "shuffle_shards: the rows of each layer were permuted differently, so layers do not align. Open the folder of a "
+                f"single layer, such as {first.path.name}",
                 path=self.path,
             )
 
     def _tokens(self) -> TokenFile | None:
         path = self.store / TOKENS
         if self.layers[0].is_shuffled:
-            return None  # in the order before the shuffle
+            return None  # tokens are in the order before the shuffle
         if not path.exists():
             self._lost(f"{TOKENS} is missing")
             return None
@@ -97,11 +99,11 @@ class ActivationCache:
         return found
 
     def _lost(self, why: str) -> None:
-        text = f"{why}: where sequences begin is not known. Each row is an example of one token"
+        text = f"{why}: the starts of sequences are unknown. Each row is an example of one token"
         self.warnings.append(Remark("layout", text))
 
     def _bounds(self) -> NDArray[np.uint64] | None:
-        """First rows of sequences, and the number of rows; None if they are lost."""
+        """First row of each sequence, then the number of rows; None if this is not recorded."""
         if self.layers[0].is_shuffled:
             self._lost("shards are shuffled")
             return None
@@ -112,9 +114,9 @@ class ActivationCache:
         return None if self.tokens is None else self._by_bos(self.tokens)
 
     def _by_bos(self, tokens: TokenFile) -> NDArray[np.uint64] | None:
-        """Sequences that begin at a BOS token. Its id is not recorded: it is the first token of every shard.
+        """Bounds of sequences that begin at a BOS token. Its id is not recorded; it is the first token of every shard.
 
-        Sequences do not cross shards, so another token that happens to be the first one is noticed.
+        Sequences do not cross shards, so a first token that is not BOS is detected.
         """
         found: list[NDArray[np.int64]] = []
         bos: int | None = None
@@ -145,7 +147,7 @@ class ActivationCache:
         return bounds[1:] - bounds[:-1]
 
     def rows(self, options: Options) -> Rows | None:
-        """The rows of all layers; None without any."""
+        """The rows of all layers; None if there are none."""
         first = self.layers[0]
         if not self.total:
             return None

@@ -15,13 +15,13 @@ from actshard.formats.report import Report
 from actshard.location import Location
 
 _TIMES = 2
-"""A file may store this many times the bytes of its tensors."""
+"""A file may be this many times as large as its tensors before it is reported."""
 _LEAST = 1024
-"""Bytes of a file that is too small to matter."""
+"""Files up to this size in bytes are not reported as too large."""
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Checks the description, that each file parses and fits it, sizes of torch files, and, deep, checksums of archives."""
+    """Checks the description, every file against it, and sizes of torch files; if deep, also checksums of archives."""
     try:
         described = description.read(root, report.layout)
     except ActshardError as error:
@@ -43,7 +43,7 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             sound = False
             report.error(error, path)
     if not sound:
-        return  # a damaged file has been named; the index would name it again
+        return  # the damaged file is reported; building the index would report it again
     with report.noting(root):
         build(root, described, 1 << 30)
 

@@ -1,4 +1,4 @@
-"""FolderColumns of a described folder: token ids, and values beside them, one per example."""
+"""Columns of a described folder: token ids, and other values per example."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TOKENS = "token_ids"
 ID = "example"
-"""The column of numbers or names that files have in their names."""
+"""The column of example numbers or names that are part of file names."""
 
 
 class FolderColumns:
@@ -56,7 +56,7 @@ class FolderColumns:
         return tuple(self._read)
 
     def table(self, wanted: Sequence[str], first: int | None = None) -> pa.Table:
-        """Reads columns; of the first examples only, if a number is given."""
+        """Reads columns of all examples, or of the first ``first``."""
         for name in wanted:
             if name not in self._read:
                 raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self.names)}", path=self.root)
@@ -66,12 +66,12 @@ class FolderColumns:
         return table_of(list(wanted), [(columns, stop)])
 
     def folders(self) -> list[Path]:
-        """Folders of the columns' files, whose names the description has: those of activations may be others."""
+        """Folders with files of columns, as named in the description. They can differ from the folder of activations."""
         parts = [part for part in (self.description.tokens, *self.description.columns) if part is not None]
         named = [part.files.text.split("/")[:-1] for part in parts if part.files is not None]
         return [self.root.joinpath(*folder).place for folder in named if folder and "{" not in "".join(folder)]
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- columns of the description --------------------------------------------------------------
 
     def _add(self, part: Part) -> None:
         if part.metadata:
@@ -83,9 +83,9 @@ class FolderColumns:
             for name in dict.fromkeys(key for line in lines for key in line if key != part.by):
                 self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and part.files.text.lower().endswith(".parquet") and not part.tensor:
-            held = parquet_of(self.root.joinpath(*part.files.text.split("/")))
-            for name in held.column_names:  # as stored: values of Python would lose their types
-                self._put(name, part, lambda name=name: self._aligned(array_in(held, name), part))  # type: ignore[misc]  # a lambda's default has no type
+            stored = parquet_of(self.root.joinpath(*part.files.text.split("/")))
+            for name in stored.column_names:  # stays an Arrow array: Python values would lose their types
+                self._put(name, part, lambda name=name: self._aligned(array_in(stored, name), part))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and is_lines(part.files.text) and not part.tensor:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line):
@@ -107,7 +107,7 @@ class FolderColumns:
         return self._lines[text]
 
     def _joined(self, part: Part, name: str) -> list[Any]:
-        """A field of lines, by the examples that they number."""
+        """A field of lines, joined to examples by the number that each line contains."""
         made: dict[int, Any] = {}
         for number, line in enumerate(self._lines_of(part), 1):
             example = line_number(line, part, self.root)
@@ -186,7 +186,7 @@ class FolderColumns:
         return made
 
     def _spread(self, values: Any, examples: Sequence[int], part: Part, count: int) -> list[Any]:
-        """The values of some examples of one array or list, which has values of ``count`` examples."""
+        """Values of ``examples`` from an array or list with values of ``count`` examples."""
         index = self.index
         if isinstance(values, np.ndarray):
             return self._spread_array(values, examples, part, count)
@@ -244,7 +244,7 @@ class FolderColumns:
 
 
 def _plain(value: Any) -> Any:
-    """Values that Arrow takes."""
+    """Converts values to types that Arrow accepts."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind == "V" or str(value.dtype) in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             value = value.astype(np.float32)

@@ -1,6 +1,6 @@
-"""``layout.toml``: which files hold activations, and what their axes are.
+"""``layout.toml``: which files contain activations, and their axes.
 
-A description is a TOML file, its text, or the same as a dict. Any value may be ``"file.json:/pointer"``, read from a JSON file of
+A description is a TOML file, TOML text, or an equivalent dict. Any value may be ``"file.json:/pointer"``, read from a JSON file of
 the folder. Errors name the table, the key and, for TOML, the line.
 """
 
@@ -23,7 +23,7 @@ from actshard.formats.plain_folders import NAME
 from actshard.location import Location
 
 LARGEST = 1 << 20
-"""Bytes of the largest description that is read."""
+"""Size limit of a description in bytes."""
 AXES = ("example", "layer", "token", "dim", "row")
 
 _CAPTURE = re.compile(r"\{([a-z]+)(?::([ds]))?\}")
@@ -36,7 +36,7 @@ Steps = tuple[Name, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of names: ``{example}``, ``{layer}`` and ``{batch}`` capture, ``:d`` digits, ``:s`` anything but "/"."""
+    """A pattern of file names with captures ``{example}``, ``{layer}`` and ``{batch}``: ``:d`` digits, ``:s`` anything but "/"."""
 
     text: str
     captures: tuple[str, ...]
@@ -63,13 +63,13 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Part:
-    """Where an array, or a column, is: a table of the description.
+    """One table of the description, which locates an array or a column.
 
     Attributes:
-        files: names of files; None: those of the activations.
+        files: pattern of file names; None: the files of the activations.
         pointer: a value of a JSON file, instead of an array.
-        tensor: steps of keys and positions; empty: the file is the array.
-        axes: as stored, outermost first; empty: those of the activations without ``dim`` and ``layer``.
+        tensor: keys and positions that lead to the array in its file; empty: the file is the array.
+        axes: as stored, outermost first; empty: the axes of the activations without ``dim`` and ``layer``.
     """
 
     table: str
@@ -95,9 +95,9 @@ class Description:
     """A checked description."""
 
     source: Path | None
-    """The file that it comes from."""
+    """The file of the description."""
     text: str
-    """Its text, or its values as text; identifies it."""
+    """The description's text, or its values as text."""
     activations: Part
     select: Mapping[str, int]
     layers: tuple[Name, ...]
@@ -107,7 +107,7 @@ class Description:
     tokens: Part | None
     columns: tuple[Part, ...]
     program: str = ""
-    """What wrote the folder, if it is known by its manifest."""
+    """The program that wrote the folder, if its manifest is recognized."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The manifest."""
 
@@ -241,13 +241,13 @@ class DescriptionReader:
     def error(self, table: str, key: str, text: str, number: int = 0) -> ActshardError:
         where = ".".join(part for part in (table, key) if part)
         line = self._line(table, key, number)
-        said = f"line {line}: {where}: {text}" if line else f"{where}: {text}"
+        message = f"line {line}: {where}: {text}" if line else f"{where}: {text}"
         if self.source is None:
-            return ArgumentError(f"layout: {said}")
-        return FormatError(said, path=self.source)
+            return ArgumentError(f"layout: {message}")
+        return FormatError(message, path=self.source)
 
     def _line(self, table: str, key: str, number: int) -> int | None:
-        """The line of a key: TOML's parser does not tell."""
+        """The line of a key, which TOML's parser does not report."""
         here, seen = "", 0
         for count, line in enumerate(self.text.splitlines(), 1):
             if found := re.match(r"\s*\[\[?\s*([A-Za-z_]+(?:\.[A-Za-z_]+)*)\s*\]\]?", line):
@@ -257,7 +257,7 @@ class DescriptionReader:
                     return count
             elif here == table and (seen > number or not table) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
                 return count
-        if (parent := table.rpartition(".")) and parent[0]:  # an inline table, or a missing one
+        if (parent := table.rpartition(".")) and parent[0]:  # an inline or missing table
             return self._line(parent[0], parent[2], number)
         return None
 
@@ -282,7 +282,7 @@ class DescriptionReader:
         return value
 
     def part(self, table: _Table, allowed: tuple[str, ...]) -> Part:
-        """The fields that all tables share."""
+        """Checks and returns the fields that all tables share."""
         file, pointer, files = table.values.get("file", table.values.get("files")), None, None
         if file is not None:
             if not isinstance(file, str) or not file:
@@ -321,11 +321,11 @@ class DescriptionReader:
             raise table.error("axes", f"expected 'dim' among the axes, found {show(list(activations.axes))}")
         if "row" in names and {"token", "example"} & set(names):
             raise table.error(
-                "axes", "'row' is all tokens of all examples: expected no 'example' and no 'token' with it"
+                "axes", "'row' is all tokens of all examples: expected neither 'example' nor 'token' next to it"
             )
         for name in ("example", "layer"):
             if name in activations.files.captures and name in names:
-                raise table.error("axes", f"{name!r} is captured from the file names already")
+                raise table.error("axes", f"{name!r} is already captured from the file names")
         if "row" in names and "example" in activations.files.captures:
             raise table.error("axes", "'row' is all tokens of all examples, but files are one per example: use 'token'")
         select = table.get("select") or {}
@@ -338,7 +338,7 @@ class DescriptionReader:
                 )
         for name in select:
             if name not in names or name in AXES:
-                raise table.error("select", f"{name!r} is not an axis of its own")
+                raise table.error("select", f"{name!r} is not one of the axes that 'select' can fix")
         layers = table.get("layers")
         layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
         if not all(type(n) is int or isinstance(n, str) for n in layers) or len(set(layers)) < len(layers):
@@ -418,8 +418,8 @@ def read(root: Location, layout: Any = None) -> Description:
         layout: a path, TOML text, or a dict; None: ``layout.toml`` in the folder, or the manifest of a known program.
 
     Raises:
-        FormatError: a file is not a description; names the line.
-        ArgumentError: a text or dict is none.
+        FormatError: a file is not a valid description; the message contains the line.
+        ArgumentError: a text or dict is not a valid description.
     """
     if isinstance(layout, Mapping):
         return DescriptionReader(root, None, "").description(layout)

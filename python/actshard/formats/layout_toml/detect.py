@@ -20,7 +20,7 @@ def detect(path: Location) -> Evidence:
             return Evidence(False, _LOOKED_FOR, f"no {NAME}")
         return Evidence(True, _LOOKED_FOR, f"{known.manifest.name} of {known.program}")
     if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"{", b"<"):
-        # some web servers answer every name with JSON or a page
+        # some web servers return JSON or an HTML page for every name
         return Evidence(False, _LOOKED_FOR, f"no TOML in {NAME}")
     if (format := marked(path / NAME)) is not None:
         return Evidence(False, _LOOKED_FOR, f"a {NAME} of the format {format}")

@@ -1,7 +1,7 @@
-"""The files of a described folder: arrays and values by steps of keys and positions, whatever the container.
+"""The files of a described folder: arrays and values by keys and positions, for all containers.
 
 Torch files, ``.npy``, ``.npz`` and safetensors are parsed by the core; HDF5 needs the ``h5py`` package and contiguous datasets.
-Other names are raw files, whose dtype and shape come from the description.
+Files with other names are raw; the description contains their dtype and shape.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OpenedFile(ABC):
 
     @abstractmethod
     def names(self, steps: Sequence[Name]) -> list[str]:
-        """The keys or positions at a place, as texts."""
+        """The keys or positions that can follow these steps, as strings."""
 
     def array(self, found: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""
@@ -114,13 +114,13 @@ class _ArraysOpened(OpenedFile):
     def find(self, steps: Sequence[Name]) -> Any:
         name = ".".join(map(str, steps))
         if name not in self.arrays:
-            there = ", ".join(repr(key) for key in list(self.arrays)[:12]) or "nothing"
-            raise FormatError(f"expected an array named {name!r}, found {there}", path=self.path)
+            existing = ", ".join(repr(key) for key in list(self.arrays)[:12]) or "nothing"
+            raise FormatError(f"expected an array named {name!r}, found {existing}", path=self.path)
         array, kind = self.arrays[name]
         return self._text(array) if kind == "text" else array
 
     def _text(self, array: StoredArray) -> Any:
-        """Strings of numpy: code points (U) or bytes (S), padded with zeros."""
+        """Decodes numpy strings: code points (U) or bytes (S), padded with zeros."""
         values = self.array(array)
         codec = "U" if array.dtype == "U32" else "S"
         width = values.shape[-1] * values.itemsize
@@ -138,7 +138,7 @@ class _ArraysOpened(OpenedFile):
 
 
 def _raw(path: Location, part: Part) -> OpenedFile:
-    """A file without a header: its size must equal the shape's, or a multiple for one axis of -1."""
+    """Opens a file without a header. Its size must fit the shape, in which one axis may be -1."""
     if part.dtype is None:
         raise FormatError(f"{part.table}: expected 'dtype': {path.name} is a raw file", path=path)
     size = path.regular("read").size - part.offset
@@ -236,14 +236,14 @@ def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> l
 
 
 def viewed(file: OpenedFile, found: Any, part: Part) -> NDArray[Any]:
-    """The elements of a value, reinterpreted as the part's dtype where it names one of equal width."""
+    """The elements of a value, reinterpreted as the part's dtype if that is given."""
     if isinstance(found, StoredArray) and part.dtype is not None and found.dtype != part.dtype:
         found = found.viewed(part.dtype)
     return file.array(found)
 
 
 def matches(root: Location, pattern: Pattern, listing: Listing | None = None) -> list[tuple[dict[str, Name], Location]]:
-    """Files whose names fit a pattern, in the order of their captures: batch, example, layer."""
+    """Files whose names match a pattern, sorted by the captures batch, example and layer."""
     entries = _entries if listing is None else listing.entries
     exists = Location.exists if listing is None else listing.exists
     found = [("", root)]
@@ -266,7 +266,7 @@ def matches(root: Location, pattern: Pattern, listing: Listing | None = None) ->
     made.sort(key=lambda each: order_of(each[0]))
     for (before, a), (after, b) in itertools.pairwise(made):
         if before == after:
-            raise FormatError(f"two files are {_said(after)}: {a.name} and {b.name}", path=root)
+            raise FormatError(f"two files are {_captures(after)}: {a.name} and {b.name}", path=root)
     return made
 
 
@@ -274,12 +274,12 @@ def _entries(folder: Location, front: str) -> list[str]:
     return [entry.name for entry in folder.entries() if entry.name.startswith(front)]
 
 
-def _said(values: Mapping[str, Name]) -> str:
+def _captures(values: Mapping[str, Name]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) or "the same"
 
 
 def order_of(values: Mapping[str, Name]) -> tuple[Any, ...]:
-    """Sorts numbers as numbers and before texts."""
+    """Sort key: numbers come before strings and are compared as numbers."""
     batch, example, layer = values.get("batch"), values.get("example"), values.get("layer")
     return (
         *(batch is not None, isinstance(batch, str), batch or 0),
@@ -354,7 +354,7 @@ def _csv(path: Location, delimiter: str) -> list[dict[str, Any]]:
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """Integers or floats, if all texts of a column are; else the texts."""
+    """A column's values as integers or floats if all of them can be converted; else as strings."""
     converters: tuple[Callable[[str], Any], ...] = (int, float)
     for convert in converters:
         try:

@@ -1,7 +1,7 @@
-"""Axes of a stored array: where row (layer, example, token) begins.
+"""Axes of a stored array, which give the address of row (layer, example, token).
 
-``axes`` names the stored axes, outermost first. ``"1"`` is dropped, ``"a*b"`` is split, and an axis pinned by ``select`` becomes an
-offset. What is left is a number of elements and a stride for each of example, layer, token, row and dim.
+``axes`` names the stored axes, outermost first. ``"1"`` is dropped, ``"a*b"`` is split, and an axis fixed by ``select`` becomes an
+offset. The others (example, layer, token, row, dim) have a number of elements and a stride each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from actshard.location import Location
 
 @dataclass(frozen=True)
 class Axis:
-    """A number of elements, and elements from one to the next."""
+    """An axis: its number of elements, and its stride in elements."""
 
     count: int
     stride: int
@@ -75,8 +75,8 @@ def _split(name: str, whole: Axis, factors: Mapping[str, int], path: Location) -
     if len(unknown) == 1 and known and whole.count % known == 0:
         counts[unknown[0]] = whole.count // known
     elif unknown or known != whole.count:
-        said = ", ".join(f"{part} {factors.get(part, '?')}" for part in parts)
-        raise FormatError(f"axis {name!r} of {whole.count}: cannot be split ({said})", path=path)
+        shown = ", ".join(f"{part} {factors.get(part, '?')}" for part in parts)
+        raise FormatError(f"axis {name!r} of {whole.count}: cannot be split ({shown})", path=path)
     made: dict[str, Axis] = {}
     stride = whole.stride
     for part in reversed(parts):

@@ -1,6 +1,6 @@
 """Proposes a ``layout.toml`` for a folder, from the names, shapes and dtypes of its files.
 
-The proposal is a start: comments name everything that the files do not tell. Nothing is written.
+The proposal is a starting point: comments mark everything that the files do not record. Nothing is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Proposal:
 
     Attributes:
         text: TOML, with comments.
-        unsure: what the files do not tell, one remark each.
+        unsure: remarks on everything that the files do not record.
     """
 
     text: str
@@ -64,7 +64,7 @@ def _groups(root: Location) -> list[_Group]:
 
 
 def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
-    """The pattern of a group's names, its captures, and remarks: numbers that differ are captured."""
+    """The pattern of a group's names, in which varying numbers are captured; the captures; and remarks."""
     names = [path.relative_to(root) for path in group.files]
     pieces = re.split(r"([0-9]+)", names[0])
     varying = [n for n in range(1, len(pieces), 2) if len({re.split(r"([0-9]+)", name)[n] for name in names}) > 1]
@@ -92,7 +92,7 @@ def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
 def _arrays(
     value: Any, file: OpenedFile, at: tuple[Name, ...] = (), depth: int = 0
 ) -> Iterator[tuple[tuple[Name, ...], StoredArray]]:
-    """Arrays of a file with the steps that lead to them, at most four levels down."""
+    """Arrays of a file, each with its keys and positions, at most four levels deep."""
     if isinstance(value, StoredArray):
         yield at, value
     elif isinstance(value, dict) and depth < 4:
@@ -119,7 +119,7 @@ def _steps_text(steps: tuple[Name, ...]) -> str:
 
 
 def _with_layer(steps: tuple[Name, ...], every: list[tuple[Name, ...]]) -> tuple[tuple[Name, ...], int]:
-    """Steps with a capture of the layer in place of the number that varies; and the number of layers."""
+    """The steps with a capture in place of the layer's number, and the number of layers."""
     for n, step in enumerate(steps):
         for found in re.finditer(r"[0-9]+", str(step)):
             front, back = str(step)[: found.start()], str(step)[found.end() :]
@@ -141,7 +141,7 @@ def guess(root: Location) -> Proposal:
     """Proposes a description of a folder.
 
     Raises:
-        FormatError: no file of the folder has an array of floating numbers of two or more axes.
+        FormatError: no file in the folder contains a floating-point array with two or more axes.
     """
     groups = _groups(root)
     for group in groups:
@@ -160,12 +160,12 @@ def guess(root: Location) -> Proposal:
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _of_raw(root, raw)
-    raise FormatError("found no file with an array of floating numbers of two or more axes", path=root)
+    raise FormatError("found no file with a floating-point array of two or more axes", path=root)
 
 
 def _of_raw(root: Location, group: _Group) -> Proposal:
     pattern, _, unsure = _pattern(root, group)
-    unsure.append("a raw file tells neither shape nor dtype: fill in both")
+    unsure.append("a raw file contains neither shape nor dtype: fill in both")
     for path, _ in root.files():
         if path.name.endswith(".json"):
             try:
@@ -190,17 +190,17 @@ def _proposal(lines: list[str], unsure: list[str]) -> Proposal:
 
 
 def _unmatched(group: _Group, groups: list[_Group]) -> list[str]:
-    """What to say of files of the same kind that the pattern leaves out."""
+    """Remarks about large files with the same suffix that the pattern does not match."""
     suffix = group.files[0].name.rpartition(".")[2]
     others = [path for g in groups if g is not group for path in g.files if path.name.rpartition(".")[2] == suffix]
-    # Small files beside are lengths, token ids and the like, which have tables of their own.
+    # Small files contain lengths, token ids and the like, which have separate tables.
     large = [g for g in groups if g is not group and g.files[0] in others and g.bytes * 8 > group.bytes]
     left = sum(len(g.files) for g in large)
     if not left:
         return []
     return [
-        f"{left:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they are of the dataset, let the pattern "
-        "capture what differs, with {layer:s}, {batch:s} or {example:s}"
+        f"{left:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they belong to the dataset, capture the "
+        "varying part of their names with {layer:s}, {batch:s} or {example:s}"
     ]
 
 
@@ -223,7 +223,7 @@ def _proposed(
     steps, array = max(wide, key=lambda each: elements(each[1]))
     tensor, layers = _with_layer(steps, [s for s, _ in wide])
     names = {str(s[-1]): (s, a) for s, a in arrays if s}
-    beside = {g.pattern.rpartition("/")[2].partition(".")[0]: g for g in groups if g is not group and len(g.files) == 1}
+    single = {g.pattern.rpartition("/")[2].partition(".")[0]: g for g in groups if g is not group and len(g.files) == 1}
     tokens = next((name for name in _TOKENS if name in names), None)
     mask = next((name for name in _MASKS if name in names), None)
     shape = list(array.shape)
@@ -239,32 +239,32 @@ def _proposed(
         unsure.append(f"elements are {array.dtype}, taken as bfloat16: they may be float16")
     if "layer" in axes:
         lines.append(f"layers = {list(range(shape[axes.index('layer')]))}")
-        unsure.append("names of layers are positions: put the real ones in 'layers'")
+        unsure.append("names of layers are positions: put the real names in 'layers'")
     elif "layer" not in captures and not any("{layer" in str(step) for step in tensor):
         lines.append("layers = [0]")
-        unsure.append("the files do not tell the layer: put its number in 'layers'")
+        unsure.append("the files do not contain the layer's number: put it in 'layers'")
     if array.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
         scales = next((s for s, _ in arrays if s and re.search(r"scale", str(s[-1]), re.IGNORECASE)), None)
         if scales is None or layers > 1:
-            unsure.append(f"elements are {array.dtype}, taken as they are: if they have scales, describe them")
+            unsure.append(f"elements are {array.dtype}, read without scales: if they have scales, describe them")
         else:
             lines += ["[activations.scales]", f"tensor = {_steps_text(scales)}"]
             unsure.append(f"elements are {array.dtype}, and {str(scales[-1])!r} is taken as their scales")
     if mask and "token" in axes:
         lines += ["[lengths]", f"tensor = {_steps_text(names[mask][0])}", 'kind = "mask"']
-    elif file := next((beside[name] for name in _LENGTHS if name in beside), None):
+    elif file := next((single[name] for name in _LENGTHS if name in single), None):
         lines += ["[lengths]", f'file = "{file.pattern}"']
-    elif "offsets" in beside:
-        lines += ["[lengths]", f'file = "{beside["offsets"].pattern}"', 'kind = "offsets"']
+    elif "offsets" in single:
+        lines += ["[lengths]", f'file = "{single["offsets"].pattern}"', 'kind = "offsets"']
     elif "example" in axes and "token" in axes:
-        unsure.append("no lengths and no mask were found: all tokens are taken as real, padding too")
+        unsure.append("neither lengths nor a mask were found: all tokens count as content, even padding")
     elif "row" in axes:
         unsure.append("no lengths were found: each row is taken as an example of one token")
     if tokens:
         lines += ["[tokens]", f"tensor = {_steps_text(names[tokens][0])}"]
         if len(axes) > 1 and axes[0] == "1" and len(names[tokens][1].shape) == 2:
             lines.append('axes = ["1", "token"]')
-    elif file := next((beside[name] for name in _TOKENS if name in beside), None):
+    elif file := next((single[name] for name in _TOKENS if name in single), None):
         lines += ["[tokens]", f'file = "{file.pattern}"']
     return _proposal(lines, unsure)
 
@@ -288,6 +288,6 @@ def _axes(
             return ["layer", "token", "dim"]
         return ["example", "token", "dim"]
     if len(shape) == 4 and not layered:
-        unsure.append("four axes: taken as example, layer, token, dim; layer and token may be the other way round")
+        unsure.append("four axes: taken as example, layer, token, dim; layer and token may be swapped")
         return ["1" if one and shape[0] == 1 else "example", "layer", "token", "dim"]
     raise FormatError(f"an array of shape {shape}: write its axes by hand; see docs/formats/layout.md")

@@ -1,7 +1,7 @@
 """Finds the rows of a described folder: a file and an offset for each layer and example.
 
-Files are matched, parsed in parallel, and assigned axes. Rows that lie in the file as they are (any row stride, any offset) are
-read in place. Others (deflated, gzipped, elements of a row apart) are decoded once per array by the core.
+Files are matched, parsed in parallel, and assigned axes. Rows with contiguous elements are read in place, with any row stride and
+offset. Others (compressed, or not contiguous) are decoded by the core, once per array.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALONE: tuple[Name, ...] = (0,)
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file with rows, as the core opens it: bytes between rows, and the array to decode, if it is not read in place."""
+    """A file with rows, as the core opens it: row stride in bytes, and the array to decode, if it is not read in place."""
 
     path: int
     step: int
@@ -36,23 +36,23 @@ class RowFile:
     gzipped: bool
     decoded: StoredArray | None
     scaled: Scaled | None = None
-    """Codes and scales, if rows are their products: offsets are those of products."""
+    """Codes and scales, if rows are their products. Offsets then count bytes of the products."""
 
 
 @dataclass
 class Unit:
-    """Files that belong together: those of one batch or example, or all. One file, or one per layer."""
+    """The files of one batch or example, or of the dataset: one file, or one per layer."""
 
     captured: dict[str, Name]
     paths: dict[Name | None, Location]
-    """By layer; None if the name does not tell."""
+    """Files by layer; None if file names do not contain the layer."""
     first: int = 0
     """Number of its first example."""
     count: int = 0
 
     @property
     def any(self) -> Location:
-        """The file in which lengths, tokens and columns are looked for."""
+        """The file that contains lengths, tokens and columns."""
         return next(iter(self.paths.values()))
 
 
@@ -61,7 +61,7 @@ class RowIndex:
     """The rows of all examples.
 
     Attributes:
-        numbers, starts: by layer and example, flat: the row file, and the offset of the first row.
+        numbers, starts: row file and offset of the first row, by layer and example, flattened.
         tokens: rows per example.
         skipped: leading tokens of each example that are padding, for columns.
         within: position of each example in its unit.
@@ -83,18 +83,18 @@ class RowIndex:
     numbered: bool
     """Whether ``ids`` come from file names."""
     kept: NDArray[np.int64] | None = None
-    """Positions of the examples among those of all units; None: all."""
+    """Positions of the selected examples among the examples of all units; None: all."""
     opened: dict[Location, OpenedFile] = field(default_factory=dict)
 
 
 def units_of(root: Location, description: Description, listing: Listing | None = None) -> list[Unit]:
-    """Matches files and groups them, in order. Every unit has the same layers."""
+    """Matches files and groups them into units, in order. Every unit has the same layers."""
     pattern = description.activations.files
     assert pattern is not None  # checked when the description was read
     found = matches(root, pattern, listing)
     if not found:
         raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
-    units: dict[tuple[Name | None, Name | None], Unit] = {}  # in order, as the files are
+    units: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
     for captured, path in found:
         layer = captured.pop("layer", None)
         key = (captured.get("batch"), captured.get("example"))
@@ -106,15 +106,15 @@ def units_of(root: Location, description: Description, listing: Listing | None =
     for unit in made:
         for layer in layers:
             if layer not in unit.paths:
-                said = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
-                raise MissingFileError(f"{said} has no file of layer {layer!r}", path=unit.any)
+                name = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
+                raise MissingFileError(f"{name} has no file of layer {layer!r}", path=unit.any)
         if len(layers) > 1:
             unit.paths = {layer: unit.paths[layer] for layer in layers}
     return made
 
 
 class Lengths:
-    """The tokens of each example: counts, and padding before them."""
+    """The number of tokens of each example, and of padding before them."""
 
     def __init__(self, root: Location, description: Description) -> None:
         self.part = description.lengths
@@ -125,12 +125,12 @@ class Lengths:
         self.committed: list[int] | None = None
 
     def is_shared(self) -> bool:
-        """Whether one file has the lengths of all units."""
+        """Whether one file contains the lengths of all units."""
         part = self.part
         return part is not None and (part.pointer is not None or (part.files is not None and not part.files.captures))
 
     def of(self, unit: Unit, opened: OpenedFile | None, others: Mapping[str, Location]) -> NDArray[Any] | None:
-        """The stored array for a unit: lengths, masks, offsets or starts; None: the shapes tell."""
+        """The stored array for a unit: lengths, masks, offsets or starts; None: shapes determine the lengths."""
         part = self.part
         if part is None:
             return None
@@ -204,7 +204,7 @@ def integers(values: NDArray[Any], what: str, path: Location) -> NDArray[np.int6
 
 
 def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First positions and counts of the non-zero elements of rows, which must be contiguous."""
+    """For each row of a mask, the position of the first non-zero element and the number of them. They must be contiguous."""
     real = mask != 0
     counts = real.sum(axis=1, dtype=np.int64)
     firsts = np.where(counts > 0, real.argmax(axis=1), 0).astype(np.int64)
@@ -246,7 +246,7 @@ class Finder:
     def keys(
         self, file: OpenedFile, captured: Mapping[str, Name], tensor: Sequence[Name] | None = None
     ) -> dict[Name, list[Name]]:
-        """The steps of each layer's array in a file; of layer None if the steps do not tell."""
+        """Keys and positions of each layer's array in a file; of layer 0 if they do not contain the layer."""
         steps = fill(self.part.tensor if tensor is None else tensor, captured)
         at = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
         if at is None:
@@ -260,8 +260,8 @@ class Finder:
             if (values := pattern.match(key)) is not None:
                 found[values["layer"]] = [*steps[:at], key, *steps[at + 1 :]]
         if not found:
-            there = ", ".join(file.names(steps[:at])[:12]) or "nothing"
-            raise FormatError(f"expected keys such as {text!r}, found {there}", path=file.path)
+            existing = ", ".join(file.names(steps[:at])[:12]) or "nothing"
+            raise FormatError(f"expected keys such as {text!r}, found {existing}", path=file.path)
         order = sorted(found, key=lambda layer: (isinstance(layer, str), layer))
         return {layer: found[layer] for layer in order}
 
@@ -278,7 +278,8 @@ class Finder:
         if "layer" not in names:
             if len(given) > 1:
                 raise FormatError(
-                    f"layers: expected one name, as nothing else tells layers apart, found {len(given)}", path=self.root
+                    f"layers: expected one name, because the files do not distinguish layers, found {len(given)}",
+                    path=self.root,
                 )
             return given or _ALONE
         if given:
@@ -295,7 +296,7 @@ class Finder:
         if set(given) <= set(captured):
             return given
         raise FormatError(
-            f"layers: expected some of {list(captured)}, which the names tell, found {list(given)}", path=self.root
+            f"layers: expected some of {list(captured)}, captured from names, found {list(given)}", path=self.root
         )
 
     # -- arrays ----------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Finder:
         part = self.description.scales
         if part is None or self.scaler is None:
             return None
-        there = file
+        scales_file = file
         captured = unit.captured if None in unit.paths else unit.captured | {"layer": layer}
         if part.files is not None:
             path = self._scale_file(part.files, captured)
@@ -326,18 +327,18 @@ class Finder:
                 raise missing(file.path, f"a file {part.files.text!r} with its scales")
             if path not in self.scale_opened:
                 (self.scale_opened[path],) = open_files([path], part, self.limit)
-            there = self.scale_opened[path]
+            scales_file = self.scale_opened[path]
         steps = fill(part.tensor, captured)
         if any(isinstance(step, str) and "{layer" in step for step in steps):
-            keys = self.keys(there, captured, part.tensor)
+            keys = self.keys(scales_file, captured, part.tensor)
             if layer not in keys:
-                raise self.scaler.error(f"expected scales of layer {layer!r}, found {list(keys)}", there.path)
+                raise self.scaler.error(f"expected scales of layer {layer!r}, found {list(keys)}", scales_file.path)
             steps = keys[layer]
         try:
-            found = there.find(steps)
+            found = scales_file.find(steps)
         except FormatError as error:
-            raise self.scaler.error(error.detail, there.path) from error
-        return self.scaler.joined(file, array, there, found)
+            raise self.scaler.error(error.detail, scales_file.path) from error
+        return self.scaler.joined(file, array, scales_file, found)
 
     def _scale_file(self, pattern: Pattern, captured: Mapping[str, Name]) -> Location | None:
         if not pattern.captures:
@@ -348,12 +349,12 @@ class Finder:
         return next((path for values, path in matches(self.root, pattern) if values == wanted), None)
 
     def factors(self, unit: Unit, layers: int) -> dict[str, int]:
-        """Known counts of axes: of layers, and of examples and tokens if they are one axis."""
+        """Known sizes of axes: layers, and examples and tokens if they share an axis."""
         known = {"layer": layers}
         if any("example" in axis.split("*") and "token" in axis.split("*") for axis in self.part.axes):
             tokens = self.description.tokens
             if tokens is None:
-                raise FormatError("axes: 'example*token' needs [tokens], whose shape tells both", path=self.root)
+                raise FormatError("axes: 'example*token' needs [tokens], whose shape determines both", path=self.root)
             file, found = self.unit_value(unit, tokens, self.token_files)
             shape = list(found.shape) if isinstance(found, StoredArray) else list(np.shape(found))
             if len(shape) != 2:
@@ -362,7 +363,7 @@ class Finder:
         return known
 
     def unit_value(self, unit: Unit, part: Part, others: Mapping[str, Location]) -> tuple[OpenedFile, Any]:
-        """The file and the value of a part that belongs to a unit."""
+        """The file and the value of a part for one unit."""
         if part.files is None:
             file = self.opened[unit.any]
         else:
@@ -375,7 +376,7 @@ class Finder:
     def placed(
         self, file: OpenedFile, array: StoredArray, known: Mapping[str, int], scaled: Scaled | None = None
     ) -> tuple[Geometry, int, int, str]:
-        """The axes of an array, its row file, its first byte, and the name of the axis of rows."""
+        """The axes of an array, its row file, the offset of its first byte, and the name of the axis of rows."""
 
         def assigned(strides: Sequence[int]) -> Geometry:
             return geometry(self.part.axes, array.shape, strides, self.description.select, known, file.path)
@@ -437,7 +438,7 @@ class Finder:
         whole = self.lengths.whole
         if whole is not None and self.lengths.is_shared() and self.lengths.used not in (0, len(whole)):
             raise FormatError(
-                f"lengths: expected {self.lengths.used} of all files together, found {len(whole)}", path=self.root
+                f"lengths: expected {self.lengths.used} for all files together, found {len(whole)}", path=self.root
             )
 
         def joined(n: int, axis: int) -> NDArray[Any]:
@@ -522,7 +523,7 @@ class Finder:
     def _spans(
         self, unit: Unit, found: Geometry, along: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """For each example of a unit: its position along the axis of examples, its first row, and its number of rows."""
+        """For each example of a unit: position along the axis of examples, first row, and number of rows."""
         values = self.lengths.of(unit, self.opened.get(unit.any), self.others)
         path = unit.any
         rows = found.get(along)
@@ -568,7 +569,7 @@ class Finder:
         return room - lengths if part.pad == "left" else np.zeros_like(lengths)
 
     def _share(self, values: NDArray[Any], examples: int) -> NDArray[Any]:
-        """Returns the values of one unit from a list that all share, in order."""
+        """Returns the next values of a list shared by all units, for one unit."""
         if not self.lengths.is_shared() or len(self.units) == 1:
             return values
         first = self.lengths.used
@@ -586,7 +587,7 @@ class Finder:
     def _of_rows(
         self, values: NDArray[Any] | None, rows: int, path: Location
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First rows and numbers of rows of examples that follow each other."""
+        """First row and number of rows of each example, for consecutive examples."""
         if values is None:
             return np.arange(rows, dtype=np.int64), np.ones(rows, np.int64)
         part = self.description.lengths
@@ -608,7 +609,7 @@ class Finder:
 
 
 def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:
-    """The example of a line."""
+    """The example's number in a line."""
     value = line.get(part.by)
     if type(value) is not int or value < 0:
         raise FormatError(f"columns: field {part.by!r}: expected an example's number, found {value!r:.40}", path=root)
@@ -616,7 +617,7 @@ def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:
 
 
 def examples_of(units: Sequence[Unit]) -> tuple[NDArray[np.int64], list[Name], bool]:
-    """Positions of all examples in their units, their names, and whether these are those of files."""
+    """Positions of all examples in their units, their names, and whether the names come from file names."""
     counts = np.array([unit.count for unit in units], np.int64)
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     if "example" not in units[0].captured:
@@ -625,9 +626,9 @@ def examples_of(units: Sequence[Unit]) -> tuple[NDArray[np.int64], list[Name], b
 
 
 def build(root: Location, description: Description, limit: int, units: list[Unit] | None = None) -> RowIndex:
-    """Finds the rows of a described folder; keeps only examples that have a line, if the description asks for it.
+    """Finds the rows of a described folder. If the description has a column with ``commit``, keeps only examples with a line.
 
-    ``units`` are those of :func:`units_of`, if they are known.
+    ``units`` is the result of :func:`units_of`, if it is known.
     """
     finder = Finder(root, description, limit, units_of(root, description) if units is None else units)
     index = finder.build()

@@ -1,8 +1,8 @@
-"""The kept index of a described folder: what :mod:`actshard.formats.kept` stores of a :class:`RowIndex`.
+"""The cached index of a described folder: a :class:`RowIndex`, stored by :mod:`actshard.formats.kept`.
 
-Names and order of files follow from the folder's listing, so an index has only numbers: per row file its path's position, bytes
-between rows and byte order; per example and layer a row file and an offset. Folders with arrays that are decoded (deflated,
-gzipped, elements of a row apart) are not kept.
+Names and order of files follow from the folder's listing, so an index contains only numbers: per row file the position of its path,
+row stride and byte order; per example and layer a row file and an offset. No index is stored for a folder with arrays that are
+decoded (compressed, or without contiguous rows).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = 1 << 40
 
 
 def index_of(root: Location, described: Description, limit: int, keep: bool) -> RowIndex:
-    """The rows of a described folder, from its kept index if there is one."""
+    """The rows of a described folder, from its cached index if there is one."""
     if not keep or not root.is_local or described.scales is not None:
         return build(root, described, limit)
     listing = Listing(root)
@@ -57,7 +57,7 @@ def _list_others(root: Location, described: Description, listing: Listing) -> No
 
 
 def stored_of(index: RowIndex) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """The header and arrays that are kept."""
+    """The index's header and arrays."""
     header = {"layers": list(index.layers), "d_model": index.d_model, "dtype": index.dtype}
     return header, [
         np.array([unit.count for unit in index.units], np.int64),
@@ -77,7 +77,7 @@ _TYPES = ("<i8", "<u4", "<u8", "|u1", "<u4", "<u8", "<u4", "<i8", "<i8", "|u1")
 
 
 def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any]]) -> RowIndex | None:
-    """The index of units; None if a number does not fit. Offsets are checked against files when rows are read."""
+    """The rows of units; None if the index is invalid. Offsets are checked against files when rows are read."""
     layers, d_model, dtype = header.get("layers"), header.get("d_model"), header.get("dtype")
     if tuple(array.dtype.newbyteorder("<").str for array in arrays) != _TYPES:
         return None

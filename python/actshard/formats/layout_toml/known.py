@@ -1,4 +1,4 @@
-"""Folders of other programs whose manifest is enough for a description: they need no ``layout.toml``.
+"""Folders of other programs whose manifest determines the description: they need no ``layout.toml``.
 
 .. code-block:: text
 
@@ -27,7 +27,7 @@ class KnownFolder:
     """A recognized folder.
 
     Attributes:
-        program: what writes it.
+        program: the program that writes such folders.
         manifest: the file by which it is recognized.
         value: the manifest's content.
     """
@@ -48,7 +48,7 @@ class KnownFolder:
 
 
 def find(root: Location) -> KnownFolder | None:
-    """Recognizes a folder; None if no program is known to write it. Raises nothing for damaged files."""
+    """Recognizes a folder by its manifest; None if it is of no known program. Damaged files raise nothing."""
     for name, is_known, program, describe in _PROGRAMS:
         path = root / name
         if path.kind() != "file":
@@ -103,7 +103,7 @@ def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
         number = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
         file = f"layers/layer_{number:02d}.{dtype}.bin"
         if number < 0 or not isinstance(entry, dict) or entry.get("file") != file:
-            raise fields.error("layers", f"a number with the file 'layers/layer_NN.{dtype}.bin' each")
+            raise fields.error("layers", f"layer numbers, each with the file 'layers/layer_NN.{dtype}.bin'")
         if entry.get("status", "complete") != "complete":
             raise UnfinishedError(
                 f"layer {key} is not complete: the capture is running, or was interrupted", path=fields.path
@@ -163,4 +163,4 @@ _PROGRAMS: tuple[_Program, ...] = (
         _activault_hook,
     ),
 )
-"""Manifest, whether its content is that of the program, the program, and the description."""
+"""For each program: the manifest's name, a test of its content, the program's name, and a function for the description."""

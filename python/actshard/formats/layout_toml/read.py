@@ -1,4 +1,4 @@
-"""Opens folders of plain files as a description tells."""
+"""Opens folders of plain files by their description."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def native(index: RowIndex, options: Options) -> Rows:
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads the description and the headers of all files, but no rows. The index of many files is kept."""
+    """Reads the description and the headers of all files, but no rows. The index of many files is cached."""
     described = description.read(path, options.layout)
     return contents(path, described, index_of(path, described, options.decoded_memory, options.keep), options)
 

@@ -5,8 +5,8 @@
     activations   float8 or int8, dense in C order              (example, layer, token, dim)
     scales        float32, float16 or bfloat16, broadcast       (example, 1, token, 1), or fewer axes, aligned at the last
 
-Float32 scales beside the codes are read with them; others are held in memory. The core multiplies arrays of three axes, so axes
-that the scales treat alike are joined.
+Float32 scales in the same file as the codes are read with them; other scales are kept in memory. The core multiplies arrays of
+three axes, so neighbouring axes with the same kind of scale are joined.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Scaler:
         """Codes and their scales, for the core.
 
         Raises:
-            FormatError: scales of another shape or dtype, or NaN or infinite.
-            UnsupportedError: codes that are not in the file as they are.
+            FormatError: scales have an unexpected shape or dtype, or are NaN or infinite.
+            UnsupportedError: codes are compressed or not in C order, or scales do not fit in memory.
         """
         path = scales_file.path
         if codes.dtype not in CODES:
             raise self.error(f"expected activations of {', '.join(CODES)}, found {codes.dtype}", codes_file.path)
         shape = list(codes.shape)
         if codes_file.gzipped or codes.deflated is not None or list(codes.strides) != _dense(shape):
-            text = "scaled activations must lie in their file uncompressed and in C order"
+            text = "scaled activations must be stored uncompressed and in C order"
             raise self.error(text, codes_file.path, UnsupportedError)
         if not isinstance(found, StoredArray):
             raise self.error(f"expected a tensor, found {type(found).__name__}", path)
@@ -73,21 +73,21 @@ class Scaler:
             raise self.error(f"expected finite scales, found {values.flat[bad[0]]} at {bad[0]}", path)
         whole, per = _three(shape, ones)
         place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
-        held = None
+        in_memory = None
         if per is None:  # scales vary along axes that cannot be joined: repeat them along all but the last
             per = [math.prod(shape[:-1]), 1, ones[-1]]
             whole = [per[0], 1, shape[-1]]
             if 4 * math.prod(per) > self.limit:
                 raise self.error(f"scales of {ones} for {shape}: too many to repeat in memory", path, UnsupportedError)
             place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
-            held = np.ascontiguousarray(np.broadcast_to(values, (*shape[:-1], ones[-1]))).reshape(-1)
+            in_memory = np.ascontiguousarray(np.broadcast_to(values, (*shape[:-1], ones[-1]))).reshape(-1)
         elif not _in_place(codes_file, scales_file, found, dtype):
-            held = np.ascontiguousarray(values).reshape(-1)
-        at = found.offset if held is None else 0
-        return place, StoredArray("F32", per, _dense(per), at, False), held
+            in_memory = np.ascontiguousarray(values).reshape(-1)
+        at = found.offset if in_memory is None else 0
+        return place, StoredArray("F32", per, _dense(per), at, False), in_memory
 
     def _aligned(self, found: list[int], shape: list[int], path: Location) -> list[int]:
-        """The scales' shape with an axis for each of the codes."""
+        """The scales' shape with one axis per axis of the codes."""
         named = self.part.axes
         if named:
             if len(named) != len(found):
@@ -103,7 +103,7 @@ class Scaler:
 
 
 def _in_place(codes: OpenedFile, scales: OpenedFile, found: StoredArray, dtype: str) -> bool:
-    """Whether the core can read the scales beside the codes."""
+    """Whether the core can read the scales from the file of the codes."""
     dense = list(found.strides) == _dense(list(found.shape))
     plain = dense and not found.swapped and found.deflated is None and not scales.gzipped
     return plain and dtype == "F32" and codes.path == scales.path

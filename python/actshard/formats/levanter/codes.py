@@ -6,7 +6,7 @@ FINDINGS = (
     Code(
         "leftover",
         NOTE,
-        "The folder contains files that a build left behind.",
+        "The folder contains temporary files of a build.",
         "None: readers ignore them.",
         "remove it, if no build is running",
     ),

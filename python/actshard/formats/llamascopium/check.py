@@ -17,7 +17,7 @@ from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Parses all chunks, and compares tokens and masks of all hook points, and objects with sequences."""
+    """Parses all chunks. Compares tokens and masks between hook points, and the number of objects with that of sequences."""
     try:
         found = ChunkFolder(root)
     except ActshardError as error:
@@ -38,7 +38,11 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                     other = chunks[number]
                     if name in other.arrays and not np.array_equal(own, _values(other, name, options)):
                         report.add(
-                            "claim", other.path, f"others in {hook}", f"those of {found.names[0]}", f"tensor '{name}'"
+                            "claim",
+                            other.path,
+                            f"other values in {hook}",
+                            f"the values in {found.names[0]}",
+                            f"tensor '{name}'",
                         )
 
 

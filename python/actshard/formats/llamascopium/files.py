@@ -7,7 +7,7 @@
       activation                    (B, T, d), (k, B, T, d) or (n, d)
       tokens                        the same without d, int64
       mask, attention_mask          as tokens, int32: 0 at padding and at BOS
-    <cache_dir>/<hook point>/chunk-00000000.meta.json                     beside safetensors: a list of objects; in .pt the key meta
+    <cache_dir>/<hook point>/chunk-00000000.meta.json                     for safetensors: a list of objects; in .pt the key meta
 
 Source: llamascopium 2.0.0b34, activation/writer.py and activation/processors/cached_activation.py.
 """
@@ -31,7 +31,7 @@ ACTIVATION, TOKENS = "activation", "tokens"
 PER_TOKEN = (TOKENS, "mask", "attention_mask")
 _NAME = re.compile(r"(?:shard-([0-9]{1,9})-)?chunk-([0-9]{8,12})\.(safetensors|pt)")
 _LOOKED_AT = 256
-"""Names of a folder that are looked at to recognize it."""
+"""Number of names in a folder that are examined to recognize it."""
 
 
 def is_hook(folder: Location) -> bool:
@@ -40,7 +40,7 @@ def is_hook(folder: Location) -> bool:
 
 
 def hooks_of(path: Location) -> list[Location]:
-    """The folders of hook points, numbers in their names in order; or the folder itself, if it has chunks."""
+    """The folders of hook points, sorted by the numbers in their names; or the folder itself, if it has chunks."""
     if is_hook(path):
         return [path]
     names = [entry.name for entry in path.entries() if entry.kind == "folder"]
@@ -56,7 +56,7 @@ def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
     """Chunks by shard and number, in order.
 
     Raises:
-        FormatError: two files are the same chunk.
+        FormatError: two files contain the same chunk.
     """
     found: dict[tuple[int, int], Location] = {}
     for entry in hook.entries():
@@ -65,21 +65,21 @@ def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
             continue
         key = (int(match[1]) if match[1] else -1, int(match[2]))
         if key in found:
-            raise FormatError(f"{found[key].name} and {entry.name} are the same chunk: remove one", path=hook)
+            raise FormatError(f"{found[key].name} and {entry.name} have the same chunk number: remove one", path=hook)
         found[key] = hook / entry.name
     return {key: found[key] for key in sorted(found)}
 
 
 def gaps(keys: Collection[tuple[int, int]]) -> list[str]:
-    """What is missing of the chunks of each process, which are counted from 0."""
+    """Messages about missing chunks of each process, which are numbered from 0."""
     made: list[str] = []
     for shard in sorted({shard for shard, _ in keys}):
-        there = {number for of, number in keys if of == shard}
-        lost = max(there) + 1 - len(there)
+        numbers = {number for of, number in keys if of == shard}
+        lost = max(numbers) + 1 - len(numbers)
         if lost:
-            first = next(number for number in range(len(there) + 1) if number not in there)
+            first = next(number for number in range(len(numbers) + 1) if number not in numbers)
             where = "" if shard < 0 else f" of shard {shard}"
-            made.append(f"{lost} of {max(there) + 1} chunks{where}, the first is chunk {first}")
+            made.append(f"{lost} of {max(numbers) + 1} chunks{where}, the first is chunk {first}")
     return made
 
 
@@ -90,7 +90,7 @@ class Chunk:
     path: Location
     arrays: Mapping[str, StoredArray]
     meta: Any
-    """Of a .pt file; of safetensors, see :meth:`objects`."""
+    """The key ``meta`` of a .pt file; for safetensors, see :meth:`objects`."""
 
     @property
     def leading(self) -> list[int]:
@@ -99,7 +99,7 @@ class Chunk:
 
     @property
     def examples(self) -> int:
-        """Number of sequences; of rows, if sequences are gone."""
+        """Number of sequences, or of rows if the sequences were flattened."""
         return math.prod(self.leading[:-1]) if len(self.leading) > 1 else self.leading[0]
 
     @property
@@ -108,11 +108,11 @@ class Chunk:
         return self.leading[-1] if len(self.leading) > 1 else 1
 
     def check(self) -> None:
-        """Raises FormatError unless the tensors fit each other."""
+        """Raises FormatError unless the shapes of the tensors agree."""
         for name in (ACTIVATION, TOKENS):
             if name not in self.arrays:
-                there = ", ".join(self.arrays) or "nothing"
-                raise FormatError(f"expected a tensor {name!r}, found {there}", path=self.path)
+                existing = ", ".join(self.arrays) or "nothing"
+                raise FormatError(f"expected a tensor {name!r}, found {existing}", path=self.path)
         shape = self.arrays[ACTIVATION].shape
         if not 1 <= len(self.leading) <= 3 or list(shape[:-1]) != self.leading or not shape[-1]:
             raise FormatError(
@@ -133,10 +133,10 @@ class Chunk:
                 )
 
     def objects(self) -> list[dict[str, Any]] | None:
-        """One object per sequence; None without any.
+        """One object per sequence; None if the chunk has no objects.
 
         Raises:
-            FormatError: there are more or fewer objects than sequences.
+            FormatError: the number of objects is not the number of sequences.
         """
         found, path = self.meta, self.path
         if self.path.name.endswith(".safetensors"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOOKED_FOR = "a folder of hook points with chunk-00000000.safetensors or .pt"
 _SHOWN = 20
-"""Shards with gaps that are named in warnings."""
+"""Number of shards with gaps that are named in warnings."""
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
@@ -45,7 +45,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
     if is_hook(path):
         return Evidence(True, _LOOKED_FOR, "chunks")
-    # Each look into a remote folder is a request: only into those that have names of hook points.
+    # Listing a remote folder costs a request, so only folders named like hook points are listed.
     folders = (e for e in path.first(64) if e.kind == "folder" and ("." in e.name or not path.is_remote))
     found = next((e for e in folders if is_hook(path / e.name)), None)
     return Evidence(found is not None, _LOOKED_FOR, "no chunks" if found is None else f"chunks in {found.name}")
@@ -93,7 +93,7 @@ class ChunkFolder:
         every = [(hook, chunks_of(hook)) for hook in hooks]
         check_same_chunks(every)
         for lost in gaps(every[0][1])[:_SHOWN]:
-            self.warnings.append(Remark("missing-file", f"numbers have gaps: missing are {lost}"))
+            self.warnings.append(Remark("missing-file", f"chunk numbers have gaps: missing are {lost}"))
         flat = parsed([path for _, chunks in every for path in chunks.values()], limit)
         each = len(flat) // len(hooks)
         self.hooks = [flat[i * each : (i + 1) * each] for i in range(len(hooks))]
@@ -123,7 +123,7 @@ class ChunkFolder:
                     )
 
     def _per_token(self) -> list[str]:
-        """Columns of integers. Others were cast to the dtype of the activations, which rounds ids."""
+        """The per-token columns with an integer dtype. Others were cast to the activations' dtype, which rounds ids."""
         made: list[str] = []
         for name in PER_TOKEN:
             types = {chunk.arrays[name].dtype if name in chunk.arrays else "" for chunk in self.first}
@@ -134,7 +134,8 @@ class ChunkFolder:
                 made.append(name)
             elif dtype:
                 text = (
-                    f"{name} were cast to {stored(dtype)} by override_dtype, which rounds token ids: no column has them"
+                    f"{name} were cast to {stored(dtype)} by override_dtype, which rounds token ids: they are not read "
+                    "as a column"
                 )
                 self.warnings.append(Remark("layout", text))
         return made
@@ -145,7 +146,7 @@ class ChunkFolder:
         return [name for name in names if name not in PER_TOKEN]
 
     def objects(self, wanted: Sequence[str], most: int) -> dict[str, list[Any]]:
-        """Values of metadata of the first examples."""
+        """Metadata values of the first examples."""
         made: dict[str, list[Any]] = {name: [] for name in wanted}
         for chunk, first in zip(self.first, self.units, strict=False):
             if first >= most:
@@ -174,7 +175,7 @@ class ChunkFolder:
             stop = min(most, n)
             values = self.objects([name for name in wanted if name in self.meta], stop)
             described = table_of(list(values), [(values, stop)])
-            if len(values) == len(wanted):  # a table without columns has no rows to which columns can be appended
+            if len(values) == len(wanted):  # a table without columns has no rows, so no column can be appended to it
                 return described.select(list(wanted))
             listed = columns.head([name for name in wanted if name in self.per_token], stop)
             for name in described.column_names:

@@ -102,9 +102,9 @@ def _claims(
     from actshard._arguments import NUMPY_BY_NAME
 
     real = NUMPY_BY_NAME.get(dtype)
-    said = fields.value.get("dtype")
-    if real is not None and said is not None and said != str(real):
-        report.add("dtype-claim", fields.path, str(real), str(said), f"field '{fields.where}.dtype'")
+    claimed = fields.value.get("dtype")
+    if real is not None and claimed is not None and claimed != str(real):
+        report.add("dtype-claim", fields.path, str(real), str(claimed), f"field '{fields.where}.dtype'")
     if fields.has(width_field) and fields.value[width_field] != width:
         code = "tensor" if width_field == "dim" else "count-claim"
         report.add(code, fields.path, width, f"{fields.value[width_field]}", f"field '{fields.where}.{width_field}'")
@@ -158,7 +158,7 @@ def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], rep
 
 
 class _AddressCheck:
-    """Checks the addresses in an extraction's index: in range, unique, and covering all rows."""
+    """Checks that the addresses in an extraction's index are in range and unique, and cover all rows."""
 
     def __init__(self, dataset: Extraction, counts: list[int], lasts: int, report: Report) -> None:
         self.dataset, self.report, self.lasts = dataset, report, lasts
@@ -172,12 +172,12 @@ class _AddressCheck:
         self,
         shard: NDArray[np.int64],
         row: NDArray[np.int64],
-        who: NDArray[np.int64],
+        numbers: NDArray[np.int64],
         what: str,
         part: Location,
         most: int,
     ) -> NDArray[np.int64]:
-        """Returns numbers of rows, -1 for addresses out of range, which are reported."""
+        """Returns row numbers. Addresses out of range are reported and become -1."""
         inside = (shard >= 0) & (shard < most)
         inside &= (row >= 0) & (row < np.where(inside, self.wide[np.where(inside, shard, 0)], 0))
         if not inside.all():
@@ -188,7 +188,7 @@ class _AddressCheck:
                 part,
                 f"shard {shard[i]}, row {row[i]} ({int((~inside).sum())} such {what})",
                 f"one of {most} shards, a row below {limit}" if 0 <= shard[i] < most else f"a shard below {most}",
-                f"row {who[i]}",
+                f"row {numbers[i]}",
             )
         return np.where(inside, self.starts[np.where(inside, shard, 0)] + row, -1)
 
@@ -207,24 +207,24 @@ class _AddressCheck:
     def last_tokens(self, part: Location, row: int, batch: Any) -> None:
         """Checks a batch of the index with addresses of last tokens only."""
         shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
-        who = np.arange(row, row + batch.num_rows)
-        _count(self.times, self.place(shard, at, who, "last tokens", part, self.lasts))
+        numbers = np.arange(row, row + batch.num_rows)
+        _count(self.times, self.place(shard, at, numbers, "last tokens", part, self.lasts))
 
     def all_tokens(self, part: Location, row: int, batch: Any) -> None:
         """Checks a batch of the index with addresses of all tokens."""
         shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
-        who = np.arange(row, row + batch.num_rows)
-        last = self.place(shard, at, who, "last tokens", part, self.lasts)
+        numbers = np.arange(row, row + batch.num_rows)
+        last = self.place(shard, at, numbers, "last tokens", part, self.lasts)
         id_ends, ids = lists_of(batch.column(TOKEN_LISTS[0]), TOKEN_LISTS[0], part, row)
         at_ends, rows = lists_of(batch.column(TOKEN_LISTS[1]), TOKEN_LISTS[1], part, row)
         lengths = np.diff(id_ends)
         if (np.diff(at_ends) != lengths).any():
             i = int(np.flatnonzero(np.diff(at_ends) != lengths)[0])
-            said, expected = f"{int(np.diff(at_ends)[i])} offsets", f"{int(lengths[i])}, one per shard id"
-            self.report.add("token-count", part, said, expected, f"row {row + i}")
+            found, expected = f"{int(np.diff(at_ends)[i])} offsets", f"{int(lengths[i])}, one per shard id"
+            self.report.add("token-count", part, found, expected, f"row {row + i}")
             return
         self.lengths(part, row, batch, lengths)
-        tokens = self.place(ids, rows, np.repeat(who, lengths), "tokens", part, len(self.counts))
+        tokens = self.place(ids, rows, np.repeat(numbers, lengths), "tokens", part, len(self.counts))
         empty = lengths == 0
         _count(self.times, tokens)
         _count(self.times, last[empty])
@@ -243,12 +243,12 @@ class _AddressCheck:
     def lengths(self, part: Location, row: int, batch: Any, lengths: NDArray[np.int64]) -> None:
         """Compares the number of addresses of each row with its token count."""
         if "num_tokens" in batch.schema.names:
-            said = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
-            wrong = ~np.isnan(said) & (said != lengths)
+            counts = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
+            wrong = ~np.isnan(counts) & (counts != lengths)
             if wrong.any():
                 i = int(np.flatnonzero(wrong)[0])
                 found = f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)"
-                self.report.add("token-count", part, found, f"num_tokens = {int(said[i])}", f"row {row + i}")
+                self.report.add("token-count", part, found, f"num_tokens = {int(counts[i])}", f"row {row + i}")
         empty = lengths == 0
         if empty.any():
             found = f"{int(empty.sum())} examples without tokens"
@@ -368,7 +368,7 @@ def _check_columns(dataset: Extraction, report: Report) -> None:
 
 
 def _check_texts(dataset: Extraction, report: Report) -> None:
-    """Checks that texts are unique. lmprobe finds rows by text, and reads those of the last of several equal texts."""
+    """Checks that texts are unique. lmprobe finds rows by text; for equal texts it reads the rows of the last prompt."""
     if dataset.names.count("text") != 1:
         return
     import pyarrow as pa

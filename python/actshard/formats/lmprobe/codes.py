@@ -22,7 +22,7 @@ FINDINGS = (
     Code(
         "pooling",
         WARNING,
-        "The one row of each example is not that of its last token.",
+        "The only row of each example is not the row of its last token.",
         "Probes of last-token activations would use other values.",
         "do not use it as last-token activations",
     ),
@@ -38,13 +38,13 @@ FINDINGS = (
         WARNING,
         "No address points to a stored row.",
         "The row is never read; addresses may be off by one.",
-        "write the index again; an off-by-one may have moved it",
+        "write the index again with corrected addresses",
     ),
     Code(
         "token-count",
         ERROR,
         "The token lists and the token count of an example differ.",
-        "Tokens are missing or too many.",
+        "The example has too few or too many tokens.",
         _INDEX,
     ),
     Code(

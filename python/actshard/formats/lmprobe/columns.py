@@ -59,8 +59,8 @@ class LmprobeCarrying(Carrying):
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        said = metadata.get("model")
-        model: dict[str, Any] = said if isinstance(said, dict) else {}
+        declared = metadata.get("model")
+        model: dict[str, Any] = declared if isinstance(declared, dict) else {}
         rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
         pooling = _hidden(metadata).get("pooling")
         own = {"pooling": pooling} if isinstance(pooling, str) else {}

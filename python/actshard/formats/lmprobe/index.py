@@ -34,27 +34,28 @@ TOKEN_LISTS = ("token_shard_ids", "token_shard_offsets")
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
 _BATCH_VALUES = 1 << 20
-"""A batch has this many values of lists at most, on average: lists of 10,000 tokens would make 16,384 rows take gigabytes."""
+"""Limit on the average number of list values per batch: 16,384 rows with lists of 10,000 tokens would take gigabytes."""
 _BUFFER = 1 << 20
-"""Bytes of a local file's column that are read at once."""
+"""Bytes of a column that are read at once from a local file."""
 _AHEAD = 64 << 20
-"""Bytes that are requested at once from a store, in whole row groups, because each request takes long."""
+"""Bytes that are requested at once from a remote store, in whole row groups, because requests are slow."""
 _EXPANDED, _EXPANSION = 256 << 20, 64
-"""A text column is decoded up to this size, and up to this factor of the index's size; a larger one stays a dictionary."""
+"""A text column is decoded if it takes at most ``_EXPANDED`` bytes plus ``_EXPANSION`` times the size of its file. A larger column
+stays dictionary-encoded."""
 
 
 _MOST_PARTS = 100_000
 
 
 def find_parts(path: Location) -> tuple[Location, list[Location]]:
-    """The folder that patterns are relative to, and the index files sorted by name."""
+    """The folder to which patterns are relative, and the index files sorted by name."""
     if path.kind() == "file":
         root = path.parent.parent if path.parent.name == "index" else path.parent
         numbered = _PART.fullmatch(path.name)
         if numbered is None:
             return root, [path]
         # One part selects all parts of the index.
-        if not path.lists:  # a web server: the names follow from this one
+        if not path.lists:  # a web server: the other names are derived from this one
             total, width = min(int(numbered["total"]), _MOST_PARTS), len(numbered["total"])
             names = (f"{numbered['split']}-{i:0{width}d}-of-{numbered['total']}.parquet" for i in range(total))
             return root, [path.parent / name for name in names]
@@ -88,7 +89,7 @@ class Index:
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
             self.warnings.append(
-                Remark("format", f"duplicate column '{twice[0]}': the table cannot be read, activations can")
+                Remark("format", f"duplicate column '{twice[0]}': activations can be read, but the table cannot")
             )
         if claimed is not None and claimed != self.num_rows:
             self.warnings.append(
@@ -184,15 +185,15 @@ class Index:
                     coded = [name for name in texts if not _fits(part, file, name, most)]
                     table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=coded)
                 for name, column in zip(names, table.columns, strict=True):
-                    # Texts are not checked by pyarrow, nor are codes, also if the file declares them, such as pandas categories.
+                    # pyarrow checks neither strings nor dictionary codes, even if the file declares them (pandas categories).
                     if name in texts or _holds_codes(column.type):
                         column.validate(full=True)
                 tables.append(_plain_texts(table, coded, most))
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
-                said = f"cannot read columns {list(names)}: {_one_line(error)}"
-                raise from_reader(error, part, "read", said) from error
+                message = f"cannot read columns {list(names)}: {_one_line(error)}"
+                raise from_reader(error, part, "read", message) from error
         kinds = [{n: t.schema.field(n).type for n in names} for t in tables]
         mixed = [
             n for n in names if any(k[n] != kinds[0][n] for k in kinds) and any(map(_is_coded, (k[n] for k in kinds)))
@@ -256,8 +257,8 @@ class Index:
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
-                said = f"cannot read columns {list(names)}: {_one_line(error)}"
-                raise from_reader(error, part, "read", said) from error
+                message = f"cannot read columns {list(names)}: {_one_line(error)}"
+                raise from_reader(error, part, "read", message) from error
 
     def addresses(self, shards: int, shard_column: str, row_column: str, *, lists: bool) -> Addresses:
         """Reads the address columns into the core's table, in batches. No per-token data stay in Python."""
@@ -294,9 +295,7 @@ class Index:
         return addresses
 
 
-UNLISTED = (
-    "names cannot be listed there, which finds the index: give the URL of the index file (.../index/NAME.parquet)"
-)
+UNLISTED = "names cannot be listed there to find the index: give the URL of the index file (.../index/NAME.parquet)"
 
 
 def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
@@ -333,7 +332,7 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
 
 
 def _fits(part: Location, source: pa.NativeFile, name: str, most: int) -> bool:
-    """Whether a column of texts takes at most ``most`` bytes for certain. A store would be asked for every page's header."""
+    """Whether a text column certainly takes at most ``most`` bytes. False for remote files: each page header costs a request."""
     import pyarrow.parquet as pq
 
     if not part.storage.local:
@@ -361,7 +360,7 @@ def _batches(file: Any, names: Sequence[str], rows: int, local: bool) -> Iterato
 
 
 def _json_or_text(value: bytes, part: Location) -> Any:
-    """A metadata value: JSON, or the text itself if it is not JSON, as in lmprobe's reader."""
+    """A metadata value, parsed as JSON if possible, else the string itself, as in lmprobe's reader."""
     text = value.decode("utf-8", "replace")
     try:
         json.loads(text)
@@ -383,7 +382,7 @@ def _is_coded(kind: Any) -> bool:
 
 
 def _holds_codes(kind: Any) -> bool:
-    """Whether a column contains dictionary codes, directly or nested in lists and structs, by the type's string."""
+    """Whether a column contains dictionary codes, directly or nested in lists and structs, according to the type's name."""
     return _is_coded(kind) or "dictionary<" in str(kind)
 
 
@@ -422,7 +421,7 @@ def _one_line(error: BaseException) -> str:
 def int64_of(
     column: pa.Array, name: str, part: Location, row: int, ends: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Converts an integer column without nulls to int64. For values of lists, ``ends`` are the ends of the rows' lists."""
+    """Converts an integer column without nulls to int64. If it holds values of lists, ``ends`` are the ends of each row's list."""
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type):

@@ -26,12 +26,12 @@ _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k",
 """Descriptor fields that must agree between parts."""
 _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
 _COUNTED = 64 << 20
-"""Bytes of the parts' indexes up to which the merged one is written to memory, to know its size."""
-_BESIDE = ("logits_topk", "router_logits")
+"""If the parts' indexes are at most this large in bytes, the merged index is written to memory to determine its size."""
+_LOGITS = ("logits_topk", "router_logits")
 
 
 def _schema(datasets: Sequence[Extraction]) -> Any:
-    """The schema that holds the columns of all indexes."""
+    """The schema with the columns of all indexes."""
     import pyarrow as pa
 
     try:
@@ -48,7 +48,7 @@ def _check(plan: Merge) -> None:
         twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
         if twice:
             raise FormatError(f"duplicate column '{twice[0]}'", path=dataset.parts[0])
-        known = {*_BESIDE, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
+        known = {*_LOGITS, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
         unknown = sorted(set(dataset.metadata["tensors"]) - known)
         if unknown:
             raise UnsupportedError(f"merging is not supported for tensors {unknown}", path=path)
@@ -84,7 +84,7 @@ class _Extractions:
         self.last_at = _before(self.lasts)
         rests = [len(h["shards"]) - k for h, k in zip(self.described, self.lasts, strict=True)]
         self.rest_at = _before(rests)
-        self.beside_at: dict[str, list[int]] = {}
+        self.first_shards: dict[str, list[int]] = {}
         """Number of the first shard of each part, for logits and router logits."""
         self.taken: list[tuple[Path, Path]] = []
         for p, h in enumerate(self.hidden):
@@ -105,7 +105,7 @@ class _Extractions:
                     self.taken.append((dataset.inside(hidden, name(layer, s)).local, target))
 
     def _tensors(self) -> dict[str, Any]:
-        """The merged descriptors; also fills :attr:`beside_at` and :attr:`taken` for tensors beside the hidden states."""
+        """The merged descriptors. Also fills :attr:`first_shards` and :attr:`taken` for tensors other than hidden states."""
         tensors = dict(self.datasets[0].metadata["tensors"])
         merged = [s for h, k in zip(self.described, self.lasts, strict=True) for s in h["shards"][:k]]
         merged += [s for h, k in zip(self.described, self.lasts, strict=True) for s in h["shards"][k:]]
@@ -113,17 +113,17 @@ class _Extractions:
             key = self.hidden[0].where.removeprefix("tensors.")
             tensors[key] = {**self.described[0], "file_pattern": _HIDDEN_FILE, "shards": merged}
             tensors[key] |= {"last_token_shards": self.total} if self.full else {}
-        for kind in _BESIDE:
+        for kind in _LOGITS:
             if kind not in tensors:
                 continue
             every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in self.datasets]
             each = [fields.items("shards") for fields in every]
-            self.beside_at[kind] = _before([len(s) for s in each])
+            self.first_shards[kind] = _before([len(s) for s in each])
             listed = []
             for p, of_part in enumerate(each):
                 files = self.datasets[p].files_of(every[p], len(of_part))
                 for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
-                    file = f"tensors/{kind}_{self.beside_at[kind][p] + s:03d}.safetensors"
+                    file = f"tensors/{kind}_{self.first_shards[kind][p] + s:03d}.safetensors"
                     self.taken.append((source.local, self.plan.path / file))
                     listed.append({**shard.value, "file": file})
             pattern = f"tensors/{kind}_{{shard:03d}}.safetensors"
@@ -151,10 +151,12 @@ class _Extractions:
             """Replaces the addresses in a batch of a part's index."""
             if self.hidden[p] is not None:
                 columns["shard_index"] = _plus(columns["shard_index"], self.last_at[p])
-            elif "logits_topk" in self.beside_at:
-                columns["shard_index"] = _plus(columns["shard_index"], self.beside_at["logits_topk"][p])
+            elif "logits_topk" in self.first_shards:
+                columns["shard_index"] = _plus(columns["shard_index"], self.first_shards["logits_topk"][p])
             if "shard_index_logits" in columns:
-                columns["shard_index_logits"] = _plus(columns["shard_index_logits"], self.beside_at["logits_topk"][p])
+                columns["shard_index_logits"] = _plus(
+                    columns["shard_index_logits"], self.first_shards["logits_topk"][p]
+                )
             if self.full:
                 ids = columns[TOKEN_LISTS[0]]
                 columns[TOKEN_LISTS[0]] = _renumbered(ids, self.lasts[p], self.last_at[p], self.total + self.rest_at[p])
@@ -199,7 +201,7 @@ def _plus(column: Any, n: int) -> Any:
 
 
 def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
-    """Offsets lists of shard numbers: last-token shards by one offset, sequence shards by another."""
+    """Adds an offset to shard numbers in lists: one for last-token shards, another for sequence shards."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -248,9 +250,9 @@ class LmprobeMerger(Merger):
         import pyarrow as pa
 
         parts = _Extractions(plan)
-        held = sum(file.local.stat().st_size for dataset in parts.datasets for file in dataset.parts)
-        if held > _COUNTED:
-            return 1, held, False
+        total = sum(file.local.stat().st_size for dataset in parts.datasets for file in dataset.parts)
+        if total > _COUNTED:
+            return 1, total, False
         to = pa.BufferOutputStream()
         parts.write_index(to)
         return 1, to.tell(), True

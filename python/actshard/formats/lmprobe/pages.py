@@ -1,7 +1,7 @@
 """The largest size of a Parquet text column after decoding, from the headers of its pages.
 
 Parquet stores repeated values once, so 12 kB can contain 5 GB of text. Reading such a column as a dictionary is safe, and takes
-eight times as long if its values do not repeat. The headers tell before anything is decoded:
+eight times as long if its values do not repeat. Page headers give a bound before anything is decoded:
 
 .. code-block:: text
 
@@ -9,7 +9,7 @@ eight times as long if its values do not repeat. The headers tell before anythin
     PLAIN                values take no more than the page's uncompressed size, which pyarrow enforces
     dictionary codes     each value takes no more than the longest value of the dictionary
 
-Only headers as writers make them count: increasing field numbers, at most one dictionary, first. Anything else has no bound.
+Only regular pages have a bound: increasing field numbers in headers, and at most one dictionary, in front.
 Source: ``parquet.thrift`` of the format's repository.
 """
 
@@ -25,27 +25,27 @@ _PLAIN, _CODES = 0, (2, 8)
 """Encodings; PLAIN_DICTIONARY (2) in a dictionary page means PLAIN."""
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
 _HEADERS = (512, 1 << 16)
-"""Bytes read for a header; statistics can make it long."""
+"""Bytes read for a header: first the small number, then the large one, because statistics can make a header long."""
 _PAGES, _PAGE = 1_000, 4_096
-"""Pages of a chunk: this many, and one more per this many bytes. Parsing must not take longer than decoding."""
+"""Limit on the pages of a chunk: ``_PAGES``, plus one per ``_PAGE`` bytes. Parsing must not take longer than decoding."""
 _FACTOR = 64
-"""Chunks that expand no more than this need no look at their dictionary."""
+"""The dictionary is not read for chunks that expand at most by this factor."""
 _DEPTH = 4
 
 Thrift = dict[int, Any]
 
 
 class _NoBoundError(Exception):
-    """The pages are not as writers make them."""
+    """The pages are irregular, so there is no bound."""
 
 
 def decoded_at_most(source: pa.NativeFile, file: pq.ParquetFile, name: str) -> int | None:
-    """The most bytes of text that a column can take after decoding; None if its pages have no bound.
+    """An upper bound of a text column's size after decoding, in bytes; None if its pages have no bound.
 
     Args:
         source: the open file.
-        file: the same as a Parquet file.
-        name: a column of texts.
+        file: the same file, opened by pyarrow.
+        name: the text column.
     """
     found = [i for i in range(len(file.schema)) if file.schema.column(i).path == name]
     if len(found) != 1 or file.schema.column(found[0]).max_repetition_level:
@@ -77,7 +77,7 @@ def _chunk(source: pa.NativeFile, file: pq.ParquetFile, name: str, group: int, c
             dictionary, entries = (
                 max(raw, stored),
                 _number(header.get(7), 1),
-            )  # uncompressed: raw is not looked at by readers
+            )  # readers ignore raw if the page is not compressed
         elif kind in (_DATA, _DATA_2):
             values, encoding = ((5, 2), (8, 4))[kind == _DATA_2]
             count, encoding = _number(header.get(values), 1), _number(header.get(values), encoding)
@@ -98,7 +98,7 @@ def _chunk(source: pa.NativeFile, file: pq.ParquetFile, name: str, group: int, c
 
 
 def _longest(source: pa.NativeFile, file: pq.ParquetFile, name: str, group: int, entries: int) -> int:
-    """The longest value of a chunk's dictionary, which comes with its first row."""
+    """The length of the longest value in a chunk's dictionary, which is read with the first row."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
@@ -114,13 +114,13 @@ def _longest(source: pa.NativeFile, file: pq.ParquetFile, name: str, group: int,
 
 
 def _header(source: pa.NativeFile, at: int, end: int) -> tuple[Thrift, int]:
-    """A page's header, and where its body begins."""
+    """A page's header, and the offset of its body."""
     for length in _HEADERS:
         source.seek(at)
         data = source.read(min(length, end - at))
         try:
             header, used = _struct(data, 0, 0)
-        except IndexError:  # longer
+        except IndexError:  # the header is longer
             continue
         return header, at + used
     raise _NoBoundError
@@ -134,7 +134,7 @@ def _number(header: Any, field: int) -> int:
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[Thrift, int]:
-    """Parses a struct of numbers, flags, texts and structs. Field numbers increase, so that no field is given twice."""
+    """Parses a struct of numbers, flags, strings and structs. Field numbers must increase, so no field occurs twice."""
     found: Thrift = {}
     field = 0
     if depth > _DEPTH:

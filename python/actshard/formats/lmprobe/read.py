@@ -9,7 +9,7 @@
 
 ``shard_index``/``row_offset`` are the address of the last token; ``token_shard_ids``/``token_shard_offsets`` those of all tokens.
 File and tensor names follow the descriptors' patterns. Sources: the published format text, and files of lmprobe 0.10.3, which
-differ: the safetensors header gives the dtype, whatever the descriptor says; logits keys have a prefix; ``num_tokens`` may be
+differ from it: the dtype is that of the safetensors header, not of the descriptor; logits keys have a prefix; ``num_tokens`` may be
 null; a shard without rows has no file; router tensors are not in the text.
 """
 
@@ -38,7 +38,7 @@ from actshard.formats.contents import Contents, Evidence, Logits, Options, Route
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
 from actshard.location import Location
 
-# Names in lmprobe's code first, those in the text second.
+# Names in lmprobe's code, then names in the format text.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))
 ROUTER_KEY = "router.layer_{layer}"
 _FILES_AT_MOST = 1 << 20

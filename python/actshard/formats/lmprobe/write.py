@@ -1,9 +1,9 @@
 """Writes lmprobe datasets, format 2.0, readable by lmprobe 0.10.3.
 
-Where lmprobe's own writer differs from the text (docs/formats/lmprobe.md), its reader decides: tensor names are those of its code.
+Where lmprobe's writer differs from the format text (docs/formats/lmprobe.md), files follow its reader, such as in tensor names.
 Descriptors contain the true dtypes and row sizes, which its reader ignores. Shards without rows, which it cannot open, are never
-written. Full-sequence datasets store last tokens in separate shards, which come first; their number is known only at the end, so
-shards have temporary names until then.
+written. Full-sequence datasets store last tokens in separate shards, which are numbered first. The number of these shards is known
+only at the end, so shards have temporary names until then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import actshard._native as _native
 from actshard._arguments import name_of
 from actshard._columns import numbers
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
-from actshard.formats.lmprobe.beside import is_router, write_beside
 from actshard.formats.lmprobe.index import TOKEN_LISTS
+from actshard.formats.lmprobe.logits import is_router, write_logits
 from actshard.formats.tables import as_schema, as_text
 from actshard.formats.target import (
     FLOATS,
@@ -73,7 +73,7 @@ class LmprobeTarget(Target):
     format: ClassVar[str] = "lmprobe"
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
-        "storage": '"pooled" (one row per example) or "full_sequence"; default: by the first examples',
+        "storage": '"pooled" (one row per example) or "full_sequence"; default: determined by the first examples',
         "pooling": 'how rows were pooled (default: "last_token")',
         "model": "name of the source model",
         "revision": "revision of the source model",
@@ -144,7 +144,7 @@ class LmprobeTarget(Target):
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows per shard of shards with one row per example."""
+        """Rows per shard, for shards with one row per example."""
         return min(max(1, self.limit // self.row_bytes), _INT32)
 
     @property
@@ -248,19 +248,19 @@ class LmprobeTarget(Target):
         if self.dtype is None:
             return
         shard, row = divmod(len(lengths), self.rows_per_shard)
-        held = {"last": [self.rows_per_shard] * shard + [row] * (row > 0), "rest": self._rest}
+        rows_of = {"last": [self.rows_per_shard] * shard + [row] * (row > 0), "rest": self._rest}
         for path in (self.root / "tensors").glob(".*.part"):
             named = _WORKING.fullmatch(path.name)
             kind, layer, number = named.groups() if named is not None else ("", "", "")
-            if not kind or int(layer) not in self.spec.layers or int(number) >= len(held[kind]):
+            if not kind or int(layer) not in self.spec.layers or int(number) >= len(rows_of[kind]):
                 path.unlink()
-            elif path.stat().st_size > (size := self.header + held[kind][int(number)] * self.row_bytes):
+            elif path.stat().st_size > (size := self.header + rows_of[kind][int(number)] * self.row_bytes):
                 os.truncate(path, size)
 
     def _assign(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sequence shard and first row of each example, assigned greedily like lmprobe's writer.
 
-        A shard is never begun by an example without rows, because lmprobe cannot open an empty shard.
+        An example without rows never begins a shard, because lmprobe cannot open an empty shard.
         """
         shards, firsts = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
         for i, rows in enumerate(np.maximum(tokens - 1, 0).tolist()):
@@ -276,7 +276,7 @@ class LmprobeTarget(Target):
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.full:
             return np.arange(0, len(lengths), self.rows_per_shard)
-        # Shards of last tokens, which are small, begin elsewhere.
+        # The borders of last-token shards are ignored, because these shards are small.
         self._rest, self._weight = [], 0
         _, firsts = self._assign(lengths[:, 0])
         self._rest, self._weight = [], 0
@@ -376,7 +376,7 @@ class LmprobeTarget(Target):
                     wrote.append(self._complete(self._working(layer, kind, i), name, layer, count))
         tensors = {"hidden_layers": self._descriptor(shards, len(lasts))}
         columns = self._columns(examples, tokens)
-        tensors |= write_beside(self.root, self.limit, examples, columns)
+        tensors |= write_logits(self.root, self.limit, examples, columns)
         _native.sync_files(wrote)
         sync_folders([self.root / "tensors"])
         for stray in (self.root / "tensors").glob(".*.part"):
@@ -449,7 +449,7 @@ class LmprobeTarget(Target):
             if examples.columns is None
             else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
         )
-        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" itself if present
+        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" precedes its other names
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
         made: dict[str, Any] = {
             "label": _label(given.pop("label", None), n),
@@ -463,22 +463,22 @@ class LmprobeTarget(Target):
             made["token_offset"] = numbers(row)
         for name in sorted(OWN_COLUMNS & given.keys()):  # accepted by an older release, which checked names only here
             given[f"given_{name}"] = given.pop(name)
-            self._tell(
+            self._warn(
                 "column-renamed", f"column {name!r} is stored as 'given_{name}', because lmprobe reserves the name"
             )
         made |= {name: given[name] for name in sorted(given)}
         return made
 
-    def _tell(self, code: str, said: str) -> None:
-        warnings.warn(ActshardWarning(f"{self.root}: {said}", code=code), stacklevel=2)
+    def _warn(self, code: str, message: str) -> None:
+        warnings.warn(ActshardWarning(f"{self.root}: {message}", code=code), stacklevel=2)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
-        """Token counts. For pooled data those given by the caller, else null, as lmprobe writes it."""
+        """Token counts. For pooled data, the caller's counts or nulls, as lmprobe writes them."""
         import pyarrow as pa
 
         if self.full:
             if column is not None:
-                self._tell("column-left-out", "column 'num_tokens' is left out: it is computed for full sequences")
+                self._warn("column-left-out", "column 'num_tokens' is left out: it is computed for full sequences")
             return numbers(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())

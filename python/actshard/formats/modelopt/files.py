@@ -15,7 +15,7 @@ _SUFFIX = ".pt"
 
 
 def _files(root: Location, most: int | None) -> list[Location]:
-    """Files below a folder, by relative path; if ``most`` is given, some of those in the folder itself."""
+    """Files in a folder and its subfolders, by relative path. With ``most``: some of the files directly in the folder."""
     if most is not None:
         names = [entry.name for entry in root.first(4096) if entry.kind == "file" and entry.name.endswith(_SUFFIX)]
         return [root / name for name in sorted(names)[:most]]

@@ -1,7 +1,7 @@
 """Writes Model-Optimizer's hidden states, as ``compute_hidden_states_hf.py`` writes them; see ``files`` for the layout.
 
-The example's number is the file's name, with 8 digits, so that the order of names is that of examples. The conversation's own id,
-if there is one, is stored in the file.
+A file's name is the example's number with 8 digits, so that names sort in the order of the examples. The conversation's id, if
+there is one, is stored in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DIGITS = 8
 
 
 class ModeloptTarget(DraftTarget):
-    """Writes ``00000000.pt`` and on."""
+    """Writes ``00000000.pt``, ``00000001.pt``, ..."""
 
     format: ClassVar[str] = "modelopt"
     makes: ClassVar[tuple[str, ...]] = ("*.pt",)

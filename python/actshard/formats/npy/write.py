@@ -23,5 +23,5 @@ class NpyTarget(PlainTarget):
 
     def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
         """Version 1.0 with 128 bytes, as numpy writes it."""
-        said = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': {shape}, }}"
-        return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + said.encode().ljust(117) + b"\n"
+        text = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': {shape}, }}"
+        return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.encode().ljust(117) + b"\n"

@@ -1,9 +1,9 @@
 """Parquet files: which ones are a dataset, their columns of vectors, and decoding a row group.
 
 A column of vectors is ``list``, ``large_list`` or ``fixed_size_list`` of float16, float32 or float64, or such a list of lists.
-A row group is decoded as a whole, by pyarrow, into one array. Rows are never taken from pyarrow's lists: ``take`` and
-``combine_chunks`` of pyarrow have 32-bit offsets, and returned other rows' values above 2^31 elements (apache/arrow#44164).
-The values of each chunk that pyarrow returns are copied to their place with 64-bit arithmetic.
+pyarrow decodes a row group as a whole, in chunks, whose values are copied to one array with 64-bit arithmetic. ``take`` and
+``combine_chunks`` of pyarrow are not used: they have 32-bit offsets, and returned values of wrong rows above 2^31 elements
+(apache/arrow#44164).
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ _WORD = re.compile(
 )
 _SAME = {"val": "valid", "dev": "valid", "eval": "test"}
 _LARGEST = 1 << 31
-"""Sizes that features state are smaller."""
+"""Sizes in features must be below this limit."""
 
 
 def parquet_files(path: Location) -> list[Location]:
-    """The files of a dataset, in the order of their names: the file itself, those in the folder, or those in its ``data``.
-
-    Raises:
-        UnknownFormatError: files of several splits, or of several datasets.
-    """
+    """The parquet files of a path, sorted by name: the file itself, or those in the folder or else in its folder ``data``."""
     if path.kind() == "file":
         return [path] if path.name.endswith(".parquet") else []
     for folder in (path, path / "data"):
@@ -72,28 +68,29 @@ def check_one_dataset(path: Location, files: list[Location]) -> None:
     if len({count for _, count in parts}) > 1 or len(set(parts)) < len(parts):
         shown = ", ".join(file.name for file in files[:4])
         raise UnknownFormatError(
-            f"contains the files of several uploads ({shown}), in which rows may repeat. Keep those of one", path=path
+            f"contains the files of several uploads ({shown}), so rows may repeat. Keep the files of one upload",
+            path=path,
         )
     described = [file.name for file in files if sidecar(file).exists()]
     if len(files) > 1 and described:
         raise UnknownFormatError(
-            f"contains {len(files)} parquet files with descriptions of their own. Open one: {', '.join(described[:10])}",
+            f"contains {len(files)} parquet files with separate descriptions. Open one: {', '.join(described[:10])}",
             path=path,
         )
 
 
 def _word(name: str) -> str | None:
-    """The split that a name without numbers states: ``train.parquet``, ``acts_test.parquet``."""
+    """The split in a file name without numbers, such as ``train.parquet`` or ``acts_test.parquet``."""
     found = _WORD.search(name.lower())
     word = None if found is None else found[1] or found[2]
     return None if word is None else _SAME.get(word, word)
 
 
 def missing_parts(files: list[Location]) -> list[str]:
-    """Numbers of files that are not there, of those that names such as ``train-00000-of-00003.parquet`` count."""
+    """Numbers of missing files, according to names such as ``train-00000-of-00003.parquet``."""
     matches = [match for file in files if (match := _SPLIT.fullmatch(file.name))]
-    there = {int(match[2]) for match in matches}
-    return [f"{number:05}" for number in range(int(matches[0][3]) if matches else 0) if number not in there]
+    numbers = {int(match[2]) for match in matches}
+    return [f"{number:05}" for number in range(int(matches[0][3]) if matches else 0) if number not in numbers]
 
 
 def sidecar(file: Location) -> Location:
@@ -114,15 +111,15 @@ class VectorColumn:
     """1: a vector per row. 2: a sequence."""
     type: str
     width: int | None
-    """d_model, if types or features state it."""
+    """d_model, if types or features specify it."""
     tokens: int | None
-    """Tokens per row, if types or features state them."""
+    """Tokens per row, if types or features specify them."""
     typed: bool = False
     """Whether it is an extension type, or a list of fixed size."""
 
     @property
     def likely(self) -> bool:
-        """Whether the column contains activations by its type or name. Lists of floats also hold scores and loss weights."""
+        """Whether the type or name suggests activations. Lists of floats may also be scores or loss weights."""
         return self.typed or self.levels == 2 or _NAMED.search(self.name) is not None
 
     @property
@@ -132,7 +129,7 @@ class VectorColumn:
 
 
 class ParquetFile:
-    """A file's footer. The file is opened again for each read, so that it can be used after a fork, and from many threads."""
+    """A file's footer. Each read opens the file again, so the object can be used after a fork and by many threads."""
 
     def __init__(self, path: Location) -> None:
         self.path = path
@@ -191,8 +188,8 @@ class ParquetFile:
             sizes = list(field.type.shape)
         if str(kind) not in FLOATS or not 1 <= len(sizes) <= 2:
             return None
-        said = features.get(field.name)
-        shape = said.get("shape") if isinstance(said, dict) else None
+        feature = features.get(field.name)
+        shape = feature.get("shape") if isinstance(feature, dict) else None
         if isinstance(shape, list) and len(shape) == len(sizes):
             sizes = [
                 own or (n if type(n) is int and 0 < n < _LARGEST else None) for own, n in zip(sizes, shape, strict=True)
@@ -208,7 +205,7 @@ class ParquetFile:
         return int(self.meta.row_group(group).num_rows)
 
     def values(self, group: int, column: VectorColumn) -> int:
-        """Number of values of a column in a row group, as the footer states it."""
+        """Number of values of a column in a row group, according to the footer."""
         return int(self.meta.row_group(group).column(column.number).num_values)
 
     def check_unchanged(self) -> None:
@@ -238,8 +235,8 @@ class ParquetFile:
         """Decodes a row group: ``(rows, tokens, width)``, shorter sequences padded with zeros.
 
         Raises:
-            FormatError: a null, or a row of another length than ``lengths``, which are those of the first layer's rows; the
-                message contains its number, counted from ``first``.
+            FormatError: a row is null, or its length differs from ``lengths``, the lengths in the first layer. The message
+                contains the row's number, counted from ``first``.
         """
         n = self.group_rows(group)
         expected = np.broadcast_to(np.asarray(lengths, np.int64), n)
@@ -305,7 +302,7 @@ def _count_leaves(kind: pa.DataType) -> int:
 
 
 def _nested(lists: pa.Array, column: VectorColumn) -> pa.Array:
-    """Rows of a tensor of two axes, which are stored as lists of all its elements, as lists of vectors."""
+    """Converts 2-D tensors that are stored as flat lists of elements to lists of vectors."""
     import pyarrow as pa
 
     inner = getattr(lists.type, "value_type", None)
@@ -317,7 +314,7 @@ def _nested(lists: pa.Array, column: VectorColumn) -> pa.Array:
 
 
 def ends_of(lists: pa.Array) -> NDArray[np.int64]:
-    """Numbers of the first value of each list, and of the value after the last, among ``lists.values``."""
+    """Positions in ``lists.values``: of the first value of each list, then of the end of the last list."""
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(lists.type):
@@ -336,7 +333,10 @@ def fill(
     first: int,
     path: Location,
 ) -> None:
-    """Copies the vectors of a chunk of rows: ``(rows, tokens, width)``, ``expected`` of each. Raises FormatError by row."""
+    """Copies the vectors of a chunk of rows to ``made``, ``(rows, tokens, width)``. ``expected`` is the number per row.
+
+    Raises FormatError with the row's number for nulls and other numbers of vectors or values.
+    """
     _, tokens, width = made.shape
 
     def refuse(row: int, expected: str, found: Any) -> FormatError:
@@ -371,7 +371,7 @@ def _refuse_nulls(values: pa.Array, error: Callable[[int], FormatError]) -> None
 
 
 def lengths_of(file: ParquetFile, group: int, column: VectorColumn) -> NDArray[np.int64]:
-    """Tokens of each row of a row group, which is decoded."""
+    """Tokens of each row of a row group. Decodes the group."""
     with boundary(file.path, "read"):
         parts = [np.diff(ends_of(chunk)) for chunk in file.chunks(group, column)]
     return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -45,7 +45,7 @@ _RUNNER = "cache_activations_runner_cfg.json"
 
 
 def detect(path: Location) -> Evidence:
-    """Checks the schema of the first parquet file, and what lies beside it."""
+    """Checks the schema of the first parquet file, and the descriptions next to it."""
     files = parquet_files(path)
     if not files:
         return Evidence(False, LOOKED_FOR, "no parquet file")
@@ -53,7 +53,7 @@ def detect(path: Location) -> Evidence:
     try:
         columns = ParquetFile(first).vectors()
     except ActshardError as error:
-        return Evidence(False, LOOKED_FOR, f"{first.name}, of which the schema cannot be read ({error.detail})")
+        return Evidence(False, LOOKED_FOR, f"{first.name}, whose schema cannot be read ({error.detail})")
     likely = [column for column in columns if column.likely]
     if likely:
         return Evidence(True, LOOKED_FOR, f"column {likely[0].name} in {first.name}")
@@ -80,7 +80,7 @@ class ParquetDataset:
         missing = missing_parts(paths) if path.kind() == "folder" else []
         if missing:
             named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            text = f"{len(missing)} of the files that names such as {paths[0].name} count are missing: {named}"
+            text = f"{len(missing)} files are missing according to names such as {paths[0].name}: {named}"
             self.warnings.append(Remark("missing-file", text))
         self.files = [ParquetFile(file) for file in paths]
         if not self.files:
@@ -96,34 +96,37 @@ class ParquetDataset:
         self.lengths = self._lengths()
 
     def _described(self) -> dict[str, Any]:
-        """NLA's description, or SAELens' configuration; empty without one."""
-        beside = sidecar(self.files[0].path)
-        if len(self.files) == 1 and beside.exists():
-            return self._sidecar(beside)
+        """NLA's description or SAELens' configuration; empty if there is neither."""
+        described = sidecar(self.files[0].path)
+        if len(self.files) == 1 and described.exists():
+            return self._sidecar(described)
         config = self.path / _RUNNER if self.path.kind() == "folder" else None
         if config is not None and config.exists():
             value = read_json(config)
             return value if isinstance(value, dict) else {}
         return {}
 
-    def _sidecar(self, beside: Location) -> dict[str, Any]:
+    def _sidecar(self, path: Location) -> dict[str, Any]:
         try:
             import yaml
         except ImportError:
-            text = f"{beside.name} is not read: it needs the package pyyaml (pip install 'actshard[tokens]')"
+            text = f"{path.name} is not read: it needs the package pyyaml (pip install 'actshard[tokens]')"
             self.warnings.append(Remark("layout", text))
             return {}
         try:
-            value = yaml.safe_load(beside.read(limit=_MOST_SIDECAR))
+            value = yaml.safe_load(path.read(limit=_MOST_SIDECAR))
         except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
             text = " ".join(str(error).split())[:200]
-            raise FormatError(f"expected YAML: {text}", path=beside, code="metadata") from error
+            raise FormatError(f"expected YAML: {text}", path=path, code="metadata") from error
         if not isinstance(value, dict):
-            raise FormatError("expected a description, a mapping, found another value", path=beside, code="metadata")
+            raise FormatError("expected a description, a mapping, found another value", path=path, code="metadata")
         return {str(key): entry for key, entry in value.items()}
 
     def _choose(self) -> list[VectorColumn]:
-        """The columns that are layers: those named or typed as vectors, sequences before vectors, the widest, of one dtype."""
+        """The columns that are layers, all of one kind, width and dtype.
+
+        Preferred are columns with a type or name of activations, then sequences, then the widest vectors.
+        """
         columns = self.files[0].vectors()
         columns = [column for column in columns if column.likely] or columns
         found = [(self._width(column), column) for column in columns]
@@ -142,11 +145,11 @@ class ParquetDataset:
         return chosen
 
     def _width(self, column: VectorColumn) -> int:
-        """d_model: by the type or the features, by the numbers of values and rows, or by the first row."""
+        """d_model: from the type or the features, else from the numbers of values and rows, else from the first row."""
         if column.width is not None or not self.groups:
             return column.width or 0
         if column.levels == 1:
-            # A null and an empty list count as one value: other groups disagree with a group that has some.
+            # A null or an empty list counts as one value, so the quotient of such a group has a remainder or differs.
             shares = {divmod(file.values(g, column), file.group_rows(g)) for file, g in self.groups}
             if len(shares) == 1 and (share := shares.pop())[1] == 0:
                 return share[0]
@@ -158,7 +161,7 @@ class ParquetDataset:
         return 0
 
     def _lengths(self) -> list[NDArray[np.int64]] | int:
-        """Tokens of each example per row group, or of all examples. Sequences of unknown lengths are decoded once."""
+        """Tokens of each example, by row group; a single number if all are equal. Sequences of unknown length are decoded once."""
         first = self.columns_found[0]
         fixed = first.tokens
         each = self.d_model * (fixed or 0)
@@ -177,16 +180,16 @@ class ParquetDataset:
     def layers(self) -> tuple[int | str, ...]:
         """Names of the layers: the columns' names, or NLA's layer index."""
         extraction = self.described.get("extraction")
-        said = extraction.get("layer_index") if isinstance(extraction, dict) else None
+        number = extraction.get("layer_index") if isinstance(extraction, dict) else None
         if len(self.columns_found) == 1:
-            if _is_layer(said):
-                return (said,)
+            if _is_layer(number):
+                return (number,)
             if (constant := self._constant("activation_layer")) is not None:
                 return (constant,)
         return tuple(column.name for column in self.columns_found)
 
     def _constant(self, name: str) -> int | None:
-        """The value of an integer column that is the same in all rows, by the statistics of the row groups."""
+        """The value of an integer column that is constant according to the statistics of the row groups; else None."""
         found: set[Any] = set()
         for file, group in self.groups:
             numbers = file.leaves.get(name, [])
@@ -244,7 +247,7 @@ class ParquetDataset:
         return tuple(name for name in self.files[0].schema.names if name not in layers)
 
     def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
-        """Reads columns row group after row group, of at least ``most`` examples if there are as many."""
+        """Reads columns row group by row group, until ``most`` examples are read or the dataset ends."""
         unknown = [name for name in wanted if name not in self.column_names]
         if unknown:
             raise NotStoredError(
@@ -319,5 +322,5 @@ class _Decode:
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads footers; decodes row groups only to find the lengths of sequences that no type or feature states."""
+    """Reads footers. Decodes row groups only for lengths of sequences that neither types nor features specify."""
     return ParquetDataset(path).contents(options)

@@ -42,7 +42,7 @@ class PickleCarrying(Carrying):
         return True
 
     def outgoing(self, table: pa.Table) -> pa.Table:
-        """Replaces the preview by the whole text where it is stored, so that other formats get one text column."""
+        """Replaces the preview by the whole text if that is stored, so that other formats get one text column."""
         import pyarrow.compute as pc
 
         if PREVIEW not in table.column_names or "text" not in table.column_names:

@@ -40,7 +40,7 @@ LOOKED_FOR = (
 )
 OWN_COLUMNS = ("sample_idx", "text_preview", "shape", "layers")
 CHEAP_BYTES = 256 << 20
-"""Up to this many compressed bytes, shards are inflated to count tokens."""
+"""Shards with up to this many compressed bytes in total are decompressed to count tokens."""
 MOST_COLUMNS = 4096
 """Limit on the number of distinct metadata fields in a table."""
 _UNLIMITED = 1 << 62
@@ -71,7 +71,7 @@ def detect(path: Location) -> Evidence:
 
 
 def _extraction(config: Any) -> Any:
-    """The settings that must agree between machines; the longest sample and the batch size may differ."""
+    """The settings that must agree between machines. The longest sample and the batch size may differ."""
     if not isinstance(config, dict):
         return config
     return {name: value for name, value in config.items() if name not in ("max_seq_length", "batch_size")}
@@ -93,11 +93,11 @@ def _is_one(path: Location) -> bool:
 
 
 _OF_OTHERS = {".zgroup", ".zmetadata", "zarr.json", "index"}
-"""Names in the folder of a dataset of another format."""
+"""Names that occur in folders of datasets of other formats."""
 
 
 def machines_in(path: Location) -> list[Location]:
-    """Subfolders with pickle shards, sorted by number; none if another dataset is among them."""
+    """Subfolders with pickle shards, sorted by number; empty if the folder also contains other datasets."""
     try:
         if not path.is_local and any(entry.name in _OF_OTHERS for entry in path.entries()):
             return []  # each subfolder would cost a request
@@ -115,7 +115,7 @@ def machines_in(path: Location) -> list[Location]:
 
 def _natural(path: Location) -> list[tuple[int, str]]:
     """Sort key that puts machine_2 before machine_10."""
-    # Only ASCII digits count; other digits are text.
+    # Only ASCII digits are numbers; other digits are compared as text.
     parts = re.split(r"([0-9]{1,15})", path.name)
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
@@ -135,7 +135,7 @@ class ListedShard:
 
     @property
     def dense(self) -> bool:
-        """Whether every number in its range is a sample."""
+        """Whether every number in the shard's range is a sample."""
         return self.ids[1] - self.ids[0] + 1 == self.samples
 
 
@@ -164,8 +164,10 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         extracted = _config(fields).get("layers_extracted")
         if isinstance(extracted, list):
             order |= dict.fromkeys(x for x in extracted if type(x) is int)
-    held = dict.fromkeys(layer for shard in shards for layer in shard.layers)
-    layers = tuple(layer for layer in order if layer in held) + tuple(layer for layer in held if layer not in order)
+    present = dict.fromkeys(layer for shard in shards for layer in shard.layers)
+    layers = tuple(layer for layer in order if layer in present) + tuple(
+        layer for layer in present if layer not in order
+    )
     if not shards or not layers:
         raise FormatError("expected at least one shard with a layer, found none", path=metadata[0].path)
 
@@ -335,22 +337,24 @@ def _check_statistics(metadata: Fields, shards: Sequence[ListedShard], warnings:
     if not isinstance(statistics, dict):
         return
     for name, found in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
-        said = statistics.get(name)
-        if said is not None and said != found:
-            warnings.append(Remark("claim", f"statistics.{name} is {show(said)}, but the listed shards give {found}"))
+        claimed = statistics.get(name)
+        if claimed is not None and claimed != found:
+            warnings.append(
+                Remark("claim", f"statistics.{name} is {show(claimed)}, but the listed shards give {found}")
+            )
 
 
 def _check_extraction(metadata: Fields, shards: Sequence[ListedShard], width: int, warnings: list[Remark]) -> None:
     """Compares the layers and width in ``extraction_config`` with the shards."""
     config = _config(metadata)
-    extracted, held = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
-    if extracted is not None and held:
+    extracted, present = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
+    if extracted is not None and present:
         named = [x for x in extracted if type(x) is int] if isinstance(extracted, list) else None
-        if named is None or len(named) != len(extracted) or len(set(named)) < len(named) or set(named) != held:
+        if named is None or len(named) != len(extracted) or len(set(named)) < len(named) or set(named) != present:
             warnings.append(
                 Remark(
                     "claim",
-                    f"extraction_config.layers_extracted is {show(extracted)}, but the listed shards contain {sorted(held)}",
+                    f"extraction_config.layers_extracted is {show(extracted)}, but the listed shards contain {sorted(present)}",
                 )
             )
     parameters = config.get("model_params")
@@ -375,7 +379,7 @@ def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
         if shards[j].ids[0] <= shards[i].ids[1]:
             last = min(shards[i].ids[1], shards[j].ids[1])
             raise _twice(shards, i, j, shards[j].ids[0], last - shards[j].ids[0] + 1)
-    # Shards whose range overlaps that of a shard before or after it in this order.
+    # Shards whose range overlaps the range of another shard.
     open_until, before, doubtful = -2, -1, set[int]()
     for i in placed:
         first, last = shards[i].ids
@@ -440,7 +444,7 @@ def _few(names: set[str]) -> str:
 def _first_shards(shards: Sequence[ListedShard], examples: int) -> list[int]:
     """The shards that contain the first examples."""
     before = itertools.accumulate((s.samples for s in shards), initial=0)
-    return [i for i, (s, held) in enumerate(zip(shards, before, strict=False)) if s.samples and held < examples]
+    return [i for i, (s, earlier) in enumerate(zip(shards, before, strict=False)) if s.samples and earlier < examples]
 
 
 def _columns(

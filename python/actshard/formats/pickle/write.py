@@ -1,4 +1,4 @@
-"""Writes pickle shards by the published text, in protocol 4, readable by its example code.
+"""Writes pickle shards as specified by the published text, in protocol 4; its example code can read them.
 
 Shards are assembled from opcodes around the rows in memory, because ``pickle.dump`` would copy the arrays. Globals are from
 ``numpy.core``, which both numpy 1 and 2 can import. In uncompressed shards every array is aligned to 64 bytes by no-op opcodes, so
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 SHARD_BYTES = 100_000_000
 """Shard size before compression; the text recommends 50 to 500 MB."""
 LONGEST_PREVIEW = 200
-"""Most characters in text_preview, by the text."""
+"""Maximum length of text_preview, as specified."""
 SAMPLES_PER_MACHINE = 1_000_000_000
-"""Sample numbers of part or machine i start at i times this, because parts do not know each other's number of examples."""
+"""Sample numbers of part or machine i start at i times this number, because a part does not know the sizes of other parts."""
 _ALIGN = 64
 _MADE = ("shape", "layers")
-"""Columns that the reader computes for every sample, whatever its metadata."""
+"""Columns that the reader computes for every sample, independently of its metadata."""
 _SHARD = re.compile(r"\.?(shard_\d{4,}\.pkl(?:\.gz)?)(?:\.part)?")
 """File name of a shard (group 1), or its temporary name."""
 _NAMED = ("model_name", "model_architecture", "model_params", "dataset_name", "dataset_config", "dataset_split")
@@ -65,7 +65,8 @@ class PickleTarget(Target):
         "level": "gzip level, 1 to 9 (default: 1)",
         "machine_id": "number of this machine in a distributed extraction (default: the part's number)",
         "total_machines": "number of machines in a distributed extraction",
-        "samples_per_machine": f"sample numbers of machine or part i start at i times this (default: {SAMPLES_PER_MACHINE:,})",
+        "samples_per_machine": "sample numbers of machine or part i start at i times this number "
+        f"(default: {SAMPLES_PER_MACHINE:,})",
     }
     unique: ClassVar[str | None] = "sample_idx"
     holds_partial_layers = True
@@ -89,17 +90,17 @@ class PickleTarget(Target):
             raise ArgumentError(f"machine_id: expected 0 to {self.machines - 1}, found {self.machine}")
         self.block_bytes = spec.shard_bytes or SHARD_BYTES
         self.per_machine = positive(spec.options, "samples_per_machine", SAMPLES_PER_MACHINE) or SAMPLES_PER_MACHINE
-        # By the text: machine_id * samples_per_machine + local_sample_idx. Parts of a machine count as separate machines.
+        # As specified: machine_id * samples_per_machine + local_sample_idx. Parts of a machine count as separate machines.
         self.base = (
             part if machine is None else machine if spec.part is None else machine * parts + part
         ) * self.per_machine
         if self.base + self.per_machine > 1 << 63:
             raise ArgumentError(f"samples_per_machine: {self.per_machine} makes sample numbers beyond 64 bits")
         self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
-        # A dataset whose time is given does not tell how long writing took, either.
+        # With a given creation time, the duration of writing is not recorded either, so that files are reproducible.
         self.began = time.monotonic() if given_time(spec) is None else None
         self._before = 0
-        """Number of shards that other tasks of a plan write before."""
+        """Number of earlier shards, which other tasks of a plan write."""
         self.shards: list[dict[str, Any]] = []
         self._new: list[Path] = []
         self._added: list[dict[str, Any]] = []
@@ -182,13 +183,13 @@ class PickleTarget(Target):
         ids, segments = self._pickled(block)
         make_folder(self.root)
         size, sha256 = _native.write_segments(_working(path), segments, self.level if self.compress else None)
-        held = [la for la, lengths in zip(self.spec.layers, block.lengths.T, strict=True) if (lengths >= 0).any()]
+        layers = [la for la, lengths in zip(self.spec.layers, block.lengths.T, strict=True) if (lengths >= 0).any()]
         entry = {
             "shard_id": number,
             "filename": path.name,
             "size_bytes": size,
             "num_samples": len(block),
-            "layers": held,
+            "layers": layers,
         }
         ids_of_it = {"sample_id_range": [min(ids), max(ids)]}
         self._added.append({**entry, **ids_of_it, "compressed": self.compress, "checksum": f"sha256:{sha256}"})
@@ -209,11 +210,11 @@ class PickleTarget(Target):
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         rows = tokens * len(self.spec.layers)
         most = max(1, self.block_bytes // self.row_bytes)
-        shards, held = 1, 0
+        shards, used = 1, 0
         for n in rows.tolist():
-            if held and held + n > most:
-                shards, held = shards + 1, 0
-            held += n
+            if used and used + n > most:
+                shards, used = shards + 1, 0
+            used += n
         return shards, shards + 1, int(rows.sum()) * self.row_bytes
 
     def _pickled(self, block: Block) -> tuple[list[int], list[NDArray[np.uint8]]]:

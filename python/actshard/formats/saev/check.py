@@ -61,8 +61,8 @@ def check(root: Location, report: Report, tell: Any) -> None:
         return
     size = per_example * d_model * ITEMSIZE
     listing = _listing(root, report, n, eps, fields)
-    there = [entry.name for entry in root.entries()] if root.lists else []
-    present = [root / name for name in there if re.fullmatch(r"acts\d+\.bin.*", name)]
+    file_names = [entry.name for entry in root.entries()] if root.lists else []
+    present = [root / name for name in file_names if re.fullmatch(r"acts\d+\.bin.*", name)]
     last = max((i for i, (_, count) in enumerate(listing) if count), default=0)
     for i, (shard, count) in enumerate(listing):
         tell("shards", i, len(listing))
@@ -136,8 +136,8 @@ def _check_shard(shard: Location, need: int, full: int, report: Report, *, exact
         found = shard.stat()
     except ActshardError as error:
         missing = isinstance(error, MissingFileError)
-        said = "No such file or directory" if missing else getattr(error.__cause__, "strerror", None) or error.detail
-        report.add("missing-file" if missing else "unreadable", shard, said, f"{need} bytes")
+        reason = "No such file or directory" if missing else getattr(error.__cause__, "strerror", None) or error.detail
+        report.add("missing-file" if missing else "unreadable", shard, reason, f"{need} bytes")
         return
     report.count("bytes", found.size)
     if found.kind != "file":

@@ -7,7 +7,7 @@ FINDINGS = (
         "hash-mismatch",
         WARNING,
         "The folder's name is not the hash of its metadata.",
-        "The folder was renamed, or its metadata were changed.",
+        "The folder was renamed, or its metadata changed.",
         "rename it to the hash, or restore the metadata",
     ),
     Code(

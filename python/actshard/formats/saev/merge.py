@@ -74,13 +74,14 @@ def _check(plan: Merge) -> None:
 
 
 _WORK = ".merging"
-"""Where the dump is put together before it gets its name."""
+"""Folder in which the dump is assembled before it gets its name."""
 
 
 class _Shards:
     """The shards of the merged dump.
 
-    Shards have equal numbers of examples: those at a shard boundary are taken as they are, others are copied together.
+    All shards have equal numbers of examples. Source shards that equal a merged shard are used unchanged; others are copied in
+    pieces.
     """
 
     def __init__(self, plan: Merge) -> None:
@@ -98,7 +99,7 @@ class _Shards:
         self.full = self.metadata.get("protocol") != "2.0"
 
     def pieces(self, shard: int) -> list[tuple[Path, int, int, int]]:
-        """The stretches of the parts' shards that make a shard: (file, first example, examples, first example in the shard)."""
+        """The pieces of source shards that form a shard: (file, first example, examples, first example in the shard)."""
         a, b = shard * self.eps, min(self.n, (shard + 1) * self.eps)
         made = []
         for p, begin in enumerate(self.starts[:-1]):
@@ -111,7 +112,7 @@ class _Shards:
         return made
 
     def divided(self) -> tuple[list[Assembled], list[tuple[Path, Path]]]:
-        """Shards that are copied together, and those that are taken as they are."""
+        """Shards that are copied from pieces, and source shards that are used unchanged."""
         copied, taken = [], []
         for shard in range(-(-self.n // self.eps)):
             name = f"{_WORK}/acts{shard:06}.bin"
@@ -134,7 +135,7 @@ class _Shards:
         return [{"name": f"acts{i:06}.bin", word: count} for i, count in enumerate(counts)]
 
     def labels(self) -> list[Assembled]:
-        """The file of patch labels, if the parts have it."""
+        """The file of patch labels, if the parts have one."""
         files = [part / "labels.bin" for part in self.plan.parts]
         if not files[0].exists():
             return []
@@ -146,7 +147,7 @@ class _Shards:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None if there is none: it was moved before."""
+    """Size of a file in bytes; None if it does not exist, because it was already moved."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -159,8 +160,8 @@ def _finish(shards: _Shards) -> Path:
     work = plan.path / _WORK
     if any((part / LENGTHS).exists() for part in plan.parts):
         lengths = [
-            np.fromfile(part / LENGTHS, "<u4") if (part / LENGTHS).exists() else np.full(held, shards.content, "<u4")
-            for part, held in zip(plan.parts, shards.counts, strict=True)
+            np.fromfile(part / LENGTHS, "<u4") if (part / LENGTHS).exists() else np.full(count, shards.content, "<u4")
+            for part, count in zip(plan.parts, shards.counts, strict=True)
         ]
         write_bytes(work / LENGTHS, np.concatenate(lengths).tobytes())
     write_json(work / "shards.json", shards.listing())

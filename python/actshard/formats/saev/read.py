@@ -10,9 +10,9 @@
                        saev's loaders ignore it
 
 Sources: the protocol text (2.0), and files that OSU-NLP-Group/saev wrote from October 2024 to March 2026. The text's field names
-were used for five days, so each field is found by any of its names, regardless of the protocol version. By the text the last
-shard may be short; saev's code pads it with zeros, and adds a shard of zeros if the examples fill the shards exactly. All variants
-are read. Padding is never read, because only the rows listed in shards.json are addressed.
+were used for five days, so each field is found by any of its names, regardless of the protocol version. The text allows a short
+last shard; saev's code pads it with zeros, and adds a shard of zeros if the examples fill the shards exactly. All variants are
+read. Padding is never read, because only the rows listed in shards.json are addressed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def open(path: Location, options: Options) -> Contents:
     shards = _shards(path, n, eps, protocol, warnings)
     _check_shards(shards, eps, example_bytes, warnings)
     _check_hash(path, fields.value, warnings)
-    beside = _beside(path, n, content, warnings)
+    extras = _extras(path, n, content, warnings)
     rows = Rows.strided(
         [(shard, count * per_example) for shard, count in shards if count],
         num_examples=n,
@@ -147,25 +147,25 @@ def open(path: Location, options: Options) -> Contents:
         files=lambda: [shard.place for shard, _ in shards],
         model=model or None,
         provenance=provenance,
-        extras=beside,
+        extras=extras,
         special_tokens=int(cls),
         warnings=tuple(warnings),
         labels=lambda: _labels(path / LABELS, n, content),
     )
 
 
-def _beside(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
-    """Names of the data stored besides the shards."""
-    beside = {
+def _extras(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
+    """Names of the data stored in addition to the shards."""
+    extras = {
         what: found
         for name, what in ((LABELS, "patch labels"), (LENGTHS, "lengths before padding"))
         if (found := (path / name).found()) is not None and found.kind == "file"
     }
-    if (found := beside.get("patch labels")) is not None and found.size != n * content:
+    if (found := extras.get("patch labels")) is not None and found.size != n * content:
         warnings.append(
             Remark("truncated", f"labels.bin: expected {n} x {content} = {n * content} bytes, found {found.size}")
         )
-    return tuple(beside)
+    return tuple(extras)
 
 
 def _protocol(fields: Fields, warnings: list[Remark]) -> str | None:
@@ -327,7 +327,7 @@ def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_byte
 
 
 def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:
-    """Warns unless the folder's name is a hash of its metadata, by any recipe that saev has used."""
+    """Warns unless the folder's name is a hash of its metadata, as computed by any version of saev."""
     if path.name not in hashes(metadata):
         warnings.append(
             Remark(
@@ -339,7 +339,7 @@ def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]
 
 
 def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Names that saev versions would give this dataset's folder, current version first."""
+    """The names that the versions of saev would give this dataset's folder, current version first."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -348,7 +348,9 @@ def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
     return (
         declared[:8],  # since 2025-10-14
         declared,  # 2025-10-10 to 14: orjson, in declaration order
-        digest(json.dumps(metadata, sort_keys=True, separators=(",", ":"))),  # since 2025-06-18: by the published text
+        digest(
+            json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+        ),  # since 2025-06-18: as in the protocol text
         digest(json.dumps(metadata, sort_keys=True)),  # before 2025-06-18
     )
 
@@ -397,10 +399,10 @@ def _check_sparse(claimed: int, files: Sequence[Location], path: Location) -> No
     """Rejects sparse files, which can claim any size, before memory is allocated for them."""
     if claimed <= _MODEST:
         return
-    there = sum(file.stat().stored for file in files)
-    if claimed > 64 * there:
+    on_disk = sum(file.stat().stored for file in files)
+    if claimed > 64 * on_disk:
         raise UnsupportedError(
-            f"expected data, found a sparse file: {claimed} bytes with {there} stored on disk", path=path
+            f"expected data, found a sparse file: {claimed} bytes with {on_disk} stored on disk", path=path
         )
 
 

@@ -1,4 +1,4 @@
-"""Writes saev shards: protocol 2.1 as saev's loaders read it, or 2.0 by the published text.
+"""Writes saev shards: protocol 2.1 as saev's loaders read it, or 2.0 as in the published text.
 
 The protocols differ (docs/formats/saev.md) in field names; in HASH (8 digits of the fields in order, or all 64 of the sorted
 fields); and in the last shard (padded with zeros to full size, or short). Neither gets the empty shard that saev's own writer
@@ -120,7 +120,7 @@ class SaevTarget(Target):
             budget = max(self.spec.shard_bytes // (self.spec.d_model * ITEMSIZE), self.per_example)
         else:
             budget = max(BUDGET, self.per_example)
-            if self.spec.whole is not None:  # as budget_of says, for all parts together
+            if self.spec.whole is not None:  # the limit of budget_of, for all parts together
                 budget = min(budget, self.spec.whole * self.per_example)
         if budget < self.per_example:
             raise ArgumentError(
@@ -195,9 +195,9 @@ class SaevTarget(Target):
             return None
         listed = read_json(place / "metadata.json")
         if not isinstance(listed, dict) or place.name not in hashes(listed):
-            said = hashes(listed)[0] if isinstance(listed, dict) else "of a non-object"
+            digest = hashes(listed)[0] if isinstance(listed, dict) else "of a non-object"
             raise FormatError(
-                f"expected metadata whose hash is the folder's name, found hash {said}: the folder was renamed or changed; "
+                f"expected metadata whose hash is the folder's name, found hash {digest}: the folder was renamed or changed; "
                 "move it away",
                 path=place,
             )
@@ -244,13 +244,13 @@ class SaevTarget(Target):
         n = len(lengths)
         if self._tokens is None:
             return
-        held = {self._shard(n // self.eps): n % self.eps * self.example_bytes}
-        held[self.root / "labels.bin"] = n * (self._tokens - self.cls)
-        for path, size in held.items():
+        sizes = {self._shard(n // self.eps): n % self.eps * self.example_bytes}
+        sizes[self.root / "labels.bin"] = n * (self._tokens - self.cls)
+        for path, size in sizes.items():
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
         for path in self.root.glob("acts*.bin*"):
-            # Complete shards, too: they are renamed before the journal counts their examples.
+            # Includes complete shards: they are renamed before the journal counts their examples.
             named = _SHARD.fullmatch(path.name)
             if named is not None and int(named[1]) * self.eps >= n:
                 path.unlink()
@@ -350,7 +350,7 @@ class SaevTarget(Target):
         write_json(self.root / "metadata.json", self.metadata(n))
 
     def _keep_lengths(self) -> None:
-        """Writes lengths before padding to a file of actshard's own, because saev has no field for them and ignores the file."""
+        """Writes lengths before padding to a separate file, because saev has no field for them. saev ignores the file."""
         if self.content_lengths is None:
             return
         assert self._tokens is not None
@@ -362,10 +362,10 @@ class SaevTarget(Target):
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         n, eps = len(tokens), self.eps
         shards = -(-n // eps)
-        held = shards * (self.budget_of(n) // self.per_example) if self.protocol == "2.1" else n
+        examples = shards * (self.budget_of(n) // self.per_example) if self.protocol == "2.1" else n
         assert self._tokens is not None
         labels = n * (self._tokens - self.cls) if has_labels else 0
-        return shards, shards + 2 + has_labels, held * self.example_bytes + labels
+        return shards, shards + 2 + has_labels, examples * self.example_bytes + labels
 
     def place(self) -> Path:
         return self.spec.path / self.hash(self.n)

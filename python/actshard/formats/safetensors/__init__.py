@@ -1,6 +1,6 @@
 """Folders of plain .safetensors files, one per layer, with a layout.toml; see docs/formats/plain.md.
 
-They are described folders that actshard wrote: the reader is that of ``layout_toml``.
+They are described folders written by actshard, and read by ``layout_toml``.
 """
 
 from __future__ import annotations

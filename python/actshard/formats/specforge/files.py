@@ -26,6 +26,6 @@ FOLDER = DraftFolder(
         DraftTree((_GROUP, _FILE), order=(0,), example=(0,), sure=True),
         DraftTree((_FILE,), order=(0,), example=(0,)),
     ),
-    beside=("vocab_mapping/vocab_mapping.pt",),
+    others=("vocab_mapping/vocab_mapping.pt",),
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

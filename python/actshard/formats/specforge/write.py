@@ -22,14 +22,14 @@ def _kind(aux: str, last: str | None) -> DraftKind:
 
 
 class SpecForgeTarget(DraftTarget):
-    """Writes ``rows_0-2000/data_0.ckpt`` and on."""
+    """Writes ``rows_0-2000/data_0.ckpt``, ``rows_0-2000/data_1.ckpt``, ..."""
 
     format: ClassVar[str] = "specforge"
     makes: ClassVar[tuple[str, ...]] = ("rows_*",)
     own: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), "dspark", or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
-        "file_group_size": f"files in a folder (default: {_GROUP})",
+        "file_group_size": f"files per folder (default: {_GROUP})",
         "gz": "whether to write .ckpt.gz (default: False)",
     }
     kinds: ClassVar[Mapping[str, DraftKind]] = {

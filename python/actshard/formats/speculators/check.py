@@ -21,9 +21,9 @@ from actshard.location import Location
 _STATES = re.compile(r"hs_(\d+)\.safetensors")
 _SHOWN = 20
 _CODES = 1 << 16
-"""Codes of a file that are looked at."""
+"""Number of codes that are examined per file."""
 _MANY = 0.01
-"""Share of codes of the largest magnitude that is reported."""
+"""A larger share of codes with the largest magnitude is reported."""
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
@@ -37,12 +37,12 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     with report.noting(root):
         table = table_of_rows(root)
         lengths = np.diff(lists_of(table, "input_ids", root)[0])
-        said = (
+        counted = (
             {"loss_mask": np.diff(lists_of(table, "loss_mask", root)[0])} if "loss_mask" in table.column_names else {}
         )
         if "seq_len" in table.column_names:
-            said["seq_len"] = table["seq_len"].to_numpy()
-        for name, counts in said.items():
+            counted["seq_len"] = table["seq_len"].to_numpy()
+        for name, counts in counted.items():
             for row in np.flatnonzero(counts != lengths)[:_SHOWN].tolist():
                 place = f"row {row}, column '{name}'"
                 report.add("count-claim", root, int(counts[row]), f"{lengths[row]}, the number of token ids", place)
@@ -72,11 +72,11 @@ def _scales(path: Location, report: Report) -> None:
         scales = np.frombuffer(path.read(at, 4 * math.prod(ones)), "<f4")
         bad = np.flatnonzero(~(np.isfinite(scales) & (scales > 0)))
         if bad.size:
-            said = f"{bad.size:,} of {scales.size:,} scales are not positive finite numbers"
-            report.add("scale-value", path, f"{said}; the first is {scales[bad[0]]}", place=f"scale {bad[0]}")
+            message = f"{bad.size:,} of {scales.size:,} scales are not positive finite numbers"
+            report.add("scale-value", path, f"{message}; the first is {scales[bad[0]]}", place=f"scale {bad[0]}")
         size = math.prod(shape)
         some = np.frombuffer(path.read(first, min(size, _CODES)), np.uint8)
-        # Each scale is that of its largest value, which has the largest code.
+        # A scale is computed from its largest value, so each scale has at least one code of the largest magnitude.
         expected = 1 + scales.size * some.size // max(size, 1)
         largest = int(_largest(dtype, some).sum())
         if largest > max(_MANY * some.size, 4 * expected):
@@ -86,7 +86,7 @@ def _scales(path: Location, report: Report) -> None:
 
 
 def _largest(dtype: str, codes: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Codes of the largest finite magnitude."""
+    """Whether each code has the largest finite magnitude."""
     if dtype == "I8":
         return np.isin(codes, (0x7F, 0x80, 0x81))
     return np.isin(codes & 0x7F, 0x7E if dtype == "F8_E4M3" else 0x7B)

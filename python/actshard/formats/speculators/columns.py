@@ -1,4 +1,4 @@
-"""speculators' columns and metadata in other formats, and those of other formats in its dataset_info.json."""
+"""speculators' columns and metadata in other formats, and the reverse."""
 
 from __future__ import annotations
 

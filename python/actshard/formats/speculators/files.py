@@ -33,14 +33,15 @@ LAYERS = "actshard_layers"
 SCALED_BY = "actshard_scales"
 """Field of dataset_info.json with the dtype, the kind of scales and the measured error of states that actshard scaled."""
 _SHOWN = 20
-"""Rows of one kind of fault that are named."""
+"""Number of faulty examples that are named in warnings."""
 
 
 def data_files(root: Location) -> list[Location]:
     """Arrow files of a folder of ``save_to_disk``, in order.
 
     Raises:
-        FormatError, UnsupportedError: a file name with a folder; an indices mapping.
+        FormatError: a file name contains a folder.
+        UnsupportedError: the dataset has an indices mapping.
     """
     path = root / "state.json"
     fields = Fields(read_json(path), path)
@@ -63,9 +64,9 @@ def data_files(root: Location) -> list[Location]:
 
 @dataclass(frozen=True)
 class StatesFile:
-    """The states of one example: where they begin, and their shape.
+    """The states of one example: offset, shape and dtype.
 
-    Scaled states are read as products in bfloat16: ``dtype`` is theirs, and ``scaled`` has the stored elements and their scales.
+    Scaled states are read as products in bfloat16, which is then ``dtype``; ``scaled`` has the stored elements and their scales.
     """
 
     tokens: int
@@ -83,7 +84,7 @@ class StatesFile:
 
 
 def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
-    """Reads the header of a file of hidden states, and compares its token ids with those of its row.
+    """Reads the header of a file of hidden states, and compares its token ids with the row's token ids.
 
     Raises:
         MissingFileError, HeaderError, FormatError, UnsupportedError: the file has no usable states of this row.
@@ -109,15 +110,15 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
             f"tensor '{STATES}': expected {count} rows of states, one per token id, found {tokens}", path=path
         )
     if ids is not None:
-        held = np.frombuffer(
+        stored_ids = np.frombuffer(
             path.read(ids_start, count * (8 if kind == "I64" else 4)), "<i8" if kind == "I64" else "<i4"
         )
-        if len(ids) != count or (held != ids).any():
+        if len(ids) != count or (stored_ids != ids).any():
             n = min(len(ids), count)
-            at = next(iter(np.flatnonzero(held[:n] != ids[:n])), n)
+            at = next(iter(np.flatnonzero(stored_ids[:n] != ids[:n])), n)
             raise FormatError(
-                f"tensor '{IDS}': expected the {len(ids)} token ids of the row, found {count} that differ at place {at}: these are "
-                "the states of another row",
+                f"tensor '{IDS}': expected the {len(ids)} token ids of the row, found {count} that differ at position {at}: these "
+                "are the states of another row",
                 path=path,
             )
     elif kind != "I64":
@@ -128,7 +129,7 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
 def _scaled(
     path: Location, dtype: str, found: Mapping[str, tuple[str, tuple[int, ...], int]]
 ) -> tuple[StoredArray, StoredArray]:
-    """Elements and scales. One scale for all, or along any of the axes: token, layer, channel."""
+    """Elements and scales. Scales can vary along any of the axes token, layer and channel, or be a single number."""
     _, shape, start = found[STATES]
     if SCALES not in found:
         raise FormatError(
@@ -146,7 +147,7 @@ def _scaled(
 
 @dataclass(frozen=True)
 class AllStates:
-    """The states of all examples: those without usable states have none."""
+    """The states of all examples. Entries of ``files`` are None for examples without usable states."""
 
     files: list[StatesFile | None]
     layers: int
@@ -160,7 +161,7 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
     """Reads the headers of all files. Examples without usable states are named in the warnings.
 
     Raises:
-        ActshardError: of the first file, if no file has usable states.
+        ActshardError: no file has usable states; the error of the first file.
     """
     found: list[StatesFile | None] = []
     faults: list[tuple[int, ActshardError]] = []
@@ -178,9 +179,9 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
     for number, file in enumerate(found):
         if file is not None and (file.layers, file.width, file.dtype) != common:
             layers, width, dtype = common
-            said = f"expected {dtype} [{file.tokens}, {layers}, {width}] as in most files, found {file.dtype} "
-            said += f"[{file.tokens}, {file.layers}, {file.width}]"
-            faults.append((number, FormatError(f"tensor '{STATES}': {said}", path=paths[number])))
+            message = f"expected {dtype} [{file.tokens}, {layers}, {width}] as in most files, found {file.dtype} "
+            message += f"[{file.tokens}, {file.layers}, {file.width}]"
+            faults.append((number, FormatError(f"tensor '{STATES}': {message}", path=paths[number])))
             found[number] = None
     made = []
     for number, fault in sorted(faults, key=lambda each: each[0])[:_SHOWN]:

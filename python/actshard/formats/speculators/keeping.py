@@ -1,4 +1,4 @@
-"""The kept index of speculators' training data: numbers of tokens and first bytes of states, if all files are usable and plain.
+"""The cached index of speculators' training data: numbers of tokens and offsets of states, if all files are usable and unscaled.
 
 The shape and dtype are the same in all files. Offsets are checked against files when rows are read.
 """
@@ -22,12 +22,12 @@ _FURTHEST = 1 << 40
 def states_of_rows(
     root: Location, paths: Sequence[Location], tokens: NDArray[np.int64], keep: bool, read: Callable[[], AllStates]
 ) -> AllStates:
-    """The states of all rows: those that are kept, or those that ``read`` returns, which are then kept."""
+    """The states of all rows: from the cached index, or from ``read``, whose result is then cached."""
     if not keep or not root.is_local or len(paths) < LEAST_FILES:
         return read()
     listing = Listing(root)
     listing.entries(root / FOLDER, "hs_")
-    for file in (root / "state.json", *data_files(root)):  # the rows' token ids were compared with those of the files
+    for file in (root / "state.json", *data_files(root)):  # the token ids of files were compared with these rows
         listing.exists(file)
     place = KeptIndex(listing, "speculators", _VERSION)
     index = place.load()
@@ -44,7 +44,7 @@ def states_of_rows(
 
 
 def _restored(tokens: NDArray[np.int64], header: dict[str, Any], arrays: list[NDArray[Any]]) -> AllStates | None:
-    """The states; None if a number does not fit."""
+    """The states; None if the index is invalid."""
     layers, width, dtype = header.get("layers"), header.get("width"), header.get("dtype")
     if type(layers) is not int or type(width) is not int or dtype not in FLOATS:
         return None

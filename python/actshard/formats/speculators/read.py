@@ -62,7 +62,7 @@ def _first_request(path: Location) -> bool:
 
 
 def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], options: Options) -> Rows:
-    """Rows of hidden states: a group per layer. Scaled states are multiplied while they are read."""
+    """Rows of hidden states: a group per layer. Scaled states are multiplied by their scales when they are read."""
     dtype = NUMPY_BY_NAME[states.dtype]
     row = states.width * dtype.itemsize
     first = np.array([0 if file is None else file.start for file in states.files], np.uint64)
@@ -91,7 +91,7 @@ def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.ui
 
 
 def _stored_as(states: AllStates) -> dict[str, Any]:
-    """The stored dtypes, if they are not those of the rows."""
+    """The stored dtypes, if they differ from the rows' dtype."""
     stored = sorted({file.stored for file in states.files if file is not None})
     return {} if stored == [states.dtype] else {"stored_dtype": " and ".join(stored)}
 
@@ -186,7 +186,7 @@ def table_of_rows(path: Location) -> pa.Table:
                 parts.append(pa.ipc.open_stream(file.arrow()).read_all())
             except (pa.ArrowException, OSError) as error:
                 if getattr(error, "errno", None) is not None or isinstance(error, ActshardError):
-                    raise  # of the file system; pyarrow's own errors about the content are OSError too, without a number
+                    raise  # a file system error; pyarrow's errors about the content are OSError, too, but without errno
                 raise FormatError(f"expected an Arrow stream: {str(error).splitlines()[0]:.200}", path=file) from error
     if not parts:
         raise FormatError("field '_data_files': expected at least one file, found none", path=path / "state.json")
@@ -233,18 +233,18 @@ def _open_requests(path: Location, options: Options) -> Contents:
         descr=NUMPY_BY_NAME["I64"],
         io=options.io,
     )
-    held = TokenColumns({"input_ids": ids}, len(paths), path.place)
+    columns = TokenColumns({"input_ids": ids}, len(paths), path.place)
     return _contents(
         path,
         states,
         _rows_of(states, paths, tokens, options),
         tokens,
         metadata={},
-        column_names=held.names,
-        columns=held.columns,
-        head_columns=held.head,
-        column_batches=held.batches,
-        example_columns=held.some,
-        token_columns=held.names,
+        column_names=columns.names,
+        columns=columns.columns,
+        head_columns=columns.head,
+        column_batches=columns.batches,
+        example_columns=columns.some,
+        token_columns=columns.names,
         files=lambda: [file.place for file in paths],
     )

@@ -1,6 +1,6 @@
 """Writes speculators' training data, as hs-connectors and speculators write them: a file of hidden states per row, and the rows.
 
-hidden_states/hs_{i}.safetensors come first, then the Arrow rows and dataset_info.json; state.json comes last.
+hidden_states/hs_{i}.safetensors are written first, then the Arrow rows and dataset_info.json, and state.json last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 COLUMNS = ("input_ids", "loss_mask")
 _ROWS = "data-00000-of-00001.arrow"
 _ROWS_AT_ONCE = 1000
-"""Rows of a record batch, as ``datasets`` writes them."""
+"""Number of rows per record batch, as in ``datasets``."""
 _FEATURES = {
     "input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"},
     "loss_mask": {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "List"},
@@ -68,7 +68,7 @@ class SpeculatorsTarget(Target):
         if self.scaling is not None:
             spec = replace(
                 spec, dtype=NUMPY_BY_NAME["BF16"]
-            )  # that of the rows, which become codes when they are written
+            )  # the rows' dtype; they become codes when they are written
         super().__init__(spec)
         if spec.part is not None:
             raise ArgumentError("part: not supported by speculators; write one dataset")
@@ -96,10 +96,12 @@ class SpeculatorsTarget(Target):
             return []
         stored = f"bfloat16 rows are stored as {self.scaling.dtype} with scales ({self.scaling.scales})"
         if not self.n and (self.root / STATE).is_file():
-            held = read_json(Location.at(self.root / INFO))
-            said = held.get(SCALED_BY) if isinstance(held, dict) else None
+            info = read_json(Location.at(self.root / INFO))
+            scaled_by = info.get(SCALED_BY) if isinstance(info, dict) else None
             measured = (
-                {name: value for name, value in said.items() if name in _MEASURED} if isinstance(said, dict) else {}
+                {name: value for name, value in scaled_by.items() if name in _MEASURED}
+                if isinstance(scaled_by, dict)
+                else {}
             )
             try:
                 return [("scales", f"{stored}: {ScaleLoss.of(measured)}")] if measured else [("scales", stored)]
@@ -187,7 +189,7 @@ class SpeculatorsTarget(Target):
             return
         states = np.stack(layers, axis=1)
         shape = self.scaling.shape(*states.shape)
-        # Claimed as numbers: a file's header may leave them unaligned.
+        # A separate array: scales in the file may be unaligned.
         scales = np.empty(shape, np.float32)
         self.scaling.loss.add(self.scaling.fill(states, body[scales.nbytes :], scales, example))
         body[: scales.nbytes] = scales.reshape(-1).view(np.uint8)
@@ -199,8 +201,8 @@ class SpeculatorsTarget(Target):
             raise ArgumentError(f"example {bad} has no tokens, and speculators requires at least one; leave it out")
         if block.columns is None:
             raise ArgumentError("columns: speculators stores token ids: pass columns={'input_ids': [...]}")
-        held = _values(block.columns, self.n)
-        for name, (_, counts) in held.items():
+        values = _values(block.columns, self.n)
+        for name, (_, counts) in values.items():
             check_counts(counts, tokens, name, self.n)
         headers = [self._header(n) for n in tokens.tolist()]
         sizes = [
@@ -208,7 +210,7 @@ class SpeculatorsTarget(Target):
         ]
         firsts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         buffer = np.empty(firsts[-1], np.uint8)
-        ids, at = held["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        ids, at = values["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
         memory = block.memory.reshape(-1, self.spec.d_model)
         starts = block.starts
         for i, (n, header) in enumerate(zip(tokens.tolist(), headers, strict=True)):
@@ -295,12 +297,12 @@ def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, me
 
 
 def _rows(columns: pa.Table) -> pa.Table:
-    """The rows, with the types and the schema that ``datasets`` writes. A missing mask is ones."""
+    """The rows, with the types and the schema that ``datasets`` writes. A missing mask is filled with ones."""
     import pyarrow as pa
 
-    held = _values(columns, 0)
-    ids, counts = held["input_ids"]
-    mask = held["loss_mask"][0] if "loss_mask" in held else np.ones(len(ids), np.int64)
+    values = _values(columns, 0)
+    ids, counts = values["input_ids"]
+    mask = values["loss_mask"][0] if "loss_mask" in values else np.ones(len(ids), np.int64)
     ends = np.concatenate([[0], np.cumsum(counts)])
     made = {
         "input_ids": _lists(ends, ids.astype(np.int32)),
@@ -312,7 +314,7 @@ def _rows(columns: pa.Table) -> pa.Table:
 
 
 def _lists(ends: NDArray[np.int64], values: NDArray[Any]) -> pa.ChunkedArray:
-    """Lists, in chunks of so few values that offsets have 32 bits, as ``datasets`` expects."""
+    """Lists, in chunks that are small enough for 32-bit offsets, as ``datasets`` expects."""
     import pyarrow as pa
 
     chunks, first = [], 0

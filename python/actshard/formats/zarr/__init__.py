@@ -15,7 +15,7 @@ class ZarrFormat(Format):
 
     name: ClassVar[str] = "zarr"
     description: ClassVar[str] = "HalluLens Zarr stores of activations"
-    # Arrays; then the list of a run's stores; then the groups, which open once they have metadata.
+    # Arrays first, then a run's list of stores, then the groups: a store opens as soon as its group has metadata.
     manifest: ClassVar[tuple[str, ...]] = (
         "*/.zarray",
         "*arrays/*/zarr.json",

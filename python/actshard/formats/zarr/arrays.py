@@ -22,15 +22,15 @@ from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location, read_ahead, read_together
 
 MOST_UNSTORED = 256 << 20
-"""Memory in bytes that a store's small arrays may take without stored data, as fill values of missing chunks."""
+"""Memory limit in bytes for fill values of missing chunks in a store's small arrays."""
 
 MOST_RATIO = 256
-"""Bytes of memory allowed per stored byte of small arrays."""
+"""Memory limit of small arrays, in bytes per stored byte."""
 
 
 _encoded = json.JSONEncoder(allow_nan=False).encode
 _HUGE = re.compile(rb"(?<![0-9])[0-9]{309}")
-"""Digits of an integer that float64 may not hold."""
+"""An integer with so many digits that float64 may be unable to represent it."""
 
 
 def native(meta: ArrayMeta) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ class ZarrStore:
                 self.attributes = self._consolidated[".zattrs"]
 
     def read_ahead(self, *choices: Sequence[str]) -> None:
-        """Reads the metadata of arrays in a remote store, all at once: those of the first choice of which one exists."""
+        """Reads the metadata of arrays in a remote store, all at once: the arrays of the first choice that has an existing one."""
         if not self.path.is_remote:
             return
         name = "/.zarray" if self.version == 2 else ""
@@ -133,7 +133,7 @@ class ZarrStore:
         """Names of the arrays in a group. Lists the group's folder, but no chunks.
 
         Raises:
-            UnsupportedError: the store cannot list names, and has no consolidated metadata, which name the arrays.
+            UnsupportedError: the store can neither list names nor has consolidated metadata.
         """
         found = {
             key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
@@ -202,7 +202,7 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
 
 
 def _plain(value: Any) -> Any:
-    """Replaces numbers that float64 cannot hold by strings, so that any JSON parser parses the text and the field is rejected."""
+    """Replaces numbers that float64 cannot represent by strings. Any JSON parser accepts the result, and the field is rejected."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -227,7 +227,7 @@ ChunkSizes = Mapping[tuple[int, ...], int]
 
 
 class Spare:
-    """Memory budget of a store's small arrays, beyond what their stored bytes account for."""
+    """Memory budget of a store's small arrays, in addition to the memory that their stored bytes justify."""
 
     def __init__(self) -> None:
         self.left = MOST_UNSTORED
@@ -264,7 +264,7 @@ def read_constant(meta: ArrayMeta, files: ChunkSizes) -> int | None:
 def read_whole(
     meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
 ) -> NDArray[Any] | list[str]:
-    """Reads a small array like :func:`read_array`, and fixed-length strings as a list, too."""
+    """Reads a small array like :func:`read_array`, but fixed-length strings as a list."""
     found = read_array(meta, spare, files)
     if isinstance(found, np.ndarray) and found.dtype.kind in "SU":
         return [_text(item) for item in found.ravel().tolist()]
@@ -279,7 +279,7 @@ def read_array(
     Args:
         meta: the array.
         spare: the memory budget shared by the store's arrays.
-        files: sizes of the existing chunk files by grid position; None looks for them.
+        files: sizes of the existing chunk files by grid position; None: they are looked up.
 
     Raises:
         FormatError: the array needs more memory than its chunks account for, or a chunk is damaged.
@@ -332,7 +332,7 @@ def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: ChunkSizes) -> NDA
     size = math.prod(meta.chunks) * dtype.itemsize
     places = _inside(meta, files)
 
-    for at in places:  # before any is read: they may be large
+    for at in places:  # all are checked before one is read, because they may be large
         _check_size(meta, at, files[at], size)
 
     def chunks() -> Iterator[tuple[tuple[int, ...], bytes]]:
@@ -354,5 +354,5 @@ def _check_size(meta: ArrayMeta, at: tuple[int, ...], found: int, size: int) -> 
 
 
 def _inside(meta: ArrayMeta, files: ChunkSizes) -> list[tuple[int, ...]]:
-    """Positions inside the grid: files of an older, larger array may be left over."""
+    """Positions inside the grid. Files of an older, larger array may lie outside."""
     return [at for at in files if all(i < n for i, n in zip(at, meta.grid, strict=True))]

@@ -115,7 +115,9 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         if array.folder.lists:
             raise
         report.add(
-            "not-listed", array.folder, "chunks on a server that cannot list them: only those that are read are checked"
+            "not-listed",
+            array.folder,
+            "chunks on a server that cannot list them: only chunks that are read are checked",
         )
         return
     report.count("files", len(files))
@@ -142,12 +144,12 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         stretches = -(-longest.astype(np.int64) // stretch)
     across, wide = math.ceil(member.num_layers / layers), math.ceil(member.width / width)
     wanted = int(stretches.sum()) * across * wide
-    held = {
+    existing = {
         (block, layer, t, h)
         for block, layer, t, h in files
         if block < len(stretches) and layer < across and t < stretches[block] and h < wide
     }
-    if len(held) == wanted:
+    if len(existing) == wanted:
         return
     # Visits at most one place more than there are files.
     blocks = (int(block) for block in np.flatnonzero(stretches))
@@ -158,11 +160,11 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         for t in range(int(stretches[block]))
         for h in range(wide)
     )
-    first = next(place for place in places if place not in held)
+    first = next(place for place in places if place not in existing)
     report.add(
         "chunk-missing",
         array.folder,
-        f"{wanted - len(held)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
+        f"{wanted - len(existing)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
         "a file for every chunk with stored tokens",
         f"sample {first[0] * samples}",
     )

@@ -13,15 +13,15 @@ FINDINGS = (
     Code(
         "length-too-long",
         WARNING,
-        "A length exceeds the array: its sample was cut when it was written.",
+        "A length exceeds the array: the sample was truncated when it was written.",
         "Tokens at the end of the sample are missing.",
-        "expect cut samples, or write them again",
+        "accept truncated samples, or write them again",
     ),
     Code(
         "consolidated-differs",
         WARNING,
         "Consolidated metadata differ from the metadata of the arrays.",
-        "Libraries that read only consolidated metadata read something else than actshard.",
+        "Libraries that read only consolidated metadata return other data than actshard.",
         "consolidate again",
     ),
     Code(

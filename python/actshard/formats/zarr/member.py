@@ -25,16 +25,16 @@ MAX_SAMPLES = 1 << 31
 """Limit on samples: more would need too much memory for the lengths."""
 MAX_LAYERS = 1 << 16
 UNSTORED_SAMPLES = 1 << 24
-"""Samples that a store may have without chunk files; their token counts take 128 MiB."""
+"""Number of samples that a store may have without chunk files. Their token counts take 128 MiB."""
 SAMPLES_PER_FILE = 1 << 10
 """Samples allowed per chunk file."""
 
 
 _SMALL_TEXT = 1 << 20
-"""Texts up to this size are read from a remote store all at once."""
+"""Text files up to this size are read from a remote store in parallel, before they are parsed."""
 
 TEXTS = ("extra_metadata.jsonl", "prompts.jsonl", "responses.jsonl")
-"""Usual files in ``text/``, asked for by name where names cannot be listed."""
+"""Usual files in ``text/``. They are requested by name if names cannot be listed."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Member:
         if not self.path.lists:
             self.store.names(
                 "arrays"
-            )  # raises unless consolidated metadata tell them: one wrong 404 must not hide the lengths
+            )  # raises without consolidated metadata: a single wrong 404 must not hide the lengths
         one = self.store.array(ACTIVATIONS)
-        # Ordinary stores are not asked for the others, which takes requests.
+        # Prompt and response arrays are looked up only without ACTIVATIONS, because each lookup costs a request.
         prompt, response = (self.store.array(node) if one is None else None for node in (PROMPT, RESPONSE))
         if one is not None:
             self.arrays = [one]
@@ -112,12 +112,17 @@ class Member:
         if not self.hallulens:
             claims["T_max"] = self.arrays[0].shape[2]
         for name, found in claims.items():
-            said = self.metadata.get(name)
-            if said is not None and said != found:
-                self.warnings.append(Remark("claim", f"attribute '{name}' is {show(said)}, but the array has {found}"))
+            claimed = self.metadata.get(name)
+            if claimed is not None and claimed != found:
+                self.warnings.append(
+                    Remark("claim", f"attribute '{name}' is {show(claimed)}, but the array has {found}")
+                )
 
     def _index(self) -> None:
-        """HalluLens: determines which rows are samples. Rows may be preallocated, and a key logged again abandons its old row."""
+        """Determines which rows of a HalluLens store are samples.
+
+        A row can be unused: it was preallocated, or its key was logged again.
+        """
         self.lines: list[tuple[int, dict[str, Any]]] | None = None
         path = self.path / "meta" / "index.jsonl"
         if not self.hallulens or path.kind() != "file":
@@ -212,19 +217,19 @@ class Member:
 
     def check_alike(self, other: Member) -> None:
         """Raises FormatError unless stores of a run have the same layers, width, dtype and arrays."""
-        mine, its = self.arrays[0], other.arrays[0]
+        own, its = self.arrays[0], other.arrays[0]
         for what, a, b in (
             ("layers", self.num_layers, other.num_layers),
             ("hidden size", self.width, other.width),
-            ("element type", mine.dtype, its.dtype),
+            ("element type", own.dtype, its.dtype),
             ("arrays", [a.node for a in self.arrays], [a.node for a in other.arrays]),
         ):
             if a != b:
-                raise its.error(f"expected the {what} of {self.path.name}, {a}, found {b}")
+                raise its.error(f"{what}: expected {a}, as in {self.path.name}, found {b}")
 
     @cached_property
     def texts(self) -> list[Location]:
-        """JSONL files next to the arrays, that of sample keys first."""
+        """JSONL files with columns; the file of sample keys comes first."""
         folder = self.path / "text"
         if not folder.lists:
             found = [folder / name for name in TEXTS if (folder / name).kind() == "file"]
@@ -249,7 +254,7 @@ class Member:
         return found
 
     def text_names(self) -> dict[str, Location]:
-        """Fields in the first line of each JSONL file, by name. Later lines may have others."""
+        """Fields in the first line of each JSONL file, by name. Later lines may have other fields."""
         found: dict[str, Location] = {}
         if self.lines is not None:
             for _, line in self.lines:
@@ -261,7 +266,7 @@ class Member:
         return {utf8(name): path for name, path in found.items() if name != "i"}
 
     def columns_in(self) -> list[Location]:
-        """Folders of metadata, lengths, labels and texts, and metadata of the activations, beside whose chunks they lie."""
+        """Folders of metadata, lengths, labels and texts, and the metadata files of activations, which are next to chunks."""
         own = {array.folder for array in self.arrays}
         groups = [self.path, self.path / "arrays", self.path / "text", self.path / "meta"]
         small = [self.path / "arrays" / name for name in self.store.names("arrays")]
@@ -289,10 +294,10 @@ class Member:
 
 
 def _check_samples(array: ArrayMeta) -> None:
-    """Raises FormatError for more samples than chunk files account for, so that memory per sample is bounded by stored data."""
+    """Raises FormatError for more samples than the chunk files justify, so that stored data bound the memory per sample."""
     n, per = array.shape[0], array.outer[0]
     if n <= UNSTORED_SAMPLES or array.folder.is_remote:
-        return  # of a remote store, millions of names are not listed: there, lengths are bounded by their own chunks
+        return  # millions of names are not listed in a remote store; there, the chunks of lengths bound the memory
     wanted = -(-n // (per * SAMPLES_PER_FILE))
     found = array.chunks_in.count(wanted)
     if found >= wanted:
@@ -327,7 +332,7 @@ def _join(
     *,
     complete: bool,
 ) -> None:
-    """Adds fields of lines as columns. Columns from arrays or earlier files take precedence."""
+    """Adds the fields of lines as columns. Columns of arrays and of earlier files take precedence."""
     arrays = set(made)
     for i, _, line in rows:
         if i >= n:
@@ -339,11 +344,11 @@ def _join(
                 if value is not None:
                     column[i] = value
     if complete and len(rows) < n:
-        there = {i for i, _, _ in rows}
-        lacking = [i for i in range(n) if i not in there]
+        present = {i for i, _, _ in rows}
+        lacking = [i for i in range(n) if i not in present]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
-        said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line (of {len(rows)}): {shown}"
-        warn(ActshardWarning(said, code="missing-lines"), stacklevel=6)
+        message = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line (of {len(rows)}): {shown}"
+        warn(ActshardWarning(message, code="missing-lines"), stacklevel=6)
 
 
 def _column(values: NDArray[Any] | list[str], n: int) -> Any:

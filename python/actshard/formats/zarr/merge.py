@@ -1,4 +1,4 @@
-"""Merges Zarr stores: to a run of several stores with a manifest, or to one store with all chunks."""
+"""Merges Zarr stores into a run of several stores with a manifest, or into one store with all chunks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _shard(i: int) -> str:
 
 
 def _chunks(plan: Merge) -> list[tuple[Path, Path]]:
-    """Chunk files and where they go: renumbered by the samples before them."""
+    """Chunk files, each with its target path: samples are renumbered by the number of samples in earlier stores."""
     found = []
     start = 0
     for path in plan.parts:
@@ -147,8 +147,8 @@ def _one_store(plan: Merge) -> Path:
     return plan.path
 
 
-def _beside_chunks(store: Path) -> tuple[int, int, int]:
-    """Number and bytes of a store's small files, and the bytes of those with values of examples."""
+def _small_files(store: Path) -> tuple[int, int, int]:
+    """Number and bytes of a store's small files, and the bytes of the files with values per example."""
     chunks = Path(Member(Location.at(store)).arrays[0].folder)
     found = [
         (name, Path(folder, name).stat().st_size)
@@ -169,7 +169,7 @@ def _columns(contents: Contents) -> Any:
 
 
 class ZarrMerger(Merger):
-    """Merges parts to the stores of a run or, with ``physical``, to one store."""
+    """Merges parts into the stores of a run or, with ``physical``, into one store."""
 
     makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
     files: ClassVar[re.Pattern[str] | None] = re.compile(
@@ -184,7 +184,9 @@ class ZarrMerger(Merger):
         return not is_group(Location.at(path))
 
     def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
-        return sum(files for _, files, _ in parts) + 1, sum(size for _, _, size in parts)  # stores stay, and a manifest
+        return sum(files for _, files, _ in parts) + 1, sum(
+            size for _, _, size in parts
+        )  # the stores unchanged, and a manifest
 
     def check(self, plan: Merge) -> None:
         _check(plan)
@@ -200,5 +202,5 @@ class ZarrMerger(Merger):
     def beside(self, plan: Merge) -> tuple[int, int, bool]:
         if not plan.options["physical"]:
             return 1, len(as_json(_manifest(plan.parts))), True
-        counts = [_beside_chunks(part) for part in plan.parts]
+        counts = [_small_files(part) for part in plan.parts]
         return counts[0][0], counts[0][1] + sum(columns for _, _, columns in counts[1:]), False

@@ -53,7 +53,7 @@ class ArrayMeta:
     def chunk_files(self) -> dict[tuple[int, ...], int]:
         """Sizes of existing chunk files (shards) by grid position. Lists folders, opens no files.
 
-        Where names cannot be listed, asks for each chunk of a small grid by name.
+        If names cannot be listed, requests each chunk of a small grid by name.
 
         Raises:
             NotAFileError: a folder, a named pipe or another special file has the name of a chunk.
@@ -86,11 +86,11 @@ class ArrayMeta:
         return found
 
     def stored(self) -> dict[tuple[int, ...], int]:
-        """As :meth:`chunk_files`, for chunks inside the grid only. See :func:`stored`."""
+        """Like :meth:`chunk_files`, but only for chunks inside the grid. See :func:`stored`."""
         return stored([self])[0]
 
     def _named(self) -> dict[tuple[int, ...], Location] | None:
-        """All chunk files of a small array of a remote store, which are asked for by name; None if their folder is to be listed."""
+        """All possible chunk files of a small remote array, to be requested by name; None if their folder must be listed."""
         item = 1 if self.dtype is None else self.dtype.itemsize
         count = math.prod(self.grid)
         few = (
@@ -106,9 +106,9 @@ class ArrayMeta:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.outer, strict=True))
 
     def _asked_for(self) -> dict[tuple[int, ...], int]:
-        """As :meth:`chunk_files`, in a store that cannot list names."""
+        """Like :meth:`chunk_files`, for a store that cannot list names."""
         if math.prod(self.grid) > _ASKED_FOR:
-            self.chunks_in.entries()  # raises the error that says why
+            self.chunks_in.entries()  # raises an error with the reason
             raise UnsupportedError("names cannot be listed", path=self.chunks_in)
         found = {}
         for at in itertools.product(*map(range, self.grid)):
@@ -153,22 +153,22 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 _ASKED_FOR = 64
-"""Most chunk files that are asked for by name where they cannot be listed."""
+"""Limit on chunk files that are requested by name if they cannot be listed."""
 
 _FEW = 8
-"""Most chunk files that are asked for by name where they can be listed, which is a request more."""
+"""Limit on chunk files that are requested by name although they can be listed, to save the request that lists them."""
 _MOST_BYTES = 4 << 20
-"""Most bytes of an array that are asked for before it is known which chunks exist."""
+"""Limit on bytes of an array that are requested before it is known which chunks exist."""
 
 
 def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
     """Sizes of the existing chunk files of small arrays, inside their grids.
 
-    Those of a remote store are read, too, all at once, so that reading the arrays takes no further request.
+    Small remote chunk files are also read, in parallel, so that reading the arrays takes no further request.
 
     Raises:
-        NotAFileError, FileAccessError, UnsupportedError: as :meth:`ArrayMeta.chunk_files`.
-        MissingFileError, FormatError: a chunk does not exist, and neither does the array, or its metadata were replaced.
+        NotAFileError, FileAccessError, UnsupportedError: as in :meth:`ArrayMeta.chunk_files`.
+        MissingFileError, FormatError: a chunk does not exist, and the array's metadata have disappeared or were replaced.
     """
     named = [array._named() for array in arrays]
     paths = [path for each in named if each for path in each.values()]
@@ -181,17 +181,18 @@ def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
         if names is None:
             found.append(array.chunk_files())
             continue
-        there = {at: n for at, path in names.items() if (n := size[path]) is not None}
-        if len(there) < len(names):
+        present = {at: n for at, path in names.items() if (n := size[path]) is not None}
+        if len(present) < len(names):
             array.metadata.check_still_there()
-        found.append(there)
+        found.append(present)
     return found
 
 
 def _asked(path: Location) -> Stat | None:
-    """State of a chunk in a store that cannot list names; None if it is absent.
+    """State of a chunk in a store that cannot list names; None if it does not exist.
 
-    A refusal is no absence, and a single 404 may come from a proxy that restarts: fill values would then be wrong.
+    A refused request raises, and a missing chunk is requested twice: a restarting proxy may return a single 404, and fill values
+    would then be wrong.
     """
     for _ in range(2):
         try:

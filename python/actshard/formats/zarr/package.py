@@ -1,6 +1,6 @@
-"""Arrays with codecs that the core lacks, decoded by the ``zarr`` package: slower, one chunk at a time, with the GIL held.
+"""Arrays with codecs that the core lacks, decoded by the ``zarr`` package: slower, one chunk at a time, while holding the GIL.
 
-The package is the extra ``zarr``. It brings numcodecs, which supports all codecs of Zarr version 2.
+The package is the extra ``zarr``. It depends on numcodecs, which supports all codecs of Zarr version 2.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HARMLESS = frozenset((*_NUMBERS, *_COMPRESSORS, *_AROUND))
 """Codecs that only transform data. numcodecs also has ``pickle``, which would execute code from the file."""
 
 MOST_WIDER = 8
-"""How much larger a chunk may be before its filters are undone: 64 bits per 8 bits."""
+"""Factor by which filtered data may exceed the chunk's size: 64 bits per 8 bits."""
 
 
 class PackageArray:
-    """An array whose chunks the package decodes. It is opened for each: its objects would not survive a fork.
+    """An array whose chunks the package decodes. It is opened for each chunk, because its objects cannot be used after a fork.
 
     Raises:
         UnsupportedError: a codec is not on the list of safe codecs.
@@ -52,7 +52,7 @@ class PackageArray:
             raise MissingExtraError.of(f"reading this array ({why})", "zarr", meta.metadata) from error
 
     def _array(self, given: Mapping[str, bytes]) -> Any:
-        """The package's array of chunks that were read, by key."""
+        """The array as an object of the package. ``given``: chunks that were read, by key."""
         import zarr
 
         files = _class_of_files()(self.meta, given)
@@ -89,7 +89,7 @@ class PackageArray:
         """Reads a chunk; None if it does not exist.
 
         Raises:
-            FormatError: it would exceed its size when decoded. The package has no such limit.
+            FormatError: the chunk would decode to more than its size, which the package does not check.
         """
         meta = self.meta
         assert meta.dtype is not None
@@ -118,7 +118,7 @@ def _is_file(path: Location) -> bool:
     """Whether a chunk exists.
 
     Raises:
-        NotAFileError: a folder or a special file has its name.
+        NotAFileError: the path is a folder or a special file.
     """
     found = path.found("read")
     if found is not None and found.kind != "file":
@@ -141,12 +141,12 @@ def _read(path: Location, limit: int) -> bytes | None:
 
 @functools.cache
 def _class_of_files() -> Any:
-    """A store of the package for the files of one array, in any storage."""
+    """The class of stores, in the sense of the package, for the files of one array in any storage."""
     from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
     from zarr.core.buffer import default_buffer_prototype
 
     class ArrayFiles(Store):  # type: ignore[misc]  # zarr is no dependency: its types are unknown
-        """The array's checked metadata, chunks that were read, and parts of shards, which are read when they are needed."""
+        """The array's checked metadata, chunks that were read, and parts of shards, which are read on demand."""
 
         supports_writes = supports_deletes = supports_listing = False
 

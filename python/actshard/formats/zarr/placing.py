@@ -1,4 +1,4 @@
-"""Decides where columns are stored in a Zarr store, by the published text.
+"""Decides where columns are stored in a Zarr store, as specified by the published text.
 
 Numbers without nulls are arrays with one entry per sample; strings, lists and columns with nulls are lines of JSON. ``sample_key``
 is an array of ``S64``, or ``meta/sample_index.jsonl`` if it does not fit, and is repeated in every line of prompts and responses.
@@ -32,7 +32,7 @@ _WITH_KEY = (_LINES["prompt"], _LINES["response"])
 _NARROW: dict[str, Any] = {"prompt_len": np.int32, "response_len": np.int32, "hallu_label": np.int8, "split": np.int8}
 """Dtypes from the published text, used where values fit."""
 _TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {"seq_len"}
-"""Arrays that readers use as rows or lengths."""
+"""Names of arrays that readers interpret as rows or lengths."""
 _LONGEST_NAME = 200
 """Longest folder name in bytes; file systems allow 255."""
 _AT_ONCE = 16_384
@@ -81,8 +81,8 @@ def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
         if found is not None:
             arrays.append(found)
             continue
-        told = "prompt" if field.name == own_text else field.name
-        texts.setdefault(_LINES.get(told, _OTHERS), {})[told] = column
+        column_name = "prompt" if field.name == own_text else field.name
+        texts.setdefault(_LINES.get(column_name, _OTHERS), {})[column_name] = column
     if KEY in columns.column_names:
         for file in _WITH_KEY:
             if file in texts:
@@ -99,21 +99,21 @@ def _key(column: pa.ChunkedArray) -> Placed | None:
     texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if column.null_count or not (texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         return None
-    held = column.cast(pa.large_binary())
-    if not len(held) or pc.max(pc.binary_length(held)).as_py() > KEY_BYTES:
+    keys = column.cast(pa.large_binary())
+    if not len(keys) or pc.max(pc.binary_length(keys)).as_py() > KEY_BYTES:
         return None
     if texts and not pc.all(pc.string_is_ascii(column)).as_py():
         return None
-    for chunk in held.chunks:
+    for chunk in keys.chunks:
         data = chunk.buffers()[2]
         # numpy drops trailing zero bytes of fixed-length bytes.
         if data is not None and b"\0" in data.to_pybytes():
             return None
 
     def values(part: slice) -> NDArray[Any]:
-        return np.array(held[part].to_pylist(), f"S{KEY_BYTES}")
+        return np.array(keys[part].to_pylist(), f"S{KEY_BYTES}")
 
-    return Placed(KEY, (len(held),), np.dtype(f"S{KEY_BYTES}"), values)
+    return Placed(KEY, (len(keys),), np.dtype(f"S{KEY_BYTES}"), values)
 
 
 def _number(field: pa.Field, column: pa.ChunkedArray) -> Placed | None:

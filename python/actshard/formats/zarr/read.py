@@ -97,7 +97,7 @@ def is_group(path: Location) -> bool:
 
 
 def _is_consolidated(path: Location) -> bool:
-    """Whether consolidated metadata show what is there, so that nothing else has to be looked for."""
+    """Whether consolidated metadata list the contents, so that no other file has to be looked up."""
     if (path / ".zmetadata").exists():
         return True
     if not path.is_remote or (path / "zarr.json").kind() != "file":
@@ -109,7 +109,7 @@ def _is_consolidated(path: Location) -> bool:
 
 
 def _is_array(path: Location, newer: bool = False) -> bool:
-    """Whether a folder is an array. With ``newer``, metadata of version 3 are looked for first."""
+    """Whether a folder is an array. With ``newer``, metadata of version 3 are looked up first."""
     if newer and _is_newer_array(path):
         return True
     return (path / ".zarray").kind() == "file" or (not newer and _is_newer_array(path))
@@ -123,8 +123,8 @@ def _is_newer_array(path: Location) -> bool:
 
 
 _UNLISTED = (
-    "expected a Zarr group, or a run with a manifest.json, found neither; names cannot be listed there, which finds "
-    "other stores: give the URL of one"
+    "expected a Zarr group, or a run with a manifest.json, found neither; names cannot be listed there to find other "
+    "stores: give the URL of a store"
 )
 
 
@@ -202,11 +202,7 @@ def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     found = [w.within(m.path.name) if len(members) > 1 else w for m in members for w in m.warnings]
     if not members[0].path.lists:
-        found.append(
-            Remark(
-                "not-listed", f"text/: names cannot be listed; other files than {', '.join(TEXTS)} are not looked for"
-            )
-        )
+        found.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
     coded = sorted({a.how for m in members for a in m.arrays if a.how})
     if coded and decodes:
         found.append(
@@ -232,19 +228,19 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
 
 def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[Layer, ...]:
     """Layer names from the attribute ``layers``, which actshard writes; otherwise numbers from 0."""
-    said = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
-    for named in said:
+    candidates = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
+    for named in candidates:
         if isinstance(named, list) and len(named) == member.num_layers:
             with contextlib.suppress(ArgumentError):
                 names = checked(named)
                 if all(abs(x) < 1 << 30 for x in names if isinstance(x, int)):
                     return names
-    if said:
+    if candidates:
         warnings.append(
             Remark(
                 "claim",
-                f"attribute 'layers': expected {member.num_layers} different integers or texts, found {show(said[0])}; layers are "
-                "numbered from 0",
+                f"attribute 'layers': expected {member.num_layers} different integers or strings, found {show(candidates[0])}; "
+                "layers are numbered from 0",
             )
         )
     return tuple(range(member.num_layers))
@@ -309,7 +305,7 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
 
 
 class _LaterNames(Sequence[str]):
-    """Names of columns, looked up when they are first needed: they are in as many files as there are columns."""
+    """Names of columns, looked up on first use, because each column may be in a separate file."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -338,7 +334,7 @@ def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
 
 def _columns(path: Location, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
     asked = set(names)
-    # Fields found only in later lines are not known beforehand. Asking for all known columns returns those, too.
+    # Fields that occur only in later lines are not known in advance. A request for all known columns returns them, too.
     every = asked >= set(_column_names(members))
     parts = [m.columns(lambda name: every or name in asked) for m in members]
     unknown = [name for name in names if not any(name in part for part in parts)]

@@ -1,6 +1,6 @@
-"""Writes Zarr activation stores by the published text: version 2, uncompressed, one chunk per sample, layer and stretch.
+"""Writes Zarr activation stores as specified by the published text: version 2, uncompressed, a chunk per sample, layer and stretch.
 
-Chunks ``(1, 1, T_chunk, H)`` of 0.5 to 2 MB are separate full-size files, many of which are written at once. Metadata come last:
+Chunks ``(1, 1, T_chunk, H)`` of 0.5 to 2 MB are separate full-size files, written in parallel. Metadata are written last:
 without ``.zgroup`` and ``.zmetadata`` no reader accepts the folder. Layers are the array's second axis. Their names, for which the
 text has no field, are the attribute ``layers``.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NODE = ACTIVATIONS
 CHUNK_BYTES = 1 << 20
-"""Within the text's 0.5 to 2 MB."""
+"""Within the 0.5 to 2 MB of the specification."""
 _SMALL_CHUNK = 1 << 20
 """Samples per chunk of a per-sample array, so that most have one chunk."""
 OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers")
@@ -41,7 +41,7 @@ class ZarrTarget(Target):
     makes: ClassVar[tuple[str, ...]] = (".zattrs", ".zgroup", ".zmetadata", "arrays", "meta", "text")
     own: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: for chunks of up to 1 MiB, at most T_max)",
-        "t_max": "length of the token axis, T_max (default: that of the longest sample)",
+        "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
@@ -77,7 +77,10 @@ class ZarrTarget(Target):
         self._chunk, self.created = chunk, config["created"]
 
     def _choose_chunk(self, longest: int) -> int:
-        """T_chunk: a power of two, for chunks of 0.5 to 1 MiB, which divides the usual T_max. Shorter arrays have one chunk."""
+        """T_chunk: a power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max.
+
+        Shorter arrays have one chunk.
+        """
         if self._chunk is None:
             fits = max(1, CHUNK_BYTES // self.row_bytes)
             self._chunk = min(1 << (fits.bit_length() - 1), self.t_max or max(longest, 1))
@@ -118,20 +121,20 @@ class ZarrTarget(Target):
         """T_chunk from the size of existing chunks, because release 0.1 did not record it.
 
         Raises:
-            FormatError: files of different lengths, because a resumed writer of that release chose another T_chunk.
+            FormatError: files have different sizes, because a resumed writer of that release chose another T_chunk.
         """
         size, found = self.row_bytes, None
         for i in np.flatnonzero(tokens > 0).tolist():
             for layer in range(len(self.spec.layers)):
                 path = self.root / NODE / f"{i}.{layer}.0.0"
-                held = path.stat().st_size if path.exists() else 0
-                if held == 0 or held % size or (found is not None and held != found):
+                stored = path.stat().st_size if path.exists() else 0
+                if stored == 0 or stored % size or (found is not None and stored != found):
                     raise FormatError(
-                        f"expected a chunk of {found or size} bytes, found {held}: an older release resumed this store with "
+                        f"expected a chunk of {found or size} bytes, found {stored}: an older release resumed this store with "
                         "another chunk length; it cannot be continued, start again in another folder",
                         path=path,
                     )
-                found = held
+                found = stored
         return None if found is None else found // size
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
@@ -259,7 +262,7 @@ def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]
 
 
 def write_store(root: Path, arrays: Mapping[str, Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
-    """Writes a store's metadata, also consolidated, those that make it a store last."""
+    """Writes a store's metadata and consolidated metadata. The files by which a store is recognized are written last."""
     group = {"zarr_format": 2}
     listed: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():

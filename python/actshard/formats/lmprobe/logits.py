@@ -21,7 +21,7 @@ def is_router(name: str) -> bool:
     return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()
 
 
-def write_beside(root: Path, limit: int, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
+def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
     """Writes logits and router tensors to files and removes them from the columns. Returns their descriptors.
 
     Args:
