@@ -51,7 +51,7 @@ def render(page: str) -> str:
 
 def _parts() -> Iterable[str]:
     yield "\n## Exceptions\n"
-    yield "All are attributes of `actshard`. `error.kind` is stable; `error.path` and `error.offset` say where.\n"
+    yield "All are attributes of `actshard`. `error.kind` is stable; `error.path` and `error.offset` are the place.\n"
     yield "| exception | also a | kind | meaning | what to do |"
     yield "|---|---|---|---|---|"
     known = {code.name: code for code in _known()}

@@ -233,7 +233,10 @@ def test_metadata_that_make_no_sense_are_refused(tmp_path: Path, function: Any, 
     ("function", "said"),
     [
         (lambda m: m["shards"][0].update(num_samples=5), "has 6 samples, metadata.json has 5"),
-        (lambda m: m["shards"][0].update(sample_id_range=[1, 9]), "has sample_idx 0, metadata.json gives the range 1 to 9"),
+        (
+            lambda m: m["shards"][0].update(sample_id_range=[1, 9]),
+            "has sample_idx 0, metadata.json gives the range 1 to 9",
+        ),
         (lambda m: m["shards"][0].update(layers=[3]), r"has layer 9, metadata.json lists \[3\]"),
         (lambda m: m["shards"][0].update(compressed=False), "the file is a gzip file"),
         (lambda m: m["shards"][0].update(size_bytes=3), "expected 3 bytes"),

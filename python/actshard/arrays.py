@@ -84,7 +84,7 @@ class _Lazy(ABC):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of the rows that are read."""
+        """The dtype of the rows that are read."""
         return self._store.dtype if self._asked is None else self._asked
 
     @property

@@ -43,7 +43,7 @@ class TorchFile:
         """The saved object: dicts, lists, tuples, sets, numbers, strings, bytes.
 
         Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
-        ``offset`` (bytes), ``swapped``, ``deflated``. Numpy arrays too, unless their pickle stores escaped bytes; these are read
+        ``offset`` (bytes), ``swapped``, ``deflated``. Arrays of numpy too, unless their pickle stores escaped bytes; these are read
         as numpy arrays. An object that only torch can make is a :class:`~actshard._native.RefusedObject` with its ``name``.
 
         Raises:

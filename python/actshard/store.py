@@ -120,7 +120,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of stored rows, as in the files. The metadata may contain another one."""
+        """The dtype of stored rows, as in the files. The metadata may contain another one."""
         return self._dtype
 
     @property

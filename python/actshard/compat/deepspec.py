@@ -1,4 +1,4 @@
-"""DeepSpec's data set of target caches, over any store with token ids.
+"""DeepSpec's dataset of target caches, over any store with token ids.
 
 >>> from actshard.compat.deepspec import CacheCollator, CacheDataset, validate_train_cache     # was: from deepspec.data import ...
 
@@ -35,7 +35,7 @@ class WrongCacheError(FormatError, AssertionError):
 
 
 class CacheDataset(data.Dataset):
-    """Map-style data set of sequences of S tokens.
+    """Map-style dataset of sequences of S tokens.
 
     Items: ``input_ids`` int32 ``(S,)``, ``loss_mask`` uint8 ``(S,)``, ``target_hidden_states`` bfloat16 ``(S, L * hidden_size)``,
     ``target_last_hidden_states`` bfloat16 ``(S, hidden_size)``. All are copies.
@@ -159,7 +159,7 @@ def _padded(features: Sequence[dict[str, torch.Tensor]], key: str) -> torch.Tens
 
 
 def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_name_or_path: Any) -> None:
-    """Compares a data set's layers, width and model with a draft model's configuration, as DeepSpec does.
+    """Compares a dataset's layers, width and model with a draft model's configuration, as DeepSpec does.
 
     Raises:
         WrongCacheError: (an AssertionError) they differ.

@@ -125,7 +125,7 @@ def write_segment(
         columns: the columns to convert.
         span: first example, end, and the origin of the first block.
         overflow: ``"refuse"`` or ``"allow"``.
-        tell: called with (examples done, examples).
+        tell: function called with (examples done, examples).
 
     Raises:
         Errors of reading and writing; errors of reading name the examples.

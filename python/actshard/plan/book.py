@@ -102,7 +102,7 @@ def host() -> str:
     import socket  # slow to import
 
     name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "host"
-    # Containers may share a host name, but each has its own process ids. The name must tell them apart.
+    # Containers may share a host name, but each has its own process ids. The name must differ for each of them.
     try:
         space = re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
     except OSError:

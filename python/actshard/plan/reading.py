@@ -35,7 +35,7 @@ from actshard.store import Store
 from actshard.work import make_folder, write_json
 
 NO_LISTING = (
-    "path: a web server cannot list its files, so a plan cannot tell whether they change; copy them with actshard.stage, or use a "
+    "path: a web server cannot list its files, so a plan cannot detect changes; copy them with actshard.stage, or use a "
     "bucket"
 )
 

@@ -52,7 +52,7 @@ class Verb(ABC):
             task: the number of the task, described by ``plan.tasks[task]``.
             folder: an empty folder for this attempt, on the file system of :attr:`Planned.work`. The task writes all its files
                 there and syncs them to the disk. The folder is renamed afterwards, so files must not contain its absolute path.
-            tell: called with the progress from time to time.
+            tell: function called with the progress from time to time.
 
         Raises:
             ActshardError: the message names the input and the row.

@@ -298,7 +298,7 @@ def shuffle(
     ax: Any = None,
     table: bool = False,
 ) -> Any:
-    """How far apart a stream puts rows that are adjacent in storage, beside a uniformly random order of the same rows.
+    """How far apart a stream puts rows that are adjacent in storage, compared with a uniformly random order of the same rows.
 
     Reads the batches.
 
@@ -346,7 +346,7 @@ def shuffle(
 
 
 def style_unless(ax: Any) -> Any:
-    """Our style for a figure of our own, if no style of ours is active; the caller's for theirs."""
+    """actshard's style for a new figure, unless it is active already; no style for the caller's axes."""
     import contextlib
 
     from actshard.plot.style import library

@@ -1,4 +1,4 @@
-"""Plots of what a sample of rows tells: spectra, similarity of layers, and separability of labels."""
+"""Plots of samples of rows: spectra, similarity of layers, and separability of labels."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def inline(ax: Any, name: str, title: str) -> str:
     Args:
         ax: the axes.
         name: a prefix of ids; each figure of a page has its own.
-        title: what screen readers say, as escaped HTML.
+        title: text for screen readers, as escaped HTML.
     """
     made = io.StringIO()
     ax.figure.savefig(made, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -48,7 +48,7 @@ def report(
     layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     progress: Tell | None = None,
 ) -> Path:
-    """Writes a report: what the dataset is, findings with advice, plots, layers, texts coloured by norm, verify's findings.
+    """Writes a report: a description, findings with advice, plots, layers, texts coloured by norm, verify's findings.
 
     One HTML file below 1.5 MB that needs no network. Reads all rows of the layers once, or the statistics that
     ``store.stats(save=True)`` kept, if they are still true. The same dataset gives the same file

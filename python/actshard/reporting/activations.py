@@ -239,7 +239,7 @@ def _repeated(page: Page, store: Store, found: Measured, tell: Any) -> Repeated 
 def _samples(
     store: Store, found: Measured, count: int, decode: Tokenizer | None, tell: Any
 ) -> tuple[list[ShownExample], str]:
-    """Examples, evenly spaced, in the last of the layers, and what their norms are divided by."""
+    """Evenly spaced examples in the last of the layers, and a description of the unit of their norms."""
     n = min(count, store.num_examples)
     layer, stats = list(found.items())[-1]
     seen: list[Examined] = []

@@ -38,7 +38,7 @@ def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -
         page.plot("frequency", "Token frequency", lambda: plot.frequency(found))
         page.plot("packing", "Packing of whole documents", lambda: plot.packing(found))
     page.grids = [(heading, text, grid.full()) for heading, text, grid in _grids(found, decode)]
-    page.samples, page.samples_of = _samples(cache, found, count, decode), "colours tell tokens apart"
+    page.samples, page.samples_of = _samples(cache, found, count, decode), "each token has its own colour"
     some = (
         f"{found.read_documents:,} of {found.documents:,} documents, in evenly spaced runs"
         if found.is_sample

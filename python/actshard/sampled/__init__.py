@@ -1,4 +1,4 @@
-"""What a fixed sample of rows tells of layers: their spectrum, their similarity, and how well they separate labels.
+"""Properties of layers from a fixed sample of rows: spectrum, similarity, and how well they separate labels.
 
 The statistics of ``stats`` are sums, which one pass over all rows makes. Those here need all pairs of columns or of rows: they are
 made from a sample that depends only on the number of rows and on a seed.

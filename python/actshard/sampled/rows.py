@@ -20,7 +20,7 @@ from actshard.layers import Layer
 from actshard.stream.readable import Readable
 
 RowsRead = Callable[[int, int], object]
-"""Is told what was read, and of how much."""
+"""Called with the rows read so far and their total."""
 MOST = 1 << 24
 """Most rows of a sample."""
 _BLOCK = 32 << 20

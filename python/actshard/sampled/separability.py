@@ -1,4 +1,4 @@
-"""How well labels can be told apart linearly in each layer, on held-out examples.
+"""How well a linear probe separates labels in each layer, on held-out examples.
 
 The probe is a ridge classifier: regression of -1 and +1 for each class, on columns standardized by the training examples. Training
 examples of each class have the same total weight. The penalty is the one of nine whose generalized cross-validation error on the
@@ -331,7 +331,7 @@ def predicted(
     mean = weights @ train
     centred = train - mean
     deviation = np.sqrt(weights @ centred**2)
-    # A column that is constant up to rounding tells nothing; its deviation would blow rounding up.
+    # A column that is constant up to rounding has no information, and its deviation would amplify rounding errors.
     some = deviation > 1e-12 * (np.abs(mean) + deviation.max(initial=0))
     if not some.any():
         return np.zeros(len(test), np.int64)

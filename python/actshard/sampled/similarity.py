@@ -178,7 +178,7 @@ def _names(store: Any, layers: Any) -> tuple[Layer, ...]:
 
 
 def _check_same(store: Readable, mine: Sequence[Layer], other: Readable, theirs: Sequence[Layer]) -> None:
-    """Refuses stores whose rows are not of the same tokens, as far as their numbers tell."""
+    """Refuses stores whose rows are not of the same tokens, as far as their counts show."""
     if store.num_examples != other.num_examples:
         raise ArgumentError(
             f"other: expected the same {store.num_examples} examples, found {other.num_examples}: {other.path}",
@@ -208,7 +208,7 @@ class Compared:
         self._same_width = len(widths) <= 1
         self._cosines = np.zeros((n, n))
         self._counted = np.zeros((n, n), np.int64)
-        # Compared of rows, each divided by two to the power beside it.
+        # Of rows divided by a power of two, whose exponent follows.
         self._means: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
 
     def add(self, at: Places, tell: Any) -> None:

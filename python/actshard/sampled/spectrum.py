@@ -36,7 +36,7 @@ class Spectrum:
         d_model: elements per row.
         mean: ``(d_model,)`` float64: the mean row of the sample. NaN without rows.
         eigenvalues: ``(m,)`` float64, descending: variances along the principal directions, divided by ``rows`` as those of
-            :class:`~actshard.Stats`. Those that rounding cannot tell from 0 are 0.
+            :class:`~actshard.Stats`. Those within the rounding error of 0 are 0.
         explained: ``(m,)`` float64: each eigenvalue's share of their sum. NaN if no column varies.
         directions: ``(k, d_model)`` float64: the first principal directions, of length 1, the largest element of each positive.
             At most as many as were asked for, and as there are eigenvalues other than 0.

@@ -76,7 +76,7 @@ class CachePlan:
     """A cache required by a configuration.
 
     Attributes:
-        component, split: what the cache is for.
+        component, split: the component and split of the cache.
         path: where Levanter expects it.
         sources: sources to build it from; empty: it must exist.
         state: ``"done"``, ``"to build"`` or ``"missing"``.

@@ -216,7 +216,7 @@ def check_pack(pack: bool | int | str | None) -> None:
 
 
 def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
-    """Converts one of Levanter's dataclasses to the class here with the same fields; None if it is none of them.
+    """Converts one of Levanter's dataclasses to the class here with the same fields; None for other objects.
 
     Raises:
         ArgumentError: a field that is unsupported here does not have its default value.

@@ -129,7 +129,7 @@ class RowSource:
     Attributes:
         shard: name of the shard built from them.
         begin: returns a new iterator over all records.
-        told: identifies the records when an interrupted build is resumed; default: the name.
+        told: text that identifies the records when an interrupted build is resumed; default: the name.
     """
 
     shard: str

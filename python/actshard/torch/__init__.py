@@ -1,4 +1,4 @@
-"""PyTorch tensors that share memory with a stream's arrays, and datasets for ``DataLoader``.
+"""Torch tensors that share memory with a stream's arrays, and datasets for ``DataLoader``.
 
 Requires torch, which actshard does not install.
 

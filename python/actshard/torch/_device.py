@@ -327,7 +327,7 @@ def to_device(
     The stream writes activations directly into ``depth`` pinned buffers. They are copied on a side stream of the device; the
     stream that is current when a batch is requested waits for its copy, and the host does not. A buffer is refilled only
     after its copy is complete. If you use a batch on a stream other than the one that was current when you requested it,
-    tell torch so with ``tensor.record_stream``.
+    confirm it to torch with ``tensor.record_stream``.
 
     Host memory: ``depth`` batches. Device memory: at most ``depth - 1`` batches that were not handed out, besides those you
     keep. ``buffers=`` and ``reuse=`` of the stream are not used.

@@ -159,8 +159,8 @@ def create(
         overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity.
         shard_bytes: approximate size of a shard in bytes, or as ``"4GiB"``; each format has a default.
         part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` combines the parts. A part may be empty.
-        resume: continue an unfinished dataset after its committed examples (``writer.committed``). Starts a new dataset if there
-            is none; accepts a finished one (``writer.complete``).
+        resume: continue an unfinished dataset after its committed examples (``writer.committed``). Starts a new dataset if none
+            exists; accepts a finished one (``writer.complete``).
         exist_ok: accept a finished dataset instead of raising: ``writer.complete`` is True and nothing can be appended.
         storage_options: options of a URL, as for :func:`actshard.open`.
         scratch: folder for the dataset of a URL until it is uploaded; None: the folder of temporary files. ``resume`` continues

@@ -268,7 +268,7 @@ class Sink:
         return place
 
     def _finish_empty(self) -> Path:
-        """Finishes a part without examples. Its marker file tells merge that the part is not missing."""
+        """Finishes a part without examples. Its marker file shows merge that the part exists."""
         spec = self.target.spec
         assert spec.part is not None
         fields = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}

@@ -28,7 +28,7 @@ pub struct MappedRows {
     view: View,
 }
 
-/// Numpy allocates smaller outputs itself.
+/// numpy allocates smaller outputs itself.
 const OURS_FROM: usize = 1 << 20;
 
 /// Memory of an output; the array's base keeps it alive.

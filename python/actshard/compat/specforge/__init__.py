@@ -1,4 +1,4 @@
-"""SpecForge's offline data over any store with token ids: its data set, and a feature store for its trainer.
+"""SpecForge's offline data over any store with token ids: its dataset, and a feature store for its trainer.
 
 >>> from actshard.compat.specforge import build_offline_eagle3_dataset       # was: from specforge.data.preprocessing import ...
 
@@ -13,9 +13,9 @@ for ``FeatureDataLoader``. Differences from SpecForge:
 - nothing is unpickled (SpecForge loads with ``weights_only=False``, which may execute code in a file);
 - a damaged file raises an error with its name. ``OfflineEagle3Dataset`` of SpecForge prints it and returns sample 0 instead;
 - if ``data_0.ckpt`` and ``data_0.ckpt.gz`` exist, the first is read; SpecForge treats them as two samples;
-- the data set reads only the first ``max_len`` tokens of an example.
+- the dataset reads only the first ``max_len`` tokens of an example.
 
-The data set requires torch, :class:`StoreFeatures` requires specforge.
+The dataset requires torch, :class:`StoreFeatures` requires specforge.
 """
 
 from __future__ import annotations

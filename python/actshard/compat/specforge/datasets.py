@@ -37,7 +37,7 @@ def raw_eagle3(one: DraftSample) -> _Sample:
 
 
 class OfflineEagle3Dataset(data.Dataset):
-    """Map-style data set of examples of S tokens, S at most ``max_len``.
+    """Map-style dataset of examples of S tokens, S at most ``max_len``.
 
     Items: ``attention_mask``, ``loss_mask`` (its last value is 0) and ``input_ids`` int64 ``(1, S)``, ``target`` ``(1, S, H)`` and
     ``hidden_state`` ``(1, S, L * H)`` in the stored dtype. All are copies.
@@ -141,7 +141,7 @@ def build_offline_eagle3_dataset(
     use_usp_preprocess: bool = False,
     **options: Any,
 ) -> OfflineEagle3Dataset:
-    """Returns the data set of a store; ``options`` are the keyword arguments of :class:`OfflineEagle3Dataset`."""
+    """Returns the dataset of a store; ``options`` are the keyword arguments of :class:`OfflineEagle3Dataset`."""
     return OfflineEagle3Dataset(
         hidden_states_path,
         max_len=max_len,

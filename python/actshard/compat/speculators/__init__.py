@@ -1,4 +1,4 @@
-"""speculators' training data from any store with token ids: a backend for hidden states, and its data set.
+"""speculators' training data from any store with token ids: a backend for hidden states, and its dataset.
 
 >>> from actshard.compat.speculators import ArrowDataset          # was: from speculators.train.data import ArrowDataset
 

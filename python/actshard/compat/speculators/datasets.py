@@ -31,7 +31,7 @@ except ImportError as error:
 
 
 class ArrowDataset(BaseDataset):
-    """speculators' data set of training samples, over any store.
+    """speculators' dataset of training samples, over any store.
 
     Items: ``hidden_states`` ``(S, L * H)``, ``input_ids`` int64 ``(S,)``, ``verifier_last_hidden_states`` ``(S, H)``,
     ``loss_mask`` int64 ``(S,)``, ``lengths`` int64 ``(1,)``, ``position_ids`` int64 ``(S,)``. States have the stored dtype;

@@ -47,7 +47,7 @@ def data_files(root: Location) -> list[Location]:
     fields = Fields(read_json(path), path)
     if fields.value.get("_indices_files"):
         raise UnsupportedError(
-            "field '_indices_files': expected none; save the data set again with save_to_disk", path=path
+            "field '_indices_files': expected none; save the dataset again with save_to_disk", path=path
         )
     made = []
     for item in fields.items("_data_files"):

@@ -290,10 +290,10 @@ impl RecordIndex {
                 record.offsets[0],
             );
         };
-        for (i, (want, found)) in expected.iter().zip(record.offsets).enumerate() {
-            if *want != found {
+        for (i, (start, found)) in expected.iter().zip(record.offsets).enumerate() {
+            if *start != found {
                 let why = format!(
-                    "{want} (tensors back to back, {} tokens, {} layers of {} bytes)",
+                    "{start} (tensors back to back, {} tokens, {} layers of {} bytes)",
                     record.tokens, self.sizes.layers, self.sizes.row_bytes
                 );
                 return refuse(self.shape.offsets + 8 * i, OFFSETS[i], why, found);
