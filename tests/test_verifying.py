@@ -303,6 +303,16 @@ def test_deep_looks_at_every_value(tmp_path: Path, format: str) -> None:
     assert actshard.verify(writer.path).findings == []
 
 
+def test_a_narrower_dtype_is_advised_with_its_exceptions(tmp_path: Path) -> None:
+    """float64 values with the precision of float32 may be outside its range."""
+    with actshard.create(tmp_path / "wide", "npy", layers=[0], d_model=2, dtype="float64") as writer:
+        writer.append(np.array([[[[2.0**900, 1.5]]], [[[0.5, 0.25]]]]))
+    found = {finding.code: finding.found for finding in actshard.verify(tmp_path / "wide", deep=True).findings}
+    assert "except those outside the range of float32" in found["wide-dtype"]
+    with pytest.raises(actshard.ActshardError, match="float32"):
+        actshard.convert(tmp_path / "wide", tmp_path / "narrow", "npy", dtype="float32")
+
+
 def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((4, 1, 3, 8)).astype(np.float32)
     rows = (rows.view(np.uint32) & 0xFFFF0000).view(np.float32)  # exactly bfloat16

@@ -1,4 +1,4 @@
-"""One term for one thing: docs, docstrings, comments and messages use the words of the glossary, and none that readers stumble over."""
+"""One term for one thing: docs, docstrings, comments and messages use the words of the glossary, and no confusing ones."""
 
 from __future__ import annotations
 

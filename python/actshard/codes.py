@@ -333,7 +333,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         Code(
             "wide-dtype",
             NOTE,
-            "Every value is representable in a narrower dtype.",
+            "Every value has the precision of a narrower dtype.",
             "The dataset takes more space than it needs.",
             "convert with dtype= to save space",
         ),

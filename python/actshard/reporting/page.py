@@ -24,7 +24,7 @@ _STEPS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 100.0)
 
 
 OF_DATA = (FormatError, MissingFileError, NotAFileError, UnsupportedError)
-"""Errors of damaged datasets, which have a report nevertheless. Not ``UnknownFormatError``, which means that there is no dataset."""
+"""Errors of damaged datasets, which have a report nevertheless. ``UnknownFormatError`` means that there is no dataset."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,12 @@ _FEW = 8
 _PLACES = 16
 """Maximum number of positions that a scan records for each kind of problem."""
 _ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
-_NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
-"""Narrower dtypes of each dtype, with the number of trailing bits that are zero in all values of the narrower dtype. float16 is not
-listed: its smaller range does not show in trailing bits."""
+_NARROWER = {
+    "float32": (("bfloat16", 16, ""),),
+    "float64": (("float32", 29, ", except those outside the range of float32: a conversion reports them"),),
+}
+"""Narrower dtypes of each dtype, with the number of trailing bits that are zero in all of its values, and exceptions.
+A smaller range does not show in trailing bits; float16 is not listed, because its range is much smaller."""
 
 
 def check_values(store: Store, report: Report, tell: Any) -> None:
@@ -143,12 +146,12 @@ def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) 
             )
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
     dtype = found["dtype"]
-    for narrower, zeros in _NARROWER.get(dtype, ()):
+    for narrower, zeros, exceptions in _NARROWER.get(dtype, ()):
         if every and every & ((1 << zeros) - 1) == 0:
             report.add(
                 "wide-dtype",
                 store.path,
-                f"all {dtype} values are exactly representable in {narrower}",
+                f"all {dtype} values are exactly representable in {narrower}{exceptions}",
                 place=f"layer {plain(layer)}",
             )
 

@@ -23,7 +23,7 @@ mod wide;
 
 pub use instructions::prefetch;
 pub use stores::{Conversion, Fenced, Float, Stores, storing};
-pub use wide::{wide, widest};
+pub use wide::{Loops, wide, wide_integers, widest};
 
 /// Outputs of at least this many bytes are streamed. Rows gathered by two threads and summed by one thread afterwards, cached
 /// and streamed: 1 MiB 0.08 and 0.13 ms, 8 MiB 0.94 and 1.04, 16 MiB 1.9 and 2.0, 32 MiB 4.3 and 4.0, 64 MiB 9.0 and 8.4.

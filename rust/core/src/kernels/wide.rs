@@ -19,20 +19,62 @@ fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// As [`wide`], also compiled for AVX-512: for loops that multiply integers of 64 bits, for which it has an instruction, and for
-/// those that need more than 16 registers.
+/// As [`wide`], also compiled for AVX-512: for loops that multiply integers of 64 bits, for which it has an instruction.
 #[inline]
-pub fn widest<R>(work: impl FnOnce() -> R) -> R {
+pub fn wide_integers<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("avx512dq") {
+    if has_avx512() {
         // SAFETY: the processor has AVX-512 F and DQ.
         return unsafe { with_avx512(work) };
     }
     wide(work)
 }
 
+/// Work whose loops are compiled for each set of instructions. `run` must be `#[inline(always)]`: a large closure is a function of its
+/// own, compiled for the least processor.
+pub trait Loops {
+    /// What the work returns.
+    type Output;
+    /// Does the work.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs loops compiled for AVX-512 or AVX2, as in [`wide`]. AVX-512 has 32 registers, which sums of several rows need.
+#[inline]
+pub fn widest<L: Loops>(loops: L) -> L::Output {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if has_avx512() {
+            // SAFETY: the processor has AVX-512 F and DQ.
+            return unsafe { loops_with_avx512(loops) };
+        }
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has AVX2.
+            return unsafe { loops_with_avx2(loops) };
+        }
+    }
+    loops.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("avx512dq")
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq")]
 fn with_avx512<R>(work: impl FnOnce() -> R) -> R {
     work()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn loops_with_avx512<L: Loops>(loops: L) -> L::Output {
+    loops.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn loops_with_avx2<L: Loops>(loops: L) -> L::Output {
+    loops.run()
 }

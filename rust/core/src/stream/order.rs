@@ -6,7 +6,7 @@
 //! Domains", 2002). With ten rounds, our statistical tests find no difference from real shuffles; it is not
 //! cryptographically secure.
 
-use crate::kernels::widest;
+use crate::kernels::wide_integers;
 
 /// Up to this many numbers are shuffled in a table (512 KiB at most): a cipher over few bits is weak.
 const SMALL: u64 = 1 << 16;
@@ -171,7 +171,7 @@ impl Permutation {
             Bijection::Cipher { high, low, keys } => {
                 positions.for_each(|(position, to)| *to = position);
                 let sizes = (*high, *low);
-                widest(
+                wide_integers(
                     #[inline(always)]
                     || out.chunks_mut(BLOCK).for_each(|block| encipher_below(self.n, block, sizes, keys)),
                 );

@@ -17,7 +17,7 @@ use super::summary::{LARGEST, LargestColumn, RowFacts, Summary, hash};
 use super::{BLOCK, Stats, Weights};
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
-use crate::kernels::widest;
+use crate::kernels::{Loops, widest};
 use crate::layout::row::Row;
 use crate::memory::zeroed;
 use crate::stream::rescale::Real;
@@ -254,7 +254,9 @@ impl<E: Element> PartOf<E> {
         self.columns.clear();
         let (width, before) = (self.row.width, self.facts.norms.len());
         for raw in block.chunks(TOGETHER * self.row.bytes) {
-            self.facts.hashes.extend(raw.chunks_exact(self.row.bytes).map(hash));
+            for row in raw.chunks_exact(self.row.bytes) {
+                self.facts.hashes.push(hash(row));
+            }
             let n = raw.len() / self.row.bytes;
             let rows = as_elements(cast, raw, &mut self.elements[..n * width]);
             let row = |n: usize| &rows[n * width..(n + 1) * width];
@@ -262,8 +264,9 @@ impl<E: Element> PartOf<E> {
                 let norms = self.columns.add_finite::<E, TOGETHER>(std::array::from_fn(row));
                 self.facts.norms.extend_from_slice(&norms);
             } else {
-                let norms = (0..n).map(|n| self.columns.add_finite::<E, 1>([row(n)])[0]);
-                self.facts.norms.extend(norms);
+                for n in 0..n {
+                    self.facts.norms.extend_from_slice(&self.columns.add_finite::<E, 1>([row(n)]));
+                }
             }
         }
         if self.facts.norms[before..].iter().any(|norm| !norm.is_finite()) {
@@ -338,10 +341,7 @@ impl<E: Element> PartOf<E> {
         self.bad = false;
         let of_block = BLOCK * self.row.bytes;
         for (number, block) in raw.chunks(of_block).enumerate() {
-            widest(|| {
-                self.add_block(cast, block);
-                self.fold(number as u32, (block.len() / self.row.bytes) as u64, &mut made);
-            });
+            widest(BlockSum { part: self, cast, block, number: number as u32, made: &mut made });
         }
         for norm in self.facts.norms.iter().filter(|norm| norm.is_finite()) {
             made.norms = (made.norms.0 + norm, made.norms.1 + 1);
@@ -356,6 +356,25 @@ impl<E: Element> PartOf<E> {
         let columns = columns.collect();
         made.summary = Summary::of(&mut self.facts, ids, zeros, columns);
         Ok(made)
+    }
+}
+
+/// The sum of a block, compiled for each set of instructions.
+struct BlockSum<'a, E: Element> {
+    part: &'a mut PartOf<E>,
+    cast: Cast<'a>,
+    block: &'a [u8],
+    number: u32,
+    made: &'a mut Stats,
+}
+
+impl<E: Element> Loops for BlockSum<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        self.part.add_block(self.cast, self.block);
+        self.part.fold(self.number, (self.block.len() / self.part.row.bytes) as u64, self.made);
     }
 }
 
