@@ -46,7 +46,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
 	$(BIN)/python -m tests.torture.plan_kills --every
 	$(BIN)/python -m tests.torture.mutations --each 4000
-	FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
+	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
 	./scripts/sanitize.sh loom
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
