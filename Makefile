@@ -35,7 +35,7 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
-	./scripts/halves.sh $(BIN)/python -m "$(LIGHT)"
+	./scripts/suite.sh $(BIN)/python -m "$(LIGHT)"
 	$(BIN)/python -m pytest -m "$(LIGHT)" tests/torture $(addprefix --ignore ,$(FRESH))
 	$(BIN)/python -m pytest -m "$(LIGHT)" $(FRESH)
 

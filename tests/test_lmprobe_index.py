@@ -224,7 +224,7 @@ def test_row_past_the_file_is_an_error_of_the_read_that_names_the_file(lmprobe_c
         lambda: store.sequences([3, 4], 0),
     ]
     for read in reads:
-        with refuses(actshard.FormatError, shard(path, 0, 0), rf"row.* {row}.*holds 11 rows"):
+        with refuses(actshard.FormatError, shard(path, 0, 0), rf"row.* {row}.*has 11 rows"):
             read()
 
 
@@ -240,7 +240,7 @@ def test_token_row_past_the_file_is_an_error_of_the_read_that_names_the_file(lmp
     bad = next(e for e, x in enumerate(table[LISTS[1]].to_pylist()) if max(x) >= 1000)
     file = shard(path, 3, table[LISTS[0]][bad].as_py()[0])
     for read in (lambda: store.sequence(bad, 3), lambda: store.sequences([bad], 3), lambda: store.gather(3, bad, 0)):
-        with refuses(actshard.FormatError, file, r"holds \d+ rows"):
+        with refuses(actshard.FormatError, file, r"has \d+ rows"):
             read()
     assert np.array_equal(store.last_tokens(3), golden("fullseq_f32")["layer_3"])
 

@@ -128,12 +128,12 @@ OWN = {"tasks", "out", "replace", "no_measure", "json", "work", "cache"}
 ELSEWHERE = {
     "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
     "verify": {"deep", "storage_option"},
-    "stats": {"storage_option"},
+    "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
     "merge": {"path"},
     "stage": {"no_check", "storage_option"},
 }
-"""Options of the commands that a plan has not: it is always resumable, always deep, has no secrets, and jobs are its tasks."""
+"""Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks."""
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -23,7 +23,7 @@ from actshard.layers import Layer
 from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.style import library
 from actshard.reporting import activations, caches
-from actshard.reporting.activations import Chosen
+from actshard.reporting.activations import ReportedRows
 from actshard.reporting.page import OF_DATA, Page, steps
 from actshard.stats.advice import cut
 from actshard.store import Store
@@ -104,7 +104,7 @@ def report(
 
 
 def _of_path(
-    path: Any, given: Mapping[str, Any], layers: Any, chosen: Chosen, count: int, decode: Tokenizer | None, tell: Tell
+    path: Any, given: Mapping[str, Any], layers: Any, selected: ReportedRows, count: int, decode: Tokenizer | None, tell: Tell
 ) -> Page:
     at = existing_anywhere(path, given["storage_options"], given["cache"])
     try:
@@ -117,11 +117,11 @@ def _of_path(
         page.damaged("cannot be opened", error)
         return page
     if store is not None:
-        return activations.page_of(store, layers, chosen, count, decode, tell)
+        return activations.page_of(store, layers, selected, count, decode, tell)
     assert held is not None
     if layers is not None:
         raise ArgumentError("layers: a token cache has none", path=held.path)
-    if chosen[1] is not None:
+    if selected[1] is not None:
         raise ArgumentError("rows: not for token caches, found a token cache", path=held.path)
     try:
         return caches.page_of(held, count, decode, tell)

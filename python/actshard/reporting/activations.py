@@ -36,13 +36,13 @@ from actshard.stats.advice import Advice, cut, many
 from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer
 
-Chosen = tuple[Any, int | None]
+ReportedRows = tuple[Any, int | None]
 """The tokens to report on, and the number of rows to sample of each layer; None: all."""
 
 
-def page_of(store: Store, layers: Any, chosen: Chosen, count: int, decode: Tokenizer | None, tell: Any) -> Page:
+def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decode: Tokenizer | None, tell: Any) -> Page:
     """The parts of a report that come from the store."""
-    tokens, rows = chosen
+    tokens, rows = selected
     page = Page(cut(store.path.name or store.path, 80), "activation dataset", list(_facts(store)))
     if not store.layers:
         page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
