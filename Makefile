@@ -28,7 +28,7 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 	@test -f $(VENV)/.base || echo "actshard: setting up $(VENV)"
 	@$(MAKE) --no-print-directory -s $(VENV)/.base
 	@built=$$(ls $(VENV)/.release $(VENV)/.dev $(VENV)/.demo 2>/dev/null | head -n 1); built=$${built:-$(VENV)/.demo}; \
-		$(MAKE) --no-print-directory -q $$built || echo "actshard: building, about two minutes on two cores"; \
+		$(MAKE) --no-print-directory -q $$built || echo "actshard: building, about 80 seconds on two cores"; \
 		$(MAKE) --no-print-directory -s $$built
 	@PYTHONWARNINGS="ignore:this is a" $(BIN)/actshard demo
 

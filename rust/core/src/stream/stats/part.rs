@@ -4,9 +4,10 @@
 //! (`shift`): with `d = x - shift`, the mean is `shift + sum(d) / n` and the sum of squared distances from the mean is
 //! `sum(d²) - sum(d)² / n`. Since `shift` is one of the values, `sum(d²)` is at most `n + 1` times the result, so that the
 //! difference loses at most the last digits of float64, also for a mean that is far larger than the deviations. Values of 16 bits
-//! need no shift: they have at most 11 digits, so that sums of 128 values and of their squares are exact unless exponents differ by
-//! more than 24, and a mean is at most 2^11 times the smallest distance. Values of up to 32 bits are compared as float32 and summed
-//! as float64.
+//! need no shift. They have at most 11 binary digits, so sums of 128 values and of their squares are exact in float64 unless exponents
+//! differ by more than 12; then distances from the mean are as large as the largest values, and rounding is relative to them. And if
+//! values are not all equal, a distance is at least 2^-11 of the mean. Values of up to 32 bits are compared as float32 and summed as
+//! float64.
 //!
 //! Each column is summed row by row, and each norm in eight lanes: the compiler neither reorders nor fuses floating-point
 //! operations, so the result has the same bits on every machine.
