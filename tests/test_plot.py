@@ -220,7 +220,9 @@ def test_plots_of_samples_have_the_numbers_of_the_store(store: actshard.Store, t
     ):
         assert ax.get_title(loc="left")  # without variance there is nothing to draw, but axes
     with refuses(
-        actshard.NotStoredError, other.path, "label: expected labels of tokens, one of the columns label, labels, class, target"
+        actshard.NotStoredError,
+        other.path,
+        "label: expected labels of tokens, one of the columns label, labels, class, target",
     ):
         plot.separability(other)
     with refuses(actshard.ArgumentError, store.path, "at least two classes"):

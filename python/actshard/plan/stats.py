@@ -1,7 +1,7 @@
 """Plans of statistics: tasks sum ranges of rows, and the commit combines the sums.
 
-A layer's rows are divided into leaves of a fixed size (the core's ``stream/stats/tree.rs``), which are summed in a binary tree. A task
-sums a range of the leaves of all layers, and stores the sums of each layer as a few nodes of the tree:
+A layer's rows are divided into leaves of a fixed size, which are summed in a binary tree (the core's ``stream/stats/tree.rs``). A
+task sums a range of the leaves of all layers, and stores the sums of each layer as a few nodes of the tree:
 
 .. code-block:: text
 

@@ -134,7 +134,15 @@ def similarity(
         if max(values.shape, default=0) <= _WRITTEN:
             for i, j in np.argwhere(np.isfinite(values)).tolist():
                 colour = "#ffffff" if values[i, j] < _DARK else "#000000"
-                ax.text(j, i, f"{round(float(values[i, j]), 2) + 0.0:.2f}", ha="center", va="center", fontsize=6, color=colour)
+                ax.text(
+                    j,
+                    i,
+                    f"{round(float(values[i, j]), 2) + 0.0:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color=colour,
+                )
         ax.figure.colorbar(image, ax=ax, label="CKA")
         ax.set_title("Similarity of layers: debiased linear CKA")
         return ax

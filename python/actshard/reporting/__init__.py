@@ -104,7 +104,13 @@ def report(
 
 
 def _of_path(
-    path: Any, given: Mapping[str, Any], layers: Any, selected: ReportedRows, count: int, decode: Tokenizer | None, tell: Tell
+    path: Any,
+    given: Mapping[str, Any],
+    layers: Any,
+    selected: ReportedRows,
+    count: int,
+    decode: Tokenizer | None,
+    tell: Tell,
 ) -> Page:
     at = existing_anywhere(path, given["storage_options"], given["cache"])
     try:

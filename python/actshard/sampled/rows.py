@@ -93,10 +93,12 @@ def thinned(selection: tuple[Any, ...], num_examples: int, count: int, seed: int
     first, counts = selection[:2]
     counts = np.broadcast_to(np.asarray(counts, np.int64), num_examples)
     total = int(counts.sum())
-    some = np.flatnonzero(selection[2]) if len(selection) == 3 else None
-    chosen = spread(total if some is None else len(some), count, seed)
     flags = np.zeros(total, bool)
-    flags[chosen if some is None else some[chosen]] = True
+    if len(selection) == 3:
+        some = np.flatnonzero(selection[2])
+        flags[some[spread(len(some), count, seed)]] = True
+    else:
+        flags[spread(total, count, seed)] = True
     return first, np.ascontiguousarray(counts), flags
 
 

@@ -89,7 +89,7 @@ def _fractions(q: ArrayLike) -> NDArray[np.float64]:
 def _ranked(counts: NDArray[np.int64], fractions: NDArray[np.float64]) -> NDArray[np.intp]:
     """The bin of the row at each fraction of the rows, which are at least one."""
     ends = np.cumsum(counts)
-    return np.searchsorted(ends, np.maximum(np.ceil(fractions * ends[-1]), 1), "left")
+    return np.asarray(np.searchsorted(ends, np.maximum(np.ceil(fractions * ends[-1]), 1), "left"))
 
 
 def _edge(number: int, bits: int = MANTISSA_BITS) -> float:
