@@ -162,14 +162,14 @@ impl<T: Value> Columns<T> {
             (*sums, *squares, *low, *high, *zeros) = (s, q, lo, hi, z);
         }
         let mut rest = [0f64; N];
-        for k in 8 * whole..self.shift.len() {
-            for n in 0..N {
-                let value = rows[n][k].value();
+        for (rest, row) in rest.iter_mut().zip(rows) {
+            for (k, element) in row.iter().enumerate().skip(8 * whole) {
+                let value = element.value();
                 let x = value.wide();
                 let d = if E::SHIFTED { x - self.shift[k] } else { x };
                 self.sums[k] += d;
                 self.squares[k] += d * d;
-                rest[n] += x * x;
+                *rest += x * x;
                 self.low[k] = if value < self.low[k] { value } else { self.low[k] };
                 self.high[k] = if value > self.high[k] { value } else { self.high[k] };
                 self.zeros[k] += u32::from(value == T::ZERO);
