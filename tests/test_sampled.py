@@ -398,6 +398,34 @@ def test_labels_of_tokens_are_split_by_example(tmp_path: Path) -> None:
     store.filter(np.arange(30)).separability(store.filter(np.arange(30)).labels)
 
 
+def test_labels_of_tokens_may_be_few_or_missing(tmp_path: Path) -> None:
+    store = made(tmp_path, {0: normal(40, 5, 8), 1: normal(40, 5, 8, seed=1)})
+    missing = np.full((40, 5), np.nan, object)
+    missing[:, 0], missing[:, 1] = "a", "b"
+    found = store.separability(missing)
+    assert (found.classes, found.unlabelled, found.examples) == (("a", "b"), 120, 80)
+    few = np.full((40, 5), np.nan)
+    few[:4] = np.arange(5) % 2
+    for seed in range(20):  # the examples to hold out are among those with labels
+        assert store.separability(few, seed=seed).train.min() > 0
+    with pytest.raises(actshard.ArgumentError, match=r"5 content tokens, found shape \(40, 6\)"):
+        store.separability(np.zeros((40, 6), int))
+
+
+def test_labels_of_tokens_of_examples_of_different_lengths(tmp_path: Path) -> None:
+    """Columns beyond an example's tokens are not read."""
+    path = tmp_path / "run"
+    with actshard.create(path, "pickle", layers=[0], d_model=4) as writer:
+        for n in (3, 2, 3, 1, 3, 2):
+            writer.append(normal(n, 4)[None, None])
+    store = actshard.open(path)
+    for width in (3, 4):
+        labels = np.arange(6 * width).reshape(6, width) % 2
+        assert store.separability(labels, 0).examples == 14
+    with pytest.raises(actshard.ArgumentError, match=r"6 examples and 3 content tokens, found shape \(6, 2\)"):
+        store.separability(np.zeros((6, 2), int))
+
+
 def test_means_are_those_of_content_tokens_of_each_example(tmp_path: Path) -> None:
     """Against a loop, for examples of different lengths and an example without tokens."""
     from actshard.sampled.separability import _features

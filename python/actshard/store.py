@@ -590,7 +590,7 @@ class Store(StreamVerbs, SampledVerbs):
             ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
             rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
-                there are fewer. None: all rows. Takes one byte of memory for each row of the layer.
+                there are fewer. None: all rows. Takes up to 9 bytes of memory for each row of the layer.
             seed: another seed gives another sample.
             save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
                 that folder is not writable. Or a folder. Not supported with ``keep`` and ``rows``.

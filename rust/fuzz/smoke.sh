@@ -34,8 +34,9 @@ run() {
     log=$work/$target.log
     mkdir -p "$corpus/$target" "seeds/$target"
     if "$built/$host/$profile/$target" -runs="${FUZZ_RUNS:-300000}" -max_total_time="${FUZZ_SECONDS:-10}" -max_len="$most" \
-        -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$work/$target-" "$corpus/$target" "seeds/$target" >"$log" 2>&1; then
-        echo "fuzz $target: $(grep -E 'Done [0-9]+ runs' "$log" || tail -1 "$log")"
+        -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$work/$target-" "$corpus/$target" "seeds/$target" >"$log" 2>&1 &&
+        done=$(grep -E 'Done [0-9]+ runs' "$log"); then
+        echo "fuzz $target: $done"
         return
     fi
     cat "$log"
@@ -45,9 +46,10 @@ run() {
 
 export -f run
 export built host profile corpus work
-all=$(basename -a -s .rs fuzz_targets/*.rs)
+targets=${FUZZ_TARGETS:-$(basename -a -s .rs fuzz_targets/*.rs)}
+[ -n "${targets//[[:space:]]/}" ] || { echo "FUZZ_TARGETS: expected names of targets, found none"; exit 1; }
 # shellcheck disable=SC2086 -- one word per target is meant
-if ! printf '%s\n' ${FUZZ_TARGETS:-$all} | xargs -P "${FUZZ_JOBS:-$(getconf _NPROCESSORS_ONLN)}" -I{} bash -euo pipefail -c 'run {}'; then
+if ! printf '%s\n' $targets | xargs -P "${FUZZ_JOBS:-$(getconf _NPROCESSORS_ONLN)}" -I{} bash -euo pipefail -c 'run {}'; then
     # The input that failed is in there, and libFuzzer prints only small ones.
     trap - EXIT
     exit 1

@@ -15,7 +15,7 @@ all held out, or all used to fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.layers import Layer, plain, several
 from actshard.sampled.rows import RowsRead, blocks, count_of, exact, exponent, numbers, places, spread
 from actshard.stream.readable import Readable
-from actshard.stream.selection import select
+from actshard.stream.selection import select, stored_tokens
 
 CLASSES = 100
 """Most classes of a label."""
@@ -136,7 +136,7 @@ def separability_of(
         raise ArgumentError(f"test: expected a share between 0 and 1, found {test!r:.80}")
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
     store.check_open()
-    table = _of_tokens(store, label)
+    table = _of_tokens(store, names, label)
     if table is not None and pool != "last":
         raise ArgumentError(f"pool: labels of tokens are not pooled, found {pool!r:.80}. Leave pool= out.")
     selected = select(store, names, "last" if table is None else "content") if names else (0, 0)
@@ -147,7 +147,7 @@ def separability_of(
         at = every[spread(len(every), count, seed)]
         values = values_of(store, label, at.examples)
     else:
-        pool, values = "token", table[at.examples, at.tokens - store.special_tokens].tolist()
+        pool, values = "token", _plain(table[at.examples, at.tokens - store.special_tokens].tolist())
     sampled = min(count, store.num_examples if table is None else at.total)
     classes, codes = _classes(store, values, what, "tokens" if pool == "token" else "examples")
     split = (
@@ -193,18 +193,25 @@ def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[
             raise ArgumentError(f"label: expected {store.num_examples} values, one per example, found {len(label)}")
         listed = label.to_pylist() if hasattr(label, "to_pylist") else list(label)
         column = [listed[i] for i in examples.tolist()]
-    # numpy's scalars become Python's.
-    column = [x.item() if isinstance(x, np.generic) else x for x in column]
-    return [None if isinstance(x, float) and math.isnan(x) else x for x in column]
+    return _plain(column)
 
 
-def _of_tokens(store: Readable, label: Any) -> NDArray[Any] | None:
+def _plain(values: list[Any]) -> list[Any]:
+    """numpy's scalars as Python's, and NaN as None."""
+    values = [x.item() if isinstance(x, np.generic) else x for x in values]
+    return [None if isinstance(x, float) and math.isnan(x) else x for x in values]
+
+
+def _of_tokens(store: Readable, layers: Sequence[Layer], label: Any) -> NDArray[Any] | None:
     """Labels with a row per example and a column per content token; None for other labels."""
     if isinstance(label, str) or getattr(label, "ndim", 1) != 2:
         return None
     table = np.asarray(label)
-    most = int(store.token_counts.max(initial=0)) - store.special_tokens
-    if len(table) != store.num_examples or table.shape[1] < most:
+    counts = np.maximum(stored_tokens(store, layers) - store.special_tokens, 0) if layers else np.zeros(0, np.int64)
+    least, most = int(counts.min(initial=1 << 62)), int(counts.max(initial=0))
+    # Of examples of different lengths, a table has columns beyond a row's tokens.
+    fits = table.shape[1] == most if least == most else table.shape[1] >= most
+    if len(table) != store.num_examples or not (fits or not len(counts)):
         raise ArgumentError(
             f"label: expected labels of {store.num_examples} examples and {most} content tokens, found shape {table.shape}"
         )
@@ -250,7 +257,8 @@ def _split(codes: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]
 
 def _split_examples(codes: NDArray[np.int64], examples: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]:
     """As :func:`_split`, for tokens: all of an example's tokens are held out, or none."""
-    names, owner = np.unique(examples, return_inverse=True)
+    names = np.unique(examples[codes >= 0])
+    owner = np.minimum(np.searchsorted(names, examples), len(names) - 1)
     order = np.argsort(scrambled(len(names), f"separability:{seed}"), kind="stable")
     held_out = np.zeros(len(names), np.int8)
     held_out[order[: min(max(round(test * len(names)), 1), len(names) - 1)]] = 1

@@ -198,6 +198,8 @@ class Stats:
         shapes = {x.shape for x in (made.mean, made.variance, made.min, made.max, made.nan, made.inf, made.zeros)}
         if len(shapes) > 1 or made.mean.ndim != 1:
             raise ValueError(f"expected one value per column, found {shapes}")
+        if not 0 <= made.rows < 1 << 43 or any(each.column >= len(made.mean) for each in made.largest_columns):
+            raise ValueError(f"expected a number of rows and columns below {len(made.mean)}")
         return made
 
     @classmethod

@@ -18,6 +18,8 @@ MANTISSA_BITS = 7
 """Bits of a norm's mantissa in the number of its bin; the core's ``MANTISSA_BITS``."""
 BAND_BITS = 3
 """Bits of the mantissa of a norm in the number of its bin at a position; the core's ``BAND_BITS``."""
+LARGEST = 16
+"""Most largest rows and columns; the core's ``LARGEST``."""
 HASHES = 1024
 """Most hashes of a sample of rows; the core's ``HASHES``."""
 POSITION_QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
@@ -228,10 +230,10 @@ class Summary:
         Raises:
             LookupError, TypeError, ValueError: the values are no summary.
         """
-        bins = [(_whole(b, _MOST_BIN), _whole(n)) for b, n in said["norm_bins"]]
-        positions = [(_whole(at, _MOST_POSITION), _real(x), _whole(n)) for at, x, n in said["positions"]]
-        bands = [(_whole(at, _MOST_POSITION), _whole(b, _MOST_BAND), _whole(n)) for at, b, n in said["bands"]]
-        hashes = [(_whole(int(str(value), 16), 1 << 64), _whole(n)) for value, n in said["hashes"]]
+        bins = [(_whole(b, _MOST_BIN), _count(n)) for b, n in said["norm_bins"]]
+        positions = [(_whole(at, _MOST_POSITION), _real(x), _count(n)) for at, x, n in said["positions"]]
+        bands = [(_whole(at, _MOST_POSITION), _whole(b, _MOST_BAND), _count(n)) for at, b, n in said["bands"]]
+        hashes = [(_whole(int(str(value), 16), 1 << 64), _count(n)) for value, n in said["hashes"]]
         ordered: tuple[list[Any], ...] = (
             [b for b, _ in bins],
             [at for at, _, _ in positions],
@@ -240,6 +242,8 @@ class Summary:
         )
         if any(a >= b for keys in ordered for a, b in itertools.pairwise(keys)):
             raise ValueError("expected ascending bins, positions, bands and hashes")
+        if len(said["largest_rows"]) > LARGEST or len(said["largest_columns"]) > LARGEST:
+            raise ValueError(f"expected at most {LARGEST} of the largest rows and columns")
         if len(hashes) > HASHES:
             raise ValueError(f"expected at most {HASHES} hashes, found {len(hashes):,}")
         return cls(
@@ -270,6 +274,11 @@ def _whole(value: Any, below: int = 1 << 62) -> int:
     if type(value) is not int or not 0 <= value < below:
         raise ValueError(f"expected a count below {below}, found {value!r:.80}")
     return value
+
+
+def _count(value: Any) -> int:
+    """A number of rows: at least 1, and as small as the core requires, so that sums do not overflow."""
+    return 1 + _whole(value - 1 if type(value) is int else value, (1 << 43) - 1)
 
 
 def _real(value: Any) -> float:

@@ -45,10 +45,12 @@ pub struct RemoteStore {
     pub store: Arc<NoStore>,
 }
 
+/// Names the scheme only: the rest of a URL may have credentials.
 fn unsupported(url: &str) -> Error {
+    let scheme = url.split_once("://").map_or("remote", |(scheme, _)| scheme);
     let detail =
         "this build of actshard reads local files only: `make demo` made it. Install a complete one: `pip install .`";
-    Error::new(Kind::Unsupported, format!("{url}: {detail}"))
+    Error::new(Kind::Unsupported, format!("{scheme}://: {detail}"))
 }
 
 #[pymethods]
@@ -61,12 +63,12 @@ impl RemoteStore {
 
     #[staticmethod]
     fn from_state(py: Python<'_>, _state: &[u8]) -> PyResult<RemoteStore> {
-        detach::guarded(py, || detach::detached(py, |_| Err::<RemoteStore, _>(unsupported("a remote dataset"))))
+        detach::guarded(py, || detach::detached(py, |_| Err::<RemoteStore, _>(unsupported("remote://"))))
     }
 }
 
 /// Whether a text is a URL.
 #[pyfunction]
-pub fn is_remote(text: &str) -> bool {
-    text.split_once("://").is_some_and(|(scheme, _)| !scheme.eq_ignore_ascii_case("file"))
+pub fn is_remote(py: Python<'_>, text: &str) -> PyResult<bool> {
+    detach::guarded(py, || Ok(text.contains("://") && !text.to_ascii_lowercase().starts_with("file://")))
 }

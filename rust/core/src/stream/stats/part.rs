@@ -4,9 +4,9 @@
 //! (`shift`): with `d = x - shift`, the mean is `shift + sum(d) / n` and the sum of squared distances from the mean is
 //! `sum(d²) - sum(d)² / n`. Since `shift` is one of the values, `sum(d²)` is at most `n + 1` times the result, so that the
 //! difference loses at most the last digits of float64, also for a mean that is far larger than the deviations. Values of 16 bits
-//! need no shift. They have at most 11 binary digits, so sums of 128 values and of their squares are exact in float64 unless exponents
-//! differ by more than 12; then distances from the mean are as large as the largest values, and rounding is relative to them. And if
-//! values are not all equal, a distance is at least 2^-11 of the mean. Values of up to 32 bits are compared as float32 and summed as
+//! need no shift. They have at most 11 binary digits: sums of 128 values, of their squares, and `n sum(x²) - sum(x)²` are exact in
+//! float64 while exponents differ by at most 8. If they differ more, distances from the mean are as large as the largest values, and
+//! rounding is relative to them. Values of up to 32 bits are compared as float32 and summed as
 //! float64.
 //!
 //! Each column is summed row by row, and each norm in eight lanes: the compiler neither reorders nor fuses floating-point
@@ -322,9 +322,11 @@ impl<E: Element> PartOf<E> {
         let to = made.mean.iter_mut().zip(&mut made.squares).zip(&mut made.finite);
         for ((((shift, sum), squares), (nan, infinite)), ((mean, all), finite)) in columns.zip(to) {
             let some = rows - if BAD { u64::from(*nan) + u64::from(*infinite) } else { 0 };
-            let by = sum / if BAD { some.max(1) as f64 } else { of_all };
-            // Rounding may make it less than 0; squares of float64 may overflow.
-            let around = squares - sum * by;
+            let n = if BAD { some.max(1) as f64 } else { of_all };
+            let by = sum / n;
+            // Without a shift, both products are exact, which the mean is not. With one, `sum * sum` may overflow, and so may squares.
+            // Rounding may make the difference less than 0.
+            let around = if E::SHIFTED { squares - sum * by } else { (n * squares - sum * sum) / n };
             let around = if around > 0.0 { around } else { 0.0 };
             let around = if squares.is_finite() { around } else { f64::INFINITY };
             let weights = if BAD { Weights::of(*finite, some) } else { weights };

@@ -17,9 +17,9 @@ use crate::rows::Rows;
 use crate::stream::select::Selection;
 use crate::threads::{self, Stop, Turns, Watch, make_ahead};
 
-/// Rows of a part: whole blocks of about [`PART_BYTES`].
+/// Rows of a part: whole blocks of about [`PART_BYTES`], at most a leaf.
 pub(super) fn part_rows(row: Row) -> usize {
-    (PART_BYTES / (row.bytes * BLOCK).max(1)).max(1) * BLOCK
+    ((PART_BYTES / (row.bytes * BLOCK).max(1)).max(1) * BLOCK).min(leaf_rows(row) as usize)
 }
 
 /// Threads that read parts, fewer if a block is large.
