@@ -26,6 +26,7 @@ pytest.importorskip("matplotlib")
 
 CACHE = GOLDEN / "levanter/text_llama3style_multishard"
 TOKENIZER = GOLDEN / "levanter/tokenizers/bpe_llama3style"
+RUN = GOLDEN / "saev/v21_cls_labels_multishard/saev/shards/efe18415"
 HOSTILE = (
     "{{ 7*7 }}</style><script>alert(1)</script><img src='https://evil.example/x' onerror=alert(1)> $\\frac{$ \x1b[31m"
 )
@@ -435,3 +436,14 @@ def test_samples_are_drawn_where_single_rows_are_cheap(tmp_path: Path) -> None:
         assert expected in page.text, expected
     for dump in sorted((GOLDEN / "pickle").iterdir())[:1]:
         assert "single rows of this dataset are slow to read" in read(actshard.report(dump, tmp_path / "r.html")).text
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(actshard.MissingFileError, match=r"none: expected a folder, found nothing. Create it first"):
+        actshard.report(RUN, tmp_path / "none/report.html")
+
+
+def test_a_report_of_a_sample_is_marked(tmp_path: Path) -> None:
+    text = actshard.report(RUN, tmp_path / "report.html", rows=3).read_text()
+    assert "a sample of at most 3 rows of each layer" in text
+    assert "all" not in re.findall(r"statistics</[^>]*>\s*<[^>]*>(\w+)", text)

@@ -174,6 +174,18 @@ def test_findings_name_what_is_odd_and_where(stats: Stats) -> None:
         assert text in said, said
 
 
+def test_a_sink_after_a_special_token_is_found(tmp_path: Path) -> None:
+    """Content begins at token 1: ``min_token=2`` leaves the first content token out."""
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((40, 1, 9, 16)).astype(np.float32)
+    rows[:, :, 1] *= 50
+    with actshard.create(tmp_path / "run", "saev", layers=[0], d_model=16, cls_token=True) as writer:
+        writer.append(rows)
+    store = actshard.open(tmp_path / "run")
+    assert any("attention sinks" in text and "min_token=2" in text for text in store.stats(0).findings())
+    assert not any("sinks" in text for text in store.stats(0, tokens="special").findings())
+
+
 def test_an_empty_dataset_has_a_summary(tmp_path: Path) -> None:
     found = made(tmp_path / "empty", np.zeros((3, 0, D), np.float32)).stats("a")
     assert (found.rows, found.norms.rows, found.largest_rows, found.repeats.fraction) == (0, 0, (), 0.0)
@@ -289,7 +301,7 @@ def test_samples_of_selected_rows_and_of_examples_of_different_lengths(tmp_path:
     every = store.stats(0, keep=kept, rows=1000)
     np.testing.assert_allclose(every.mean, np.concatenate([parts[0], parts[3]]).mean(0, dtype=np.float64), rtol=1e-6)
     assert store.filter([2, 3]).stats(0, rows=5).rows == 5
-    with pytest.raises(actshard.ArgumentError, match="save: keeps statistics of all rows"):
+    with pytest.raises(actshard.ArgumentError, match="save: saved statistics are those of all rows"):
         store.stats(0, rows=5, save=True)
     with pytest.raises(actshard.ArgumentError, match="rows: expected"):
         store.stats(0, rows=0)

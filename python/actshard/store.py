@@ -600,7 +600,7 @@ class Store(StreamVerbs, SampledVerbs):
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
         if rows is not None and save is not False:
-            raise ArgumentError("save: keeps statistics of all rows. Leave rows= or save= out.")
+            raise ArgumentError("save: saved statistics are those of all rows. Leave out rows= or save=.")
         if save is not False:
             from actshard.saved import kept_or_made
 

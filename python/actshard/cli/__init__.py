@@ -232,7 +232,7 @@ def stats_command(
         save=save,
         quiet=quiet or json,
     )
-    output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
+    output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found, rows))
 
 
 app.command("report", **about("report"))(report_command)

@@ -80,8 +80,8 @@ def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None  # JSON has no NaN
 
 
-def show(store: Store, found: dict[Layer, Stats]) -> None:
-    """Prints a row per layer: statistics over its columns."""
+def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> None:
+    """Prints a row per layer: statistics over its columns. ``rows``: the size of the sample, if it was one."""
     grid = Table(box=None, pad_edge=False)
     for name in (
         "layer",
@@ -120,6 +120,8 @@ def show(store: Store, found: dict[Layer, Stats]) -> None:
         )
     out = console()
     out.print(grid)
+    if rows is not None:
+        out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
     repeated = repeated_examples(store, found)
     every = [*advice_of(found), *(repeated.advice() if repeated is not None else [])]
     for advice in sorted(every, key=lambda advice: list(_COLOURS).index(advice.severity)):
@@ -131,9 +133,8 @@ def show(store: Store, found: dict[Layer, Stats]) -> None:
         out.print("massive rows:", style="bold")
         out.print(_massive(massive))
     out.print(
-        f"[dim]mean, std, min and max are over all {store.d_model:,} columns; std is the square root of the mean variance of a "
-        "column; median and 99.9 % are quantiles of the rows' norms; gamma is the norm of the mean relative to that of the "
-        "deviations; --json prints all[/]"
+        f"[dim]mean, min, max: over all {store.d_model:,} columns. std: square root of the columns' mean variance. median, 99.9 %: "
+        "quantiles of row norms, within 1/256. gamma: |mean row| / |std of columns|. --json prints all.[/]"
     )
 
 

@@ -59,6 +59,9 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
         page.damaged("cannot be read", error)
         return page
     page.took.append(("statistics", time.monotonic() - began))
+    if rows is not None:
+        text = f"statistics are of a sample of at most {rows:,} rows of each layer: rare NaN values and large rows may be missing."
+        page.advice.append(Advice("note", "dataset", text))
     page.advice += advice_of(found)
     page.advice += [Advice("warning", "dataset", cut(text)) for text in store.warnings]
     began = time.monotonic()

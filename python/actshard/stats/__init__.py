@@ -294,26 +294,29 @@ def _constant(stats: Stats) -> Iterator[Advice]:
 def _massive_rows(stats: Stats) -> Iterator[Advice]:
     """Massive rows, or first tokens of large norms: attention sinks."""
     median, rows, positions = stats.norms.median, stats.massive_rows, stats.norms_by_position
+    # The first token that rows have: 1 after a special token at 0. A range of several positions has no first token.
+    begin = int(positions.first[0]) if len(positions.first) and positions.end[0] == positions.first[0] + 1 else -1
+    leave_out = f"min_token={begin + 1}"
     if rows:
         shown = ", ".join(f"example {r.example} token {r.token} (norm {r.norm:.4g})" for r in rows[:_SHOWN])
-        first = len(rows) > 1 and all(row.token == 0 for row in rows)
+        first = len(rows) > 1 and all(row.token == begin for row in rows)
         # Rows of whole bins above the bound: 16 rows are kept, but all are counted.
         n = max(len(rows), int(stats.norms.counts[stats.norms.edges[:-1] > MASSIVE * median].sum()))
         sinks = " All are first tokens: attention sinks." if first else ""
         text = f"{many(n, 'massive row')}, over {MASSIVE} times the median norm: {shown}{_more(n)}.{sinks}"
-        option = "min_token=1" if first else 'max_norm="10x median"'
+        option = leave_out if first else 'max_norm="10x median"'
         yield Advice("warning", "", text, f"Leave {'it' if n == 1 else 'them'} out.", option, "massive rows", n)
         if first:
             return
-    if len(positions.first) < 2 or positions.first[0] != 0 or not median > 0:
+    if len(positions.first) < 2 or begin < 0 or not median > 0:
         return
-    # Without the massive rows, of which one would do.
-    massive = [row.norm for row in rows if row.token == 0]
+    # Without massive rows: a single one would raise the mean enough.
+    massive = [row.norm for row in rows if row.token == begin]
     others = int(positions.rows[0]) - len(massive)
     times = (float(positions.mean[0] * positions.rows[0]) - sum(massive)) / max(others, 1) / median
     if times > SINK:
         text = f"first tokens have {times:,.0f} times the median norm on average: attention sinks. They dominate norms and losses."
-        yield Advice("warning", "", text, "Leave them out.", "min_token=1", "sinks", times)
+        yield Advice("warning", "", text, "Leave them out.", leave_out, "sinks", times)
 
 
 def _repeated(stats: Stats) -> Iterator[Advice]:
@@ -321,7 +324,7 @@ def _repeated(stats: Stats) -> Iterator[Advice]:
     if not repeats.repeated or repeats.fraction < _REPEATED or (stats.min == stats.max).all():
         return
     about = "" if repeats.exact else "about "
-    text = f"{about}{repeats.fraction:.2%} of the rows equal an earlier row. Common prefixes and token embeddings repeat by nature."
+    text = f"{about}{repeats.fraction:.2%} of the rows equal an earlier row. Common prefixes and token embeddings are often equal."
     # As many as there are first tokens, such as BOS, which are equal in all examples.
     firsts = int(positions.rows[0]) if len(positions.first) > 1 and positions.first[0] == 0 else 0
     natural = stats.layer == 0 or repeats.fraction <= firsts / stats.rows + _REPEATED

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
-from actshard.errors import ActshardError, FileAccessError, boundary, from_os
+from actshard.errors import ActshardError, FileAccessError, MissingFileError, boundary, from_os
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
@@ -74,6 +74,8 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
             temporary.unlink(missing_ok=True)
         if isinstance(error, ActshardError):
             raise
+        if isinstance(error, FileNotFoundError) and not path.parent.exists():
+            raise MissingFileError("expected a folder, found nothing. Create it first.", path=path.parent) from error
         raise from_os(error, path, "write") from error
     sync_folders([path.parent])
 

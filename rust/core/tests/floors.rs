@@ -54,6 +54,7 @@ const BINDING: &[&str] = &[
     "errors",
     "detach",
     "remote",
+    "remote_absent",
     "place",
     "copying",
     "buffer",

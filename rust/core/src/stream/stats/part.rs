@@ -14,8 +14,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use super::moments::{Stats, Weights};
 use super::summary::{LARGEST, LargestColumn, RowFacts, Summary, hash};
-use super::{BLOCK, Stats, Weights};
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{Loops, widest};
@@ -23,6 +23,8 @@ use crate::layout::row::Row;
 use crate::memory::zeroed;
 use crate::stream::rescale::Real;
 
+/// Rows per block: their sums are relative to one of their values.
+pub(super) const BLOCK: usize = 128;
 /// Rows that are summed together: the sums of a column are loaded and stored once for all of them.
 const TOGETHER: usize = 4;
 

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::part::Summer;
+use super::moments::Stats;
+use super::part::{BLOCK, Summer};
 use super::tree::{SumNode, Sums};
-use super::{BLOCK, PART_BYTES, Stats, leaf_rows};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::blocks::{BlockReader, READERS};
@@ -16,6 +16,18 @@ use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::stream::select::Selection;
 use crate::threads::{self, Stop, Turns, Watch, make_ahead};
+
+/// Bytes per part, unless one block is larger.
+const PART_BYTES: usize = 2 << 20;
+/// Most rows per leaf; a leaf is also the amount between two calls of the watch and of `progress`.
+const LEAF: u64 = 1 << 16;
+/// Most bytes per leaf, unless one block is larger.
+const LEAF_BYTES: u64 = 64 << 20;
+
+/// Rows per leaf. Blocks never cross the bounds of leaves, which decide the last bits of the result.
+pub fn leaf_rows(row: Row) -> u64 {
+    LEAF.min((LEAF_BYTES / row.bytes.max(1) as u64).max(BLOCK as u64))
+}
 
 /// Rows of a part: whole blocks of about [`PART_BYTES`], at most a leaf.
 pub(super) fn part_rows(row: Row) -> usize {

@@ -1,7 +1,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use super::summary::Summary;
 use super::*;
 use crate::dtype::{Cast, DType};
+use crate::layout::row::Row;
 use crate::stream::rescale::norm_of;
 use proptest::prelude::*;
 

@@ -10,7 +10,7 @@
 //! A node of this tree begins at a multiple of its size. The sums of a range of leaves are the largest nodes in it ([`Sums`]), so
 //! the result has the same bits for any ranges that tasks sum.
 
-use super::Stats;
+use super::moments::Stats;
 use crate::error::{Error, Kind, Result};
 
 /// A node of the tree: the sums of `1 << level` leaves, or of fewer at the end.
