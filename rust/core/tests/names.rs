@@ -12,6 +12,7 @@ use syn::visit::{self, Visit};
 
 /// Names shared by two types, with the reason.
 const TWICE: &[(&str, &str)] = &[
+    ("AnyStore", "the binding's store of a URL, in builds with and without remote stores"),
     ("BlockCache", "the binding's class of the core's type"),
     ("RemoteStore", "the binding's class of the crate's type"),
     ("Rows", "the binding's class of the core's type"),

@@ -591,26 +591,20 @@ impl TokenArray {
     }
 
     /// Checks everything that the first `elements` elements need: files, indexes, frames; with `deep` decodes every
-    /// block. Reports each problem to `report`, with whether data is only missing (and reads as the fill value).
+    /// block. Reports each problem to `each`, with whether data is only missing (and reads as the fill value).
     ///
     /// The work depends on the existing files, not on the number of elements.
-    pub fn check(
-        &self,
-        elements: u64,
-        deep: bool,
-        report: &mut dyn FnMut(Error, bool),
-        watch: Watch<'_>,
-    ) -> Result<()> {
+    pub fn check(&self, elements: u64, deep: bool, each: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
         let files = elements.div_ceil(self.meta.outer);
         let mut existing = self.existing()?;
         existing.retain(|number| *number < files);
         let mut next = 0;
         for number in existing {
-            self.report_missing(next..number, report);
-            self.check_file(number, elements, deep, report, watch)?;
+            self.report_missing(next..number, each);
+            self.check_file(number, elements, deep, each, watch)?;
             next = number + 1;
         }
-        self.report_missing(next..files, report);
+        self.report_missing(next..files, each);
         Ok(())
     }
 

@@ -29,7 +29,7 @@ pub(super) const BLOCK: usize = 128;
 const TOGETHER: usize = 4;
 
 /// Sums of a block: one value per column.
-struct Columns<T> {
+struct BlockSums<T> {
     /// The first finite value of the block; 0 if there is none.
     shift: Vec<f64>,
     /// Sums of finite values, relative to `shift`.
@@ -44,7 +44,7 @@ struct Columns<T> {
 }
 
 /// float32 and float64: the type in which values are compared.
-trait Value: Real + PartialOrd {
+trait ComparedFloat: Real + PartialOrd {
     const LOWEST: Self;
     const HIGHEST: Self;
     const ZERO: Self;
@@ -52,7 +52,7 @@ trait Value: Real + PartialOrd {
 
 macro_rules! value {
     ($float:ty) => {
-        impl Value for $float {
+        impl ComparedFloat for $float {
             const LOWEST: $float = <$float>::NEG_INFINITY;
             const HIGHEST: $float = <$float>::INFINITY;
             const ZERO: $float = 0.0;
@@ -64,8 +64,8 @@ value!(f32);
 value!(f64);
 
 /// An element of a row as it is summed.
-trait Element: Pod + Zeroable {
-    type Value: Value;
+trait SummedElement: Pod + Zeroable {
+    type Value: ComparedFloat;
     /// The type that stored elements are cast to.
     const DTYPE: DType;
     /// Whether sums are relative to a value of the column.
@@ -85,7 +85,7 @@ struct Half(f32);
 
 macro_rules! element {
     ($element:ty, $value:ty, $dtype:ident, $shifted:literal, $x:ident => $to_value:expr) => {
-        impl Element for $element {
+        impl SummedElement for $element {
             type Value = $value;
             const DTYPE: DType = DType::$dtype;
             const SHIFTED: bool = $shifted;
@@ -104,9 +104,9 @@ element!(Half, f32, F32, false, x => x.0);
 element!(f32, f32, F32, true, x => x);
 element!(f64, f64, F64, true, x => x);
 
-impl<T: Value> Columns<T> {
-    fn new(width: usize) -> Result<Columns<T>> {
-        Ok(Columns {
+impl<T: ComparedFloat> BlockSums<T> {
+    fn new(width: usize) -> Result<BlockSums<T>> {
+        Ok(BlockSums {
             shift: zeroed(width)?,
             sums: zeroed(width)?,
             squares: zeroed(width)?,
@@ -132,7 +132,7 @@ impl<T: Value> Columns<T> {
     /// Adds rows; returns their norms, summed as in [`crate::stream::rescale::norm_of`].
     /// If a value is not finite, its row's norm is not either, and the sums are wrong.
     #[inline(always)]
-    fn add_finite<E: Element<Value = T>, const N: usize>(&mut self, rows: [&[E]; N]) -> [f64; N] {
+    fn add_finite<E: SummedElement<Value = T>, const N: usize>(&mut self, rows: [&[E]; N]) -> [f64; N] {
         let mut lanes = [[0f64; 8]; N];
         let whole = self.shift.len() / 8;
         let (shift, _) = self.shift.as_chunks::<8>();
@@ -182,7 +182,7 @@ impl<T: Value> Columns<T> {
 
     /// Adds the finite values of a row, and counts the others.
     #[inline(always)]
-    fn add_some<E: Element<Value = T>>(&mut self, row: &[E]) {
+    fn add_some<E: SummedElement<Value = T>>(&mut self, row: &[E]) {
         for (k, element) in row.iter().enumerate() {
             let value = element.value();
             let x = value.wide();
@@ -200,9 +200,9 @@ impl<T: Value> Columns<T> {
 }
 
 /// The memory of a thread that sums parts, for rows of one type.
-struct PartOf<E: Element> {
+struct PartOf<E: SummedElement> {
     row: Row,
-    columns: Columns<E::Value>,
+    columns: BlockSums<E::Value>,
     /// Some rows, where their stored type or place needs a copy.
     elements: Vec<E>,
     /// Whether the part has values that are not finite.
@@ -214,11 +214,11 @@ struct PartOf<E: Element> {
     facts: RowFacts,
 }
 
-impl<E: Element> PartOf<E> {
+impl<E: SummedElement> PartOf<E> {
     fn new(row: Row) -> Result<PartOf<E>> {
         Ok(PartOf {
             row,
-            columns: Columns::new(row.width)?,
+            columns: BlockSums::new(row.width)?,
             elements: zeroed(TOGETHER.max(BLOCK.div_ceil(row.width.max(1))) * row.width)?,
             bad: false,
             largest: zeroed(row.width)?,
@@ -346,7 +346,7 @@ impl<E: Element> PartOf<E> {
         self.bad = false;
         let of_block = BLOCK * self.row.bytes;
         for (number, block) in raw.chunks(of_block).enumerate() {
-            widest(BlockSum { part: self, cast, block, number: number as u32, made: &mut made });
+            widest(AddBlock { part: self, cast, block, number: number as u32, made: &mut made });
         }
         for norm in self.facts.norms.iter().filter(|norm| norm.is_finite()) {
             made.norms = (made.norms.0 + norm, made.norms.1 + 1);
@@ -365,7 +365,7 @@ impl<E: Element> PartOf<E> {
 }
 
 /// The sum of a block, compiled for each set of instructions.
-struct BlockSum<'a, E: Element> {
+struct AddBlock<'a, E: SummedElement> {
     part: &'a mut PartOf<E>,
     cast: Cast<'a>,
     block: &'a [u8],
@@ -373,7 +373,7 @@ struct BlockSum<'a, E: Element> {
     made: &'a mut Stats,
 }
 
-impl<E: Element> Loops for BlockSum<'_, E> {
+impl<E: SummedElement> Loops for AddBlock<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -385,7 +385,7 @@ impl<E: Element> Loops for BlockSum<'_, E> {
 
 /// Rows as they are summed: in place where they are, or cast to `elements`.
 #[inline(always)]
-fn as_elements<'a, E: Element>(cast: Cast<'_>, raw: &'a [u8], elements: &'a mut [E]) -> &'a [E] {
+fn as_elements<'a, E: SummedElement>(cast: Cast<'_>, raw: &'a [u8], elements: &'a mut [E]) -> &'a [E] {
     if cast.is_copy()
         && let Ok(rows) = bytemuck::try_cast_slice(raw)
     {
@@ -396,7 +396,7 @@ fn as_elements<'a, E: Element>(cast: Cast<'_>, raw: &'a [u8], elements: &'a mut 
 }
 
 /// The first row of a block whose value in a column has this magnitude.
-fn first_of<E: Element>(
+fn first_of<E: SummedElement>(
     cast: Cast<'_>,
     row: &Row,
     (block, elements): (&[u8], &mut [E]),
