@@ -239,7 +239,7 @@ def test_caches_are_converted_among_each_other(tmp_path: Path) -> None:
     done = actshard.convert(ROWS, tmp_path / "cache", "deepspec", verify=True)
     assert list(map(str, done.losses)) == [
         "masks: the source has no attention_mask: it is written as ones",
-        "layers: 0, 1, 2 are positions: speculators does not store the layers' numbers in the model. Give them: "
+        "layers: 0, 1, 2 are positions: speculators does not store the layers' numbers in the model. Pass them: "
         "convert(layers={0: NUMBER, ...})",
     ]
     store, want = opened(done.path), opened(ROWS)
