@@ -158,8 +158,11 @@ impl<'a> Books<'a> {
         Ok(books)
     }
 
-    /// Units in use, if the file is valid.
+    /// Units in use, if the file is valid. A longer file is not: its other bytes would be on the disk and never counted.
     fn sealed(&self) -> io::Result<Option<u64>> {
+        if self.lock.file().metadata()?.len() != LEN {
+            return Ok(None);
+        }
         let mut bytes = [0; LEN as usize];
         fill(self.lock.file(), 0, &mut bytes)?;
         let [magic, used, boot, sum]: [u64; 4] = bytemuck::pod_read_unaligned(&bytes);

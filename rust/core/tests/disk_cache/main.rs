@@ -369,6 +369,21 @@ fn what_a_killed_start_leaves_is_no_object() {
     assert!(!probe.exists());
 }
 
+/// Bytes behind a valid budget would be on the disk, counted by nobody, until someone removes the folder.
+#[test]
+fn a_budget_that_became_longer_is_cut_to_its_length() {
+    let (folder, cache) = cache(64 * MIB);
+    let server = server();
+    assert!(is_right(&*cache.source(Far::new(&server, 1, MIB).boxed()), 1, 0, MIB));
+    let before = cache.info().unwrap().bytes;
+    let lock = folder.path().join("lock");
+    let length = std::fs::metadata(&lock).unwrap().len();
+    let file = std::fs::OpenOptions::new().write(true).open(&lock).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 70_000], length).unwrap();
+    assert_eq!(cache.info().unwrap().bytes, before);
+    assert_eq!(std::fs::metadata(&lock).unwrap().len(), length);
+}
+
 #[test]
 fn files_of_others_stay_as_they_are() {
     let files = [
