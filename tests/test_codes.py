@@ -162,6 +162,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "zero-row": values(lambda rows: rows.__setitem__((1, 0, 2), 0)),
     "dead-dimension": values(lambda rows: rows.__setitem__((..., 4), 0)),
     "constant-dimension": values(lambda rows: rows.__setitem__((..., 4), 0.5)),
+    "constant-layer": values(lambda rows: rows.__setitem__(..., rows[0, 0, 0].copy())),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
     "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
     "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),

@@ -94,6 +94,16 @@ def test_tables_have_the_numbers_of_the_statistics(store: actshard.Store) -> Non
     assert distance == [1] * (30 * 4)
 
 
+def test_pooled_rows_have_the_examples_around_them_as_neighbours(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((64, 1, 1, 4)).astype(np.float32)
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(rows)
+    store = actshard.open(tmp_path / "d")
+    assert plot.shuffle(store, batch_size=10, order=None, table=True)["distance"].to_pylist() == [1] * 63
+    shuffled = plot.shuffle(store, batch_size=10, order="exact", table=True)["distance"].to_numpy()
+    assert len(shuffled) == 63 and shuffled.mean() > 5
+
+
 def test_bars_are_whole_bins_and_have_all_rows() -> None:
     """Also of norms that differ by many powers of ten, without those of norm 0."""
     rng = np.random.default_rng(0)

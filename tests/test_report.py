@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -194,6 +195,10 @@ def test_the_command_stats_names_the_findings_of_the_report(data: Path, tmp_path
         assert f"{advice.severity} {advice.where}: {advice}" in said
     assert "warning examples: 20 examples of 60 have the text of an earlier one: 40 = 0" in said
     assert "'<b>'" in said
+    told = CliRunner().invoke(app, ["stats", str(data), "--layer", "8", "--json"])
+    found = json.loads(told.output)["8"]["findings"]
+    assert [each["text"] for each in found] == [each.text for each in actshard.open(data).stats(8).advice()]
+    assert {each["severity"] for each in found} <= {"error", "warning", "note"} and found[0]["do"]
 
 
 def test_a_clean_dataset_has_no_findings(tmp_path: Path) -> None:

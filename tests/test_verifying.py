@@ -328,6 +328,12 @@ def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) 
         writer.append(rows)
     told = {f.code: f for f in actshard.verify(tmp_path / "e", deep=True).findings}
     assert told["constant-dimension"].found == "1 of 8 columns: 2"
+    rows[:] = rows[0, 0, 0]
+    with actshard.create(tmp_path / "f", "zarr", layers=[0], d_model=8) as writer:
+        writer.append(rows)
+    told = {f.code: f for f in actshard.verify(tmp_path / "f", deep=True).findings}
+    assert told["constant-layer"].found == "all 12 rows are equal" and told["constant-layer"].place == "layer 0"
+    assert not {"constant-dimension", "dead-dimension"} & set(told)
 
 
 def test_an_example_that_is_like_another_in_one_layer_only_is_no_duplicate(tmp_path: Path) -> None:
@@ -357,7 +363,7 @@ def test_the_command_shows_all_and_its_status_tells(tmp_path: Path) -> None:
     assert told.returncode == 2
     assert re.search(r"^error \[missing-file\] .*acts000000\.bin: expected", told.stdout, re.M)
     assert re.search(r"^warning \[unlisted-file\] .*acts000009", told.stdout, re.M)
-    assert "1 errors, 1 warnings" in told.stdout
+    assert "1 error, 1 warning" in told.stdout
 
 
 def test_every_code_is_documented() -> None:

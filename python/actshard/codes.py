@@ -324,6 +324,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "check the hook that recorded the activations",
         ),
         Code(
+            "constant-layer",
+            WARNING,
+            "All rows of a layer are equal.",
+            "The layer contains no information.",
+            "check the hook that recorded the activations",
+        ),
+        Code(
             "duplicate-example",
             WARNING,
             "Examples have identical rows in every layer.",

@@ -265,6 +265,12 @@ class ExistsError(ActshardError, FileExistsError):
 
     kind = "exists"
 
+    @classmethod
+    def finished(cls, path: Any) -> ExistsError:
+        """The error of writing a dataset that is already there, complete."""
+        remedy = "Pass exist_ok=True (--exist-ok) to keep it, or choose another path."
+        return cls(f"already contains this dataset, finished. {remedy}", path=path)
+
 
 class UnfinishedError(FormatError):
     """A dataset is unfinished: its writer was interrupted, or is still running."""

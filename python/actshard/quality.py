@@ -57,13 +57,19 @@ def entropy(examples: NDArray[np.int64]) -> float:
 
 
 def distances(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> NDArray[np.int64]:
-    """Returns how far apart the batches put rows that are adjacent in storage: in rows, int64, in storage order."""
+    """Returns how far apart the batches put rows that are adjacent in storage: in rows, int64, in storage order.
+
+    Adjacent are consecutive tokens of an example; if every example has one row, as in pooled data, consecutive examples.
+    """
     if not batches:
         return np.zeros(0, np.int64)
     examples = np.concatenate([b[0] for b in batches])
     tokens = np.concatenate([b[1] for b in batches])
     order = np.lexsort((tokens, examples))
-    beside = np.flatnonzero(np.diff(examples[order]) == 0)
+    steps = np.diff(examples[order])
+    beside = np.flatnonzero(steps == 0)
+    if not len(beside):
+        beside = np.flatnonzero(steps == 1)
     found: NDArray[np.int64] = np.abs(order[beside + 1] - order[beside])
     return found
 

@@ -69,7 +69,10 @@ def _plain(stats: Stats) -> dict[str, Any]:
         "largest_rows": [asdict(each) for each in stats.largest_rows],
         "largest_columns": [asdict(each) for each in stats.largest_columns],
         "repeated_rows": {**asdict(stats.repeats), "fraction": stats.repeats.fraction},
-        "findings": stats.findings(),
+        "findings": [
+            {"severity": each.severity, "kind": each.kind, "text": each.text, "do": each.do, "code": each.code}
+            for each in stats.advice()
+        ],
     }
     for name in ("mean", "std", "min", "max"):
         made[name] = [_number(value) for value in getattr(stats, name).tolist()]

@@ -7,6 +7,7 @@ from rich.markup import escape
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.location import Location
+from actshard.stats.advice import many
 from actshard.verifying import Report, verify
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -26,7 +27,7 @@ def show(report: Report) -> None:
         head, _, rest = str(finding).partition("] ")
         out.print(f"[{colour}]{escape(head + ']')}[/] {escape(rest)}", soft_wrap=True)
     looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
-    verdict = "no problems" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
+    verdict = "no problems" if report.status == 0 else f"{many(len(report.errors), 'error')}, {many(len(report.warnings), 'warning')}"
     depth = "" if report.deep else "; --deep also checks every value"
     checked = f" in {looked}" if looked else ""
     out.print(f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict}{checked}{depth}", soft_wrap=True)

@@ -214,7 +214,8 @@ def settle(
         per = int(counts.max() if asked.pad else counts.min())
         if per == 0 and not asked.pad:
             raise ArgumentError(
-                f"an example has no tokens, and {format} requires the same number for all. Pass pad=True to fill it with zeros."
+                f"an example has no tokens, and {format} requires the same number for all. "
+                "Pass pad=True (--pad) to fill it with zeros."
             )
     target = make_target(
         dst,

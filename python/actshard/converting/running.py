@@ -192,7 +192,7 @@ def convert(
         there = complete_at(target)
         if there is not None:
             if not (exist_ok or resume):
-                raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=there)
+                raise ExistsError.finished(there)
             path, size = there, 0
             known, begun = _as_it_is(asked, target, there, verify)
         else:

@@ -220,7 +220,7 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
     if (there := plan.implementation.committed(plan)) is not None:
         if exist_ok:
             return
-        raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=there)
+        raise ExistsError.finished(there)
     complete_at(target)
     refuse_full(root, plan.predicted.bytes + plan.predicted.scratch, plan.predicted.files + 4 * len(plan))
     if (root / PARTS).exists():

@@ -134,6 +134,9 @@ def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> 
 
 def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
     magnitudes, differences = found["magnitudes"], found["differences"]
+    if found["rows"] > 1 and magnitudes.any() and not differences.any():
+        report.add("constant-layer", store.path, f"all {found['rows']:,} rows are equal", place=f"layer {plain(layer)}")
+        return
     dead = np.flatnonzero(magnitudes == 0)
     constant = np.flatnonzero((differences == 0) & (magnitudes != 0)) if found["rows"] > 1 else np.zeros(0, np.int64)
     for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):

@@ -77,7 +77,7 @@ class Sink:
         if self.journal.exists() and not resume:
             self.journal.read()
             raise ExistsError(
-                f"contains {self.journal.examples} examples of an unfinished dataset. Pass resume=True to continue it, "
+                f"contains {self.journal.examples} examples of an unfinished dataset. Pass resume=True (--resume) to continue it, "
                 "or remove the folder.",
                 path=target.root,
             )
@@ -113,7 +113,7 @@ class Sink:
             self.journal.remove()
             with contextlib.suppress(OSError):
                 self.target.root.rmdir()  # saev's working folder: the finished dataset has another name
-            raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
+            raise ExistsError.finished(found)
 
     def _continue(self, config: dict[str, Any]) -> None:
         """Continues after the committed examples."""

@@ -92,7 +92,7 @@ class Writer:
         if found is None:
             return False
         if not self._exist_ok:
-            raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
+            raise ExistsError.finished(found)
         self._appended = check_same(target, found)
         tidy(found)
         self.path = found
@@ -350,7 +350,7 @@ class Writer:
         if found is not None:
             if not self._exist_ok:
                 sink.abort()
-                raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
+                raise ExistsError.finished(found)
             sink.discard()
             self.path = found
         else:

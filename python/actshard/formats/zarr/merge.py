@@ -40,13 +40,13 @@ def _check_chunks(sources: Sequence[Path]) -> None:
             or array.separator != "."
         ):
             raise ArgumentError(
-                f"physical: expected plain version 2 chunks (1, 1, T, H) in {path}; merge without physical=True"
+                f"physical: expected plain version 2 chunks (1, 1, T, H) in {path}; merge without physical=True (--physical)"
             )
         first = first or array.chunks
         if array.chunks != first:
             raise ArgumentError(
                 f"physical: expected chunks {list(first)} as in {sources[0]}, found {list(array.chunks)} in {path}; "
-                "write with the same chunk_tokens=, or merge without physical=True",
+                "write with the same chunk_tokens=, or merge without physical=True (--physical)",
             )
 
 
