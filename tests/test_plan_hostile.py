@@ -202,6 +202,34 @@ def test_results_that_no_task_leaves_are_refused(
     plan.commit()
 
 
+@pytest.mark.parametrize("kind", ["verify", "stats"])
+def test_any_changed_value_of_a_result_is_refused_in_one_line_or_harmless(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
+    plan = PLANS[kind](source, tmp_path)
+    for task in range(len(plan)):
+        plan.run(task)
+    kept, name = tmp_path / "kept", str(plan.book.folder(1).relative_to(plan.work))
+    shutil.copytree(plan.work, kept)
+    good = json.loads((kept / name / "result.json").read_text())
+    rng, refused, tried = random.Random(3), 0, 0
+    for place in _places(good["value"], ("value",)):
+        for value in rng.sample(WRONG, 4):
+            made = copy.deepcopy(good)
+            _put(made, place, value)
+            (plan.book.folder(1) / "result.json").write_text(json.dumps(made))
+            tried += 1
+            try:
+                plan.commit()
+            except actshard.ActshardError as error:
+                refused += 1
+                assert len(str(error).splitlines()) == 1, (place, value)
+            else:
+                plan.work.with_name(f"{plan.work.name}.json").unlink()
+                shutil.copytree(kept, plan.work)
+    assert refused > 0.8 * tried, f"{refused} of {tried}"
+
+
 def test_a_working_folder_of_others_is_neither_used_nor_removed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")

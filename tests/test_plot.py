@@ -101,7 +101,8 @@ def test_pooled_rows_have_the_examples_around_them_as_neighbours(tmp_path: Path)
     store = actshard.open(tmp_path / "d")
     assert plot.shuffle(store, batch_size=10, order=None, table=True)["distance"].to_pylist() == [1] * 63
     shuffled = plot.shuffle(store, batch_size=10, order="exact", table=True)["distance"].to_numpy()
-    assert len(shuffled) == 63 and shuffled.mean() > 5
+    assert len(shuffled) == 63
+    assert shuffled.mean() > 5
 
 
 def test_bars_are_whole_bins_and_have_all_rows() -> None:

@@ -332,7 +332,7 @@ def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) 
     with actshard.create(tmp_path / "f", "zarr", layers=[0], d_model=8) as writer:
         writer.append(rows)
     told = {f.code: f for f in actshard.verify(tmp_path / "f", deep=True).findings}
-    assert told["constant-layer"].found == "all 12 rows are equal" and told["constant-layer"].place == "layer 0"
+    assert (told["constant-layer"].found, told["constant-layer"].place) == ("all 12 rows are equal", "layer 0")
     assert not {"constant-dimension", "dead-dimension"} & set(told)
 
 

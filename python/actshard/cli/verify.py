@@ -27,7 +27,11 @@ def show(report: Report) -> None:
         head, _, rest = str(finding).partition("] ")
         out.print(f"[{colour}]{escape(head + ']')}[/] {escape(rest)}", soft_wrap=True)
     looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
-    verdict = "no problems" if report.status == 0 else f"{many(len(report.errors), 'error')}, {many(len(report.warnings), 'warning')}"
+    verdict = (
+        "no problems"
+        if report.status == 0
+        else f"{many(len(report.errors), 'error')}, {many(len(report.warnings), 'warning')}"
+    )
     depth = "" if report.deep else "; --deep also checks every value"
     checked = f" in {looked}" if looked else ""
     out.print(f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict}{checked}{depth}", soft_wrap=True)

@@ -346,10 +346,22 @@ def _is_scan(value: Any) -> bool:
     """Whether a value is a valid scan of a layer, or an error."""
     if not isinstance(value, dict) or "error" in value:
         return isinstance(value, dict)
-    if any(
-        type(n) is not int or not 0 <= n < MAX_INT for n in (value.get(name) for name in ("rows", "nan", "infinite"))
+    if (
+        not all(_is_count(value.get(name)) for name in ("rows", "nan", "infinite"))
+        or type(value.get("dtype")) is not str
     ):
         return False
-    return all(
-        isinstance(odd := value.get(name), list) and len(odd) == 2 and type(odd[0]) is int for name in _SMALL[4:]
-    )
+    return all(_is_odd(value.get(name), value["rows"]) for name in _SMALL[4:])
+
+
+def _is_odd(value: Any, rows: int) -> bool:
+    """Whether a value is a number of rows, at most ``rows``, and a list of the first ones' (example, token)."""
+    if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]) or not isinstance(value[1], list):
+        return False
+    count, places = value
+    pairs = all(isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in places)
+    return pairs and len(places) <= count <= rows
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_INT
