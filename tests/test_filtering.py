@@ -233,6 +233,10 @@ def test_labels_of_saev_are_cut() -> None:
     assert np.array_equal(part.labels, whole.labels[[4, 2]])
     batch = next(iter(part.stream(whole.layers[0], 3)))
     assert np.array_equal(batch.labels, part.labels[batch.examples, batch.tokens - 1])
+    none = whole.filter([])
+    for tokens in ("content", "all", "last"):
+        assert list(none.stream(whole.layers[0], 3, tokens=tokens, ignore_labels=[0])) == []
+        assert none.stats(whole.layers[0], tokens=tokens, ignore_labels=[0]).rows == 0
 
 
 def test_verify_takes_a_part_and_names_its_examples_as_the_dataset_does(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_any_changed_value_of_a_result_is_refused_in_one_line_or_harmless(
     kept, name = tmp_path / "kept", str(plan.book.folder(1).relative_to(plan.work))
     shutil.copytree(plan.work, kept)
     good = json.loads((kept / name / "result.json").read_text())
-    rng, refused, tried = random.Random(3), 0, 0
+    rng, said, tried = random.Random(3), list[str](), 0
     for place in _places(good["value"], ("value",)):
         for value in rng.sample(WRONG, 4):
             made = copy.deepcopy(good)
@@ -222,12 +222,12 @@ def test_any_changed_value_of_a_result_is_refused_in_one_line_or_harmless(
             try:
                 plan.commit()
             except actshard.ActshardError as error:
-                refused += 1
-                assert len(str(error).splitlines()) == 1, (place, value)
+                said.append(str(error))
             else:
                 plan.work.with_name(f"{plan.work.name}.json").unlink()
                 shutil.copytree(kept, plan.work)
-    assert refused > 0.8 * tried, f"{refused} of {tried}"
+    assert len(said) > 0.8 * tried, f"{len(said)} of {tried}"
+    assert not [text for text in said if len(text.splitlines()) > 1]
 
 
 def test_a_working_folder_of_others_is_neither_used_nor_removed(source: Path, tmp_path: Path) -> None:

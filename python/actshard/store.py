@@ -38,7 +38,7 @@ from actshard.layers import Layer, is_one, one, plain, short, stored
 from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
-from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
+from actshard.stream.selection import COMPARED, Mask, Tokens, column, memory_for_flags, select
 from actshard.stream.verbs import StreamVerbs
 
 if TYPE_CHECKING:
@@ -612,7 +612,8 @@ class Store(StreamVerbs, SampledVerbs):
             from actshard.sampled.rows import count_of, thinned
 
             sample = count_of(rows, "rows"), _arguments.whole(seed, "seed")
-            selection = thinned(selection, self.num_examples, *sample)
+            with memory_for_flags(self):
+                selection = thinned(selection, self.num_examples, *sample)
         total = _native.count_selected(self.num_examples, selection)
         report = None if progress is None else lambda done: progress(done, total)
         return Stats.of(self._open_rows().stats(group, selection, report), self.layers[group])

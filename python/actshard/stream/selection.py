@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,8 +115,15 @@ def select(
         NotStoredError: the dataset has no labels or special tokens, or the layers store different tokens.
         FileAccessError: not enough memory for one flag per example.
     """
-    try:
+    with memory_for_flags(store):
         return _select(store, layers, tokens, ignore_labels, keep, also)
+
+
+@contextlib.contextmanager
+def memory_for_flags(store: Readable) -> Iterator[None]:
+    """Converts MemoryError to FileAccessError."""
+    try:
+        yield
     except MemoryError as error:
         detail = f"not enough memory for the flags of {store.num_examples} examples"
         raise FileAccessError(detail, path=store.path) from error
@@ -222,7 +230,9 @@ def _unlabelled(
         raise NotStoredError(f"ignore_labels: the dataset contains no patch labels ({why})", path=store.path)
     table = np.ones(256, np.bool_)
     table[ignore] = False
-    wanted = np.ones((store.num_examples, int(stored[0]) if len(stored) else 0), np.bool_)
+    if not len(stored):
+        return np.ones(0, np.bool_)
+    wanted = np.ones((store.num_examples, int(stored[0])), np.bool_)
     wanted[:, store.special_tokens :] = table[store.labels]
     return wanted.reshape(-1)
 
