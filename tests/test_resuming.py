@@ -542,6 +542,18 @@ def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_
     assert len(actshard.open(tmp_path / "d")) == 2  # a finished dataset next to it opens
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_dataset_without_committed_examples_is_told_as_unfinished(tmp_path: Path, format: str) -> None:
+    """People look while their extraction runs. The lock stays if the process is killed."""
+    writer = create(tmp_path / "d", format)
+    writer.append(examples([4, 4]))
+    with refuses(actshard.UnfinishedError, tmp_path / "d", "has not committed any yet"):
+        actshard.open(tmp_path / "d")
+    assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
+    writer.close()
+    assert len(actshard.open(writer.path)) == 2
+
+
 def test_a_full_disk_at_the_last_name_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error claimed that another dataset was in the way, with no way to remove it."""
     writer = create(tmp_path / "d", "saev")

@@ -32,6 +32,7 @@ from actshard.work import (
     Journal,
     count_parts,
     is_merging,
+    only_begun,
     refuse_planned,
     refuse_staging,
     unfinished,
@@ -160,13 +161,20 @@ def find(root: Location) -> tuple[Location, str]:
 
 
 def _check_begun(root: Location) -> None:
-    """Raises UnfinishedError for a folder with an unfinished saev dump or merge and no other dataset."""
+    """Raises UnfinishedError for a folder without a dataset in which a writer or a merge began."""
     if not root.is_local:
         return  # writers only write to local folders
-    for folder in (Location.at(folder) for name in formats.names() for folder in _begun(name, root)):
+    folders = [Location.at(folder) for name in formats.names() for folder in _begun(name, root)]
+    for folder in folders:
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
+    if any(map(only_begun, [root, *folders])):
+        raise UnfinishedError(
+            "contains a dataset without examples: its writer has not committed any yet, or was interrupted (create or convert with "
+            "resume begins again)",
+            path=root,
+        )
     refuse_planned(root, DUMPS_PLAN_FOLDER)
     if is_merging(root):
         raise UnfinishedError(

@@ -118,8 +118,8 @@ def _advice(found: CacheLook, decode: Tokenizer | None) -> Iterator[Advice]:
 
 
 def _packing(found: CacheLook) -> Iterator[Advice]:
-    """The length with the best packing, if a common one is bad."""
-    known = [fill for fill in found.fills if fill.examples]
+    """The length with the best packing, if a common one is bad. Longer examples than the whole cache are no choice."""
+    known = [fill for fill in found.fills if fill.examples and fill.length <= found.tokens]
     if not known:
         return
     worst, best = min(known, key=lambda x: x.fill), max(known, key=lambda x: x.fill)

@@ -115,3 +115,12 @@ def unfinished(root: Path | Location) -> Journal | None:
                 journal.read()
             return None if journal.finished else journal
     return None
+
+
+def only_begun(root: Path | Location) -> bool:
+    """Whether a writer began a dataset in this folder and has not committed any examples: it has a lock, but no journal."""
+    folder = Location.at(root)
+    if not folder.is_local:
+        return False
+    journal = Journal(folder.local)
+    return journal.lock.path.is_file() and not journal.exists()
