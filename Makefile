@@ -4,8 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
 TORTURE_SCALE ?= 1
-# Machines that count this process's descriptors and collect its garbage: they begin in a fresh process.
-FRESH := tests/torture/test_store_machine.py tests/torture/test_stream_machine.py
 LIGHT := not engines and not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
@@ -36,8 +34,6 @@ test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust a
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
 	./scripts/suite.sh $(BIN)/python -m "$(LIGHT)"
-	$(BIN)/python -m pytest -m "$(LIGHT)" tests/torture $(addprefix --ignore ,$(FRESH))
-	$(BIN)/python -m pytest -m "$(LIGHT)" $(FRESH)
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
 	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture tests/test_plan_needs.py
