@@ -142,6 +142,15 @@ def test_usage_errors_exit_with_3(command: str) -> None:
     assert done.exit_code == 3, done.output
 
 
+@pytest.mark.parametrize("option", [("--dry-run",), ("--component", "web")])
+def test_options_of_a_configuration_do_not_build_without_one(option: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    tokenizer = GOLDEN / "levanter/tokenizers/bpe_llama3style"
+    done = run("tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--out", tmp_path / "c", *option)
+    assert (done.returncode, (tmp_path / "c").exists()) == (3, False)
+    assert f"{option[0]}: expected --config FILE with it" in done.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(shell: str, tmp_path: Path) -> None:
     done = run("completion", shell)

@@ -407,3 +407,16 @@ def test_overflows_are_counted_as_ml_dtypes_casts() -> None:
     assert _native.count_overflows(many[::2], "float16") == 1_500_001
     with pytest.raises(actshard.DtypeError):
         _native.count_overflows(np.zeros(3, "f4"), "int32")
+
+
+def test_one_column_is_named_without_a_list() -> None:
+    store = actshard.open(GOLDEN / "lmprobe/fullseq_logits_router")
+    name = store.table.column_names[0]
+    assert store.read_columns(name).equals(store.read_columns([name]))
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_a_short_name_of_a_dtype_is_answered_with_its_name(typed: str, meant: str) -> None:
+    store = actshard.open(GOLDEN / "lmprobe/fullseq_logits_router")
+    with pytest.raises(actshard.DtypeError, match=f"'{typed}' is not a dtype; write '{meant}'"):
+        store.gather(store.layers[0], [0], [0], dtype=typed)

@@ -122,8 +122,8 @@ PARTS = ("statistics", "plots", "samples", "check of the files")
 """Parts of the work whose times a report names."""
 DEFECTS = {
     "gamma": ("layer 2", ["gamma is 8", "Centre before training"], "center=stats.mean"),
-    "NaN": ("layer 5", ["1 NaN value in 1 of 32 dimensions"], "actshard verify --deep"),
-    "infinite": ("layer 5", ["1 infinite value in 1 of 32 dimensions"], "actshard verify --deep"),
+    "NaN": ("layer 5", ["1 NaN value in 1 of 32 dimensions"], 'max_norm=float("inf")'),
+    "infinite": ("layer 5", ["1 infinite value in 1 of 32 dimensions"], 'max_norm=float("inf")'),
     "always 0": ("layer 5", ["1 of 32 dimensions is always 0: 9.", "Check the hook"], ""),
     "constant": ("layer 5", ["1 of 32 dimensions is constant: 10.", "Check the hook"], ""),
     "massive dimensions": (

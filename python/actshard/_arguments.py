@@ -53,13 +53,17 @@ def _fill_tables() -> None:
 _fill_tables()
 
 
+_SHORT_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
+
+
 def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
     """Converts to a numpy dtype; ``what`` is the message's prefix."""
     try:
         made: np.dtype[Any] = np.dtype(asked)
     # np.dtype parses strings, lists and dicts, and reads other objects' dtype attribute: each raises different errors.
     except (TypeError, ValueError, SyntaxError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        raise DtypeError(f"{what}{asked!r:.80} is not a numpy dtype") from error
+        meant = _SHORT_NAMES.get(asked) if isinstance(asked, str) else None
+        raise DtypeError(f"{what}{asked!r:.80} is not a dtype" + (f"; write {meant!r}" if meant else "")) from error
     return made
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard.chosen import Chosen
-from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError
+from actshard.errors import ActshardWarning, ArgumentError, ArgumentTypeError, ClosedError
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.stream.selection import index_of
 
@@ -158,6 +159,9 @@ def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
         names = ", ".join(table.column_names[:20])
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"filter: {reason:.300}. The columns are: {names:.500}", path=store.path) from error
+    if not len(kept) and len(table):
+        text = f"{store.path}: filter: no example was chosen of {len(table):,}"
+        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=4)
     return np.sort(kept.to_numpy())  # evaluated by threads: the order is not guaranteed
 
 

@@ -328,7 +328,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             WARNING,
             "All rows of a layer are equal.",
             "The layer contains no information.",
-            "check the hook that recorded the activations",
+            "leave the layer out; embeddings of one token are equal (layer 0 of last tokens), otherwise check the hook",
         ),
         Code(
             "duplicate-example",
@@ -366,9 +366,10 @@ CALLS: tuple[Code, ...] = (
     Code(
         "no-example-chosen",
         WARNING,
-        "A selection by a column of the table is empty.",
+        "A selection is empty.",
         "No rows are read.",
-        "compare a column of store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
+        "check keep=, min_token= and max_norm=; compare a column of store.table with .to_numpy() == x, or with "
+        "pyarrow.compute.equal(column, x)",
     ),
     Code(
         "state-without-dataset",

@@ -268,8 +268,8 @@ class ExistsError(ActshardError, FileExistsError):
     @classmethod
     def finished(cls, path: Any) -> ExistsError:
         """The error of writing a dataset that is already there, complete."""
-        remedy = "Pass exist_ok=True (--exist-ok) to keep it, or choose another path."
-        return cls(f"already contains this dataset, finished. {remedy}", path=path)
+        remedy = "Pass exist_ok=True (--exist-ok) to accept it if it is the same, or choose another path."
+        return cls(f"already contains a finished dataset. {remedy}", path=path)
 
 
 class UnfinishedError(FormatError):

@@ -667,14 +667,14 @@ class Store(StreamVerbs, SampledVerbs):
             self._table = self.read_columns(self._contents.column_names)
         return self._table
 
-    def read_columns(self, names: Sequence[str], examples: ArrayLike | None = None) -> pa.Table:
+    def read_columns(self, names: str | Sequence[str], examples: ArrayLike | None = None) -> pa.Table:
         """Reads some columns by their names in the format. Not cached.
 
         ``"text"`` and ``"prompt"`` both name the examples' texts in every format that stores whole texts. The result has the
         requested name.
 
         Args:
-            names: the columns.
+            names: the columns, or one.
             examples: the examples to read, in this order: integers, or a mask, as in :meth:`gather`; None: all. Stores of
                 draft-model caches read only their values; other formats read the whole columns.
 
@@ -688,7 +688,8 @@ class Store(StreamVerbs, SampledVerbs):
         numbers = None if examples is None else _arguments.index(self._numbers(examples), "examples")[0]
         if numbers is not None and numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
             raise self._out_of_range(numbers)
-        return columns_of(self._contents, _arguments.listed(names, "names: expected a list of columns"), numbers)
+        wanted = [names] if isinstance(names, str) else _arguments.listed(names, "names: expected a list of columns")
+        return columns_of(self._contents, wanted, numbers)
 
     def _check_not_closed(self) -> None:
         if isinstance(self._rows, Closed):

@@ -413,6 +413,8 @@ def tokenize_command(
         if any(plan["state"] == "missing" for plan in plans):
             raise typer.Exit(WARNINGS)
         return
+    if dry_run or component:
+        raise actshard.ArgumentError(f"{'--dry-run' if dry_run else '--component'}: expected --config FILE with it")
     if not sources or out is None:
         raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
     named = verb.format_named(form, option or [], chat_template)
@@ -449,7 +451,7 @@ def verify_command(
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a dataset against its format. Exit status: 0 no findings, 1 warnings, 2 errors, 3 could not run."""
+    """Check a dataset against its format. Exit status: 0 no warnings or errors, 1 warnings, 2 errors, 3 could not run."""
     from actshard.cli import verify as verb
 
     report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=quiet or json)

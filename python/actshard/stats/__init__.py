@@ -30,6 +30,10 @@ _REPEATED = 0.01
 _SHOWN = 3
 _STANDARDIZE = ("Standardize dimensions, or leave these out.", "center=stats.mean, scale=stats.inverse_std")
 """What to do about large dimensions."""
+_EQUAL_ROWS = (
+    "Leave the layer out. Embeddings of one token are equal (layer 0 of last tokens); otherwise check the hook."
+)
+"""What to do about a layer of equal rows."""
 FLOATS = ("mean", "variance", "min", "max")
 """Names of the float64 arrays of statistics."""
 COUNTS = ("nan", "inf", "zeros")
@@ -232,8 +236,8 @@ def _advice(stats: Stats) -> Iterator[Advice]:
         if n := int(counts.sum()):
             wide = int(np.count_nonzero(counts))
             text = f"{many(n, f'{what} value')} in {wide:,} of {many(len(counts), 'dimension')}. One makes a batch's loss NaN."
-            do = "Find the rows, and leave them out or extract them again."
-            yield Advice("error", "", text, do, "actshard verify --deep", what, n)
+            do = "actshard verify --deep names the rows. Extract them again, or leave them out."
+            yield Advice("error", "", text, do, 'max_norm=float("inf")', what, n)
     if (gamma := stats.gamma) > CENTRE:
         text = (
             f"gamma is {gamma:.2g}: the mean of rows is longer than their spread. Features of a sparse autoencoder die."
@@ -249,7 +253,10 @@ def _advice(stats: Stats) -> Iterator[Advice]:
             f"{many(len(columns), 'massive dimension')}: {shown}{_more(len(columns))}. The largest value is {times:,.0f} times the "
             "median dimension's root mean square. It dominates norms and losses."
         )
-        yield Advice("warning", "", text, *_STANDARDIZE, "massive dimensions", times)
+        begin = _first_token(stats)
+        first = len(columns) > 1 and all(c.token == begin for c in columns)
+        do, code = ("All are in first tokens: leave these out.", f"min_token={begin + 1}") if first else _STANDARDIZE
+        yield Advice("warning", "", text, do, code, "massive dimensions", times)
     yield from _outliers(stats)
     yield from _massive_rows(stats)
     yield from _repeated(stats)
@@ -279,7 +286,7 @@ def _constant(stats: Stats) -> Iterator[Advice]:
     same = stats.min == stats.max
     if same.all() and stats.rows > 1:
         text = f"all {stats.rows:,} rows are equal, and contain no information."
-        yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind="equal rows")
+        yield Advice("warning", "", text, _EQUAL_ROWS, kind="equal rows")
         return
     for what, columns in (("always 0", same & (stats.min == 0)), ("constant", same & (stats.min != 0))):
         found = np.flatnonzero(columns)
@@ -291,11 +298,16 @@ def _constant(stats: Stats) -> Iterator[Advice]:
         yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind=what, size=len(found))
 
 
+def _first_token(stats: Stats) -> int:
+    """The first token that rows have: 1 after a special token at 0. -1: one position only, or a range of several at first."""
+    positions = stats.norms_by_position
+    return int(positions.first[0]) if len(positions.first) > 1 and positions.end[0] == positions.first[0] + 1 else -1
+
+
 def _massive_rows(stats: Stats) -> Iterator[Advice]:
     """Massive rows, or first tokens of large norms: attention sinks."""
     median, rows, positions = stats.norms.median, stats.massive_rows, stats.norms_by_position
-    # The first token that rows have: 1 after a special token at 0. A range of several positions has no first token.
-    begin = int(positions.first[0]) if len(positions.first) and positions.end[0] == positions.first[0] + 1 else -1
+    begin = _first_token(stats)
     leave_out = f"min_token={begin + 1}"
     if rows:
         shown = ", ".join(f"example {r.example} token {r.token} (norm {r.norm:.4g})" for r in rows[:_SHOWN])
@@ -308,7 +320,7 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
         yield Advice("warning", "", text, f"Leave {'it' if n == 1 else 'them'} out.", option, "massive rows", n)
         if first:
             return
-    if len(positions.first) < 2 or begin < 0 or not median > 0:
+    if begin < 0 or not median > 0:
         return
     # Without massive rows: a single one would raise the mean enough.
     massive = [row.norm for row in rows if row.token == begin]

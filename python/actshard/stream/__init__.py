@@ -68,7 +68,10 @@ def select_rows(
     first, limit = position_floor(min_token), parsed(max_norm)
     left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
     if not first and limit is None:
-        return select(store, layers, tokens, ignore_labels, keep), left_out
+        selection = select(store, layers, tokens, ignore_labels, keep)
+        if keep is not None and not _native.count_selected(store.num_examples, selection):
+            _warn_of_nothing(store, tokens, "keep leaves out all")
+        return selection, left_out
     keep, stored = asked(store, keep), stored_tokens(store, layers)
     steps = {"min_token": positions(stored) >= first}
     selection = select(store, layers, tokens, ignore_labels, keep)
@@ -81,8 +84,18 @@ def select_rows(
         selection = select(store, layers, tokens, ignore_labels, keep, flags)
         after = _native.count_selected(store.num_examples, selection)
         left_out[name], before = (before - after) * each, after
+    if not before:
+        each_of = [f"{name} {n:,}" for name, n in left_out.items() if n]
+        _warn_of_nothing(store, tokens, f"left out: {', '.join(each_of)}" if each_of else "keep leaves out all")
     LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
     return selection, left_out
+
+
+def _warn_of_nothing(store: Readable, tokens: Tokens, why: str) -> None:
+    """Warns that no row is left, unless the dataset has none."""
+    if store.num_examples:
+        text = f"{store.path}: the stream has no rows. Of the rows of tokens={tokens!r}: {why}."
+        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -70,8 +70,11 @@ def parsed(max_norm: Any) -> tuple[float, bool] | None:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
     plain = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
     number = float(found[1]) if found else float(max_norm) if plain else 0.0
-    if not 0 < number < float("inf"):
-        raise ArgumentError(f'max_norm: expected a positive number or "10x median", found {max_norm!r}')
+    if not number > 0:
+        raise ArgumentError(
+            'max_norm: expected a positive number, "10x median", or infinity (only rows with NaN or infinite values are left '
+            f"out), found {max_norm!r}"
+        )
     return number, found is not None
 
 

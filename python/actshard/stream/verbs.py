@@ -65,7 +65,8 @@ class StreamVerbs:
                 2-D bool array, the name of a list column (``"loss_mask"``: tokens whose entry is not 0), or a function of
                 :attr:`Store.table` that returns flags, such as :func:`actshard.up_to_last`.
             max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers, and
-                rows with NaN or infinite values. A number, or ``"10x median"``: 10 times the layer's median norm. The median is
+                rows with NaN or infinite values (only these if it is infinity). A number, or ``"10x median"``: 10 times the
+                layer's median norm. The median is
                 over all content rows with finite norms, regardless of the selection (the mean of the middle two for an even
                 number). Reads each layer once per store, when the stream is created, and keeps 8 bytes per row in memory.
                 ``stream.left_out`` gives the number of rows left out.
