@@ -189,7 +189,11 @@ def test_only_a_local_location_is_a_path(root: Location) -> None:
 def test_urls_and_what_is_no_path_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for url in ("s3://bucket/x", "hf://datasets/a/b", Path("gs://bucket")):
-        words = "expected a local path here" if isinstance(url, str) else "found gs://bucket as a path with one slash"
+        words = (
+            "expected a local path here"
+            if isinstance(url, str)
+            else "expected gs://..., found gs:/bucket with one slash"
+        )
         with refuses(actshard.ArgumentError, None, f"cache_dir: {words}"):
             Location.of(url, "cache_dir")
     with refuses(actshard.ArgumentTypeError, None, "expected a path, found int"):

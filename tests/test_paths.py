@@ -74,10 +74,47 @@ def test_secrets_of_urls_are_in_no_message() -> None:
         "https:/host/x?X-Sig=SECRET#SECRET",
         "s3://SECRET@",
     ):
-        with pytest.raises(actshard.ArgumentError, match=r"expected a local path here|Pass a URL as a str") as caught:
+        with pytest.raises(actshard.ArgumentError, match=r"expected a local path here|expected https://") as caught:
             local_path(url)
         assert "SECRET" not in str(caught.value)
         assert "host/x" in str(caught.value) or "@" in url
+
+
+def test_file_urls_are_local_paths(here: Path) -> None:
+    (here / "a b%").symlink_to(here / "source")
+    for url in (f"file://{here}/source", f"FILE://localhost{here}/a%20b%25", f"file://{here}/a b%25"):
+        assert len(actshard.open(url)) == 2
+        assert actshard.verify(url).ok
+    actshard.convert(f"file://{here}/source", f"file://{here}/made", "zarr")
+    assert len(actshard.open(here / "made")) == 2
+    assert local_path("file:///a%FFb") == Path("/a\udcffb")
+    assert actshard.plan.verify(f"file://{here}/made", tasks=1).arguments["path"] == str(here / "made")
+
+
+def test_file_urls_of_other_hosts_are_refused() -> None:
+    for url in ("file://", "file://host/x", "file://tmp", "file://localhost"):
+        with refuses(
+            actshard.ArgumentError, None, "path: expected file:///PATH with three slashes, or a path, found file://"
+        ):
+            actshard.open(url)
+    for url in ("file:///a%00b", "file:///a\0b"):
+        with refuses(actshard.ArgumentError, None, "null byte"):
+            actshard.open(url)
+
+
+def test_a_url_with_one_slash_is_told_the_right_start() -> None:
+    """``pathlib`` is only named where a Path was given."""
+    with refuses(actshard.ArgumentError, None, r"path: expected s3://..., found s3:/b/x with one slash$"):
+        actshard.open("s3:/b/x")
+    with refuses(actshard.ArgumentError, None, "found s3:/b/x with one slash: pathlib.Path removes the other one"):
+        actshard.open(Path("s3://b/x"))
+
+
+def test_a_url_of_an_unknown_kind_lists_the_kinds_that_open() -> None:
+    with refuses(
+        actshard.ArgumentError, None, "found the URL foo://x. Copy the data to a local folder, or pass s3://, gs://"
+    ):
+        actshard.open("foo://x")
 
 
 def test_names_that_only_look_like_urls_are_local(here: Path) -> None:

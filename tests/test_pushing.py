@@ -681,5 +681,6 @@ def test_the_hub_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         actshard.push(SAEV, "hf://datasets/lab/acts")
     with pytest.raises(actshard.UnsupportedError, match="cannot be written"):
         actshard.push(SAEV, "https://host/run")
-    with pytest.raises(actshard.ArgumentError, match="found a local path"):
-        actshard.push(SAEV, "/somewhere")
+    for url, found in (("/somewhere", "a local path"), ("foo://x", "foo://x"), ("ftp://u:SECRET@h/x", "ftp://h/x")):
+        with pytest.raises(actshard.ArgumentError, match=f"url: expected s3://, gs://, az:// or hf://, found {found}$"):
+            actshard.push(SAEV, url)

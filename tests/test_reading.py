@@ -6,9 +6,11 @@ import itertools
 import json
 import pickle
 import random
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -203,16 +205,19 @@ def test_dtypes_that_cannot_be_given_are_refused(dtype: object) -> None:
     assert isinstance(caught.value, TypeError)
 
 
-def test_unknown_paths_say_what_was_looked_for_and_found(tmp_path) -> None:
+def test_unknown_paths_say_what_was_looked_for_and_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(actshard.MissingFileError):
         actshard.open(tmp_path / "nothing")
-    with pytest.raises(
-        actshard.UnknownFormatError, match=r"no index/\*\.parquet \(lmprobe\); .*no metadata\.json \(.*saev\)"
-    ):
+    with pytest.raises(actshard.UnknownFormatError, match=r"expected a dataset, found an empty folder$"):
         actshard.open(tmp_path)
     (tmp_path / "metadata.json").write_text("{}")
-    with pytest.raises(actshard.UnknownFormatError, match=r"saev: looked for .*; .*no index/\*\.parquet \(lmprobe\)"):
+    caplog.set_level("DEBUG", logger="actshard")
+    with pytest.raises(
+        actshard.UnknownFormatError, match=r"saev: looked for .*, found a metadata\.json without"
+    ) as caught:
         actshard.open(tmp_path)
+    assert "lmprobe" not in str(caught.value)  # nothing in the folder is near it
+    assert re.search(r"lmprobe: no, looked for .*, found no index/\*\.parquet; ", caplog.text)
     with pytest.raises(actshard.ArgumentError, match="saev"):
         actshard.open(tmp_path, format="hdf5")
     with pytest.raises(actshard.ArgumentError, match="pread"):

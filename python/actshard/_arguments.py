@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -158,7 +159,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
 
 
 def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a local folder.") -> Path:
-    """Returns the absolute path of a local file or folder. Expands ``~``; does not follow links.
+    """Returns the absolute path of a local file or folder, or of a ``file://`` URL. Expands ``~``; does not follow links.
 
     Args:
         value: a str or an ``os.PathLike`` of str. The path need not exist.
@@ -167,7 +168,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
 
     Raises:
         ArgumentTypeError: another type. It is an ArgumentError and a TypeError.
-        ArgumentError: a URL, an unknown ``~user``, or an invalid file name.
+        ArgumentError: another URL, an unknown ``~user``, or an invalid file name.
     """
     try:
         name = os.fspath(value)
@@ -178,34 +179,55 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
     if not name:
         raise ArgumentError(f"{what}: expected a path, found an empty string")
     if (url := _URL.match(name)) and not name.startswith("/", url.end()):
-        raise ArgumentError(
-            f"{what}: found {_shortened(name)} as a path with one slash: pathlib.Path removes the other one. Pass a URL as a str."
-        )
-    if url:
-        raise ArgumentError(f"{what}: expected a local path here, found the URL {_shortened(name)}. {remedy}")
+        why = "" if isinstance(value, str) else ": pathlib.Path removes the other one. Pass a URL as a str"
+        raise ArgumentError(f"{what}: expected {url.group()}/..., found {shown_path(name)} with one slash{why}")
+    if url and not is_file_url(name):
+        raise ArgumentError(f"{what}: expected a local path here, found the URL {shown_path(name)}. {remedy}")
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{what}: expected a path, found a lone surrogate at character {error.start}") from error
+    if url:
+        name = _path_of(name, what)
     if "\0" in name:
         raise ArgumentError(f"{what}: expected a path, found a null byte at character {name.index(chr(0))}")
     try:
         path = Path(os.path.abspath(Path(name).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
     except (RuntimeError, KeyError) as error:  # "~user" of an unknown user
-        raise ArgumentError(f"{what}: {_shortened(name)}: the user or home folder does not exist") from error
+        raise ArgumentError(f"{what}: {shown_path(name)}: the user or home folder does not exist") from error
     try:
         path.lstat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise ArgumentError(f"{what}: {_shortened(name)}: the name is too long for this file system") from error
+            raise ArgumentError(f"{what}: {shown_path(name)}: the name is too long for this file system") from error
     return path
 
 
-def _shortened(name: str) -> str:
+def is_file_url(value: Any) -> bool:
+    """Whether a value is the URL of a local file or folder."""
+    return isinstance(value, str) and value[:7].lower() == "file://"
+
+
+def is_url_elsewhere(value: Any) -> TypeGuard[str]:
+    """Whether a value is a URL of any kind, but not that of a local file or folder."""
+    return isinstance(value, str) and "://" in value and not is_file_url(value)
+
+
+def _path_of(url: str, what: str) -> str:
+    """The path of a ``file://`` URL without a host, or with the host localhost."""
+    host, slash, rest = url[7:].partition("/")
+    if host.lower() not in ("", "localhost") or not slash:
+        raise ArgumentError(f"{what}: expected file:///PATH with three slashes, or a path, found {shown_path(url)}")
+    return os.fsdecode(unquote_to_bytes(os.fsencode(f"/{rest}")))
+
+
+def shown_path(name: str) -> str:
     """Formats a path for messages. Removes user, password and query from URLs: they may be secrets."""
     if url := _URL.match(name):
-        host, slash, rest = re.split(r"[?#]", name[url.end() :].lstrip("/"), maxsplit=1)[0].partition("/")
-        name = f"{url.group()}/{host.rpartition('@')[2]}{slash}{rest}"
+        rest = re.split(r"[?#]", name[url.end() :], maxsplit=1)[0]
+        host, slash, rest = rest.lstrip("/").partition("/")
+        slashes = "/" * (len(name) - url.end() - len(name[url.end() :].lstrip("/")))
+        name = f"{url.group()}{slashes}{host.rpartition('@')[2]}{slash}{rest}"
     return name if len(name) <= 200 else f"{name[:197]}..."
 
 

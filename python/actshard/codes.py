@@ -76,14 +76,14 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             ERROR,
             "No format recognises the path.",
             "The dataset cannot be opened.",
-            "name the format (format=, --format)",
+            "check the path, or name the format (format=, --format)",
         ),
         Code(
             "unfinished",
             ERROR,
-            "A writer was interrupted, or is still running.",
+            "A writer, a merge, a plan or an upload was interrupted, or is still running.",
             "The dataset cannot be opened.",
-            "finish it: create or convert with resume",
+            "finish it as described, or write the dataset again",
         ),
         Code("missing-file", ERROR, "A file listed in the metadata does not exist.", _UNREADABLE, _REWRITE),
         Code(

@@ -5,8 +5,12 @@ All commands use it, so a path refers to the same dataset in each.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +27,12 @@ from actshard.errors import (
 from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.storage import Remote, one_look
+from actshard.storage import Entry, Remote, one_look
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     PARTS,
+    PLAN_FOLDER,
     PUSHING,
     Journal,
     count_parts,
@@ -96,6 +101,7 @@ def check_finished(root: Location) -> None:
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)
     if count is not None:
+        _refuse_parts_of_a_plan(root)
         raise UnfinishedError(
             f"contains {count} unmerged parts of a dataset. When all are written, merge them with actshard.merge"
             + beside_parts(root),
@@ -107,6 +113,12 @@ def check_finished(root: Location) -> None:
     if journal is not None:
         raise _unfinished(root, journal)
     refuse_planned(root)
+
+
+def _refuse_parts_of_a_plan(root: Location) -> None:
+    """Raises UnfinishedError if an uncommitted plan writes the parts in a folder: only the plan's commit merges them."""
+    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
+        refuse_planned(root.parent if root.name == PARTS else root, prefix)
 
 
 def beside_parts(root: Location) -> str:
@@ -204,7 +216,9 @@ def detect(root: Location) -> str:
         evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
     LOG.debug(
-        "%s: %s", root, "; ".join(f"{name}: {'yes' if e.matches else 'no'}, {e.found}" for name, e in evidence.items())
+        "%s: %s",
+        root,
+        "; ".join(f"{name}: {'yes' if e.matches else 'no'}, {_looked(e)}" for name, e in evidence.items()),
     )
     if len(matches) == 1:
         return matches[0]
@@ -228,19 +242,88 @@ def detect(root: Location) -> str:
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
         raise FileAccessError(f"cannot detect the format: {denied}. Choose a format=", path=root)
-    raise UnknownFormatError(f"expected a dataset in a known format; {_explained(evidence)}", path=root)
+    raise UnknownFormatError(f"expected a dataset, found {_explained(root, evidence)}", path=root)
 
 
-def _explained(evidence: dict[str, Evidence]) -> str:
-    """Explains why no format recognises a path. Formats that found none of their files are grouped by what is missing."""
-    partial, absent = [], dict[str, list[str]]()
+def _explained(root: Location, evidence: dict[str, Evidence]) -> str:
+    """Describes a path that no format recognises, and the formats that are near: those with some of their files there."""
+    kind, entries = root.kind(), _entries(root)
+    if entries == []:
+        return "an empty folder"
+    damaged = [] if entries is None else remaining({entry.name for entry in entries})
+    reasons = _reasons(
+        {name: e for name, e in evidence.items() if name not in damaged and not e.found.startswith(_ABSENT)}
+    )
+    reasons += [f"perhaps a damaged {name} dataset: {_looked(evidence[name])}" for name in damaged]
+    found = "a folder that no format recognises"
+    if kind != "folder":
+        found = f"{'a file' if kind == 'file' else 'a special file'}. A dataset is usually a folder"
+        reasons = reasons or ["pass the folder that contains the file"]
+    elif entries is not None:
+        found = f"a folder with {_summary(entries)}, which no format recognises"
+    if _is_describable(root, entries):
+        return f"{'; '.join([found, *reasons])}. {_DESCRIBE}"
+    return "; ".join([found, *reasons])
+
+
+_DESCRIBE = "Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"
+_ABSENT = ("no ", "neither", "a file")
+"""Beginnings of evidence that is the same for any other file or folder."""
+
+
+def _reasons(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Reasons why formats do not match. An error that is the same for several formats is one reason."""
+    failed: dict[str, list[str]] = {}
     for name, e in evidence.items():
-        if e.found.startswith(("no ", "neither")):
-            absent.setdefault(e.found, []).append(name)
-        else:
-            partial.append(f"{name}: looked for {e.looked_for}, found {e.found}")
-    found = "; ".join([*partial, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
-    return f"{found}. Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"
+        if e.looked_for == _any_of(name):
+            failed.setdefault(e.found, []).append(name)
+    looked = [f"{name}: {_looked(e)}" for name, e in evidence.items() if e.looked_for != _any_of(name)]
+    return looked + [f"{', '.join(names)}: {error}" for error, names in failed.items()]
+
+
+def _any_of(name: str) -> str:
+    return f"a {name} dataset"
+
+
+def _looked(e: Evidence) -> str:
+    return f"looked for {e.looked_for}, found {e.found}"
+
+
+def remaining(names: Set[str]) -> list[str]:
+    """The formats of which a folder with entries of these names may be a damaged dataset, the likeliest first."""
+    known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
+    asked = {format.name: functools.partial(format.remains, frozenset(names)) for format in known}
+    return [format.name for format in known if formats.asked(format, asked[format.name], False)]
+
+
+def _entries(root: Location) -> list[Entry] | None:
+    """The entries of a folder; None if it is no folder, or cannot be listed."""
+    if root.kind() != "folder" or not root.lists:
+        return None
+    with contextlib.suppress(ActshardError):
+        return root.entries()
+    return None
+
+
+def _summary(entries: Sequence[Entry]) -> str:
+    """Names of a few files and folders; numbers of many, by ending."""
+    if len(entries) <= 4:
+        return ", ".join(f"{entry.name:.60}{'/' if entry.kind == 'folder' else ''}" for entry in entries)
+    kinds = collections.Counter(
+        "folders" if entry.kind == "folder" else f"{Path(entry.name).suffix[:20] or 'other'} files" for entry in entries
+    )
+    shown = [f"{count:,} {kind if count > 1 else kind[:-1]}" for kind, count in kinds.most_common(4)]
+    rest = sum(kinds.values()) - sum(count for _, count in kinds.most_common(4))
+    return ", ".join(shown) + (f" and {rest:,} more" if rest else "")
+
+
+def _is_describable(root: Location, entries: Sequence[Entry] | None) -> bool:
+    """Whether a path is, or contains, a file of a kind that a layout.toml describes. Looks below local folders only."""
+    names: Iterator[str] = iter([root.name] if entries is None else [entry.name for entry in entries])
+    if entries is not None and root.is_local:
+        names = itertools.chain(names, (path.name for path, _ in itertools.islice(root.files(), 1000)))
+    endings = formats.get(formats.described()).describes
+    return any(name.lower().endswith(endings) for name in names)
 
 
 def _evidence(name: str, root: Location) -> Evidence:
@@ -249,9 +332,9 @@ def _evidence(name: str, root: Location) -> Evidence:
     except FileAccessError as error:
         if root.is_remote:
             raise  # a server that does not answer, or refuses: each other format would wait for it again
-        return Evidence(False, f"a {name} dataset", str(error))
+        return Evidence(False, _any_of(name), str(error))
     except (ActshardError, OSError) as error:
-        return Evidence(False, f"a {name} dataset", str(error))
+        return Evidence(False, _any_of(name), str(error))
 
 
 def _kind(folder: Location) -> str | None:

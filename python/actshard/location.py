@@ -118,6 +118,7 @@ def _cache_of(cache: Any) -> tuple[str, int] | None:
     return os.fspath(local_path(cache, "cache")), CACHE_BYTES
 
 
+_OR_URL = "Copy the data to a local folder, or pass s3://, gs://, az://, hf:// or https://."
 _NAME = operator.attrgetter("name")
 _LOCAL = Local()
 
@@ -142,7 +143,7 @@ class Location:
 
         Raises:
             ArgumentTypeError: not a path.
-            ArgumentError: a URL, or an invalid file name.
+            ArgumentError: a URL other than ``file://``, or an invalid file name.
         """
         if isinstance(value, Location):
             return value
@@ -168,7 +169,7 @@ class Location:
             return cls(storage, storage.native.root)
         if storage_options:
             raise ArgumentError("storage_options: expected a URL to use them for, found a local path")
-        return cls.of(value)
+        return value if isinstance(value, Location) else cls(_LOCAL, os.fspath(local_path(value, remedy=_OR_URL)))
 
     @classmethod
     def at(cls, place: str | os.PathLike[str]) -> Location:

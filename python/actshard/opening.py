@@ -74,8 +74,8 @@ def open(
 
     Raises:
         MissingFileError: the path, or a file that the dataset requires, does not exist.
-        UnknownFormatError: no format recognises the path, or several do. The message lists what each format expects, what was
-            found, and the datasets below the path.
+        UnknownFormatError: no format recognises the path, or several do. The message lists what the path contains, the
+            datasets below it, and what the nearest formats expect.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
     store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout)

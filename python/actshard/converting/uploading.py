@@ -22,7 +22,7 @@ def uploads(convert: F) -> F:
     @functools.wraps(convert)
     def wrapped(src: Any, dst: Any, format: str, **given: Any) -> Any:
         scratch, options = given.pop("scratch", None), given.pop("target_options", None)
-        if isinstance(dst, str) and "://" in dst:
+        if _arguments.is_url_elsewhere(dst):
             return _to_url(convert, src, (dst, options, scratch), format, given)
         for name, value in (("scratch", scratch), ("target_options", options)):
             if value is not None:

@@ -44,7 +44,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether a path looks like a dataset of a format, and why. Shown to the user if no format recognizes the path."""
+    """Whether a path looks like a dataset of a format, and why.
+
+    If no format recognizes the path, the error contains the evidence of each format that found some of its files: of each whose
+    ``found`` does not begin with "no ".
+    """
 
     matches: bool
     looked_for: str

@@ -104,6 +104,8 @@ class Format:
 
     takes_layout: ClassVar[bool] = False
     """Whether :meth:`open` uses a description of files, ``Options.layout``."""
+    describes: ClassVar[tuple[str, ...]] = ()
+    """Endings of the files that such a description can describe, in lower case."""
     names_layers: ClassVar[bool] = False
     """Whether :meth:`open` uses names of layers, ``Options.layout`` of ``{"layers": [...]}``, because files do not record them."""
     opens_several: ClassVar[bool] = False

@@ -155,7 +155,7 @@ def _places(src: Any) -> list[str] | str:
     """The source's absolute paths, because tasks may run in other folders."""
     if isinstance(src, str | os.PathLike):
         text = os.fspath(src)
-        return text if "://" in text else str(_arguments.local_path(src, "src"))
+        return text if _arguments.is_url_elsewhere(text) else str(_arguments.local_path(src, "src"))
     return [str(each) for place in src for each in [_places(place)]]
 
 

@@ -46,7 +46,7 @@ def place(path: Any) -> str:
         raise ArgumentError(
             "path: expected a path, because tasks in other processes open it, found a store; pass store.path"
         )
-    if isinstance(path, str) and "://" in path:
+    if _arguments.is_url_elsewhere(path):
         return path
     return str(_arguments.local_path(path))
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from actshard import _arguments
 from actshard.errors import ArgumentError, UnsupportedError, boundary
-from actshard.location import Location
+from actshard.location import Location, is_url
 from actshard.storage import Remote
 
 __all__ = ["Pushed", "push"]
+
+_TARGETS = "s3://, gs://, az:// or hf://"
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ def push(
     overwrite, private = _arguments.switch(overwrite, "overwrite"), _arguments.switch(private, "private")
     links = _arguments.switch(links, "links")
     source = _arguments.local_path(folder, "folder")
+    if _arguments.is_url_elsewhere(url) and not is_url(url):
+        raise ArgumentError(f"url: expected {_TARGETS}, found {_arguments.shown_path(url)}")
     root = Location.of_any(url, storage_options)
     if not isinstance(root.storage, Remote):
-        raise ArgumentError("url: expected s3://, gs://, az:// or hf://, found a local path", path=root)
+        raise ArgumentError(f"url: expected {_TARGETS}, found a local path", path=root)
     if not root.lists:
-        raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=root)
+        raise UnsupportedError(f"cannot be written: expected {_TARGETS}", path=root)
     began = time.monotonic()
     with boundary(source, "upload"):
         ship = shipment(source, str(root), check, links)

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from actshard._arguments import is_file_url
 from actshard.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
 from actshard.location import Location
 from actshard.storage import Entry
@@ -24,6 +25,8 @@ def matching(given: str) -> list[str]:
         MissingFileError: nothing matches.
         NotAFileError: it is a folder. ArgumentError: it is a URL.
     """
+    if is_file_url(given):
+        raise ArgumentError(f"sources: {given} is a URL; pass the path without file://")
     if "://" in given:
         raise ArgumentError(f"sources: {given} is a URL; download it and pass the local path")
     path = os.path.expanduser(given)  # noqa: PTH111 -- Path normalizes the string, which shard names are derived from

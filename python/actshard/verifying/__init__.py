@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from actshard import _arguments, formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
-from actshard.finding import check_finished, existing_anywhere, find_any
+from actshard.finding import check_finished, existing_anywhere, find_any, remaining
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -204,9 +203,5 @@ def _find(root: Location) -> tuple[Location, str]:
 def _guess(root: Location) -> tuple[Location, str] | None:
     if root.kind() != "folder" or not root.lists:
         return None
-    names = frozenset(entry.name for entry in root.entries())
-    known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
-    for format in known:
-        if formats.asked(format, functools.partial(format.remains, names), False):
-            return root, format.name
-    return None
+    found = remaining({entry.name for entry in root.entries()})
+    return (root, found[0]) if found else None

@@ -181,7 +181,7 @@ def create(
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
     far = None
-    if isinstance(path, str) and "://" in path:
+    if _arguments.is_url_elsewhere(path):
         from actshard.pushing.scratch import Scratch  # only if it is used
 
         if part is not None:

@@ -15,6 +15,10 @@ class LayoutFormat(Format):
     description: ClassVar[str] = "folders of .pt, .npy, .npz, .safetensors or raw files with a layout.toml"
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     takes_layout: ClassVar[bool] = True
+    describes: ClassVar[tuple[str, ...]] = (
+        *(".npy", ".npz", ".safetensors", ".h5", ".hdf5", ".raw", ".dat", ".memmap", ".bin", ".bin.gz"),
+        *(".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz"),
+    )
     records_summed: ClassVar[tuple[str, ...]] = (".pt", ".pth", ".ckpt", ".npz")
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".detect:detect",

@@ -89,7 +89,8 @@ def _probelab(root: Location, fields: Fields) -> dict[str, Any]:
 def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
     if fields.text("status") != "complete":
         raise UnfinishedError(
-            f"field 'status': expected 'complete', found {fields.value['status']!r}: the capture is running, or was interrupted",
+            f"field 'status': expected 'complete', found {fields.value['status']!r}: the capture is running, or was interrupted. "
+            "Run it again",
             path=fields.path,
         )
     if (version := fields.integer("format_version")) != 1:
@@ -106,7 +107,8 @@ def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
             raise fields.error("layers", f"layer numbers, each with the file 'layers/layer_NN.{dtype}.bin'")
         if entry.get("status", "complete") != "complete":
             raise UnfinishedError(
-                f"layer {key} is not complete: the capture is running, or was interrupted", path=fields.path
+                f"layer {key} is not complete: the capture is running, or was interrupted. Run it again",
+                path=fields.path,
             )
         numbers.append(number)
     if fields.text("samples_file") != "samples.safetensors":

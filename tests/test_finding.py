@@ -1,0 +1,140 @@
+"""Errors about a path that is no finished dataset: what is there, which format is near, and the one remedy of each cause."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN, refuses, saev_dump
+
+LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+GUESS = "actshard info FOLDER --guess"
+
+
+def why(path: Path) -> str:
+    with pytest.raises(actshard.UnknownFormatError) as caught:
+        actshard.open(path)
+    return caught.value.detail
+
+
+def filled(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
+    assert why(tmp_path) == "expected a dataset, found an empty folder"
+    (finding,) = actshard.verify(tmp_path).findings
+    assert str(finding).endswith("found an empty folder; check the path, or name the format (format=, --format)")
+
+
+def test_a_file_is_called_a_file_and_no_format_is_listed(tmp_path: Path) -> None:
+    filled(tmp_path, "notes.txt", "rows.npy")
+    usual = "expected a dataset, found a file. A dataset is usually a folder; pass the folder that contains the file"
+    assert why(tmp_path / "notes.txt") == usual
+    assert why(tmp_path / "rows.npy").startswith(usual)
+    assert GUESS in why(tmp_path / "rows.npy")
+
+
+def test_a_folder_is_described_by_its_names_or_their_numbers(tmp_path: Path) -> None:
+    filled(tmp_path, "a.txt", "b.md", "c/x.txt")
+    assert why(tmp_path) == "expected a dataset, found a folder with a.txt, b.md, c/, which no format recognises"
+    filled(tmp_path, *(f"{n}.csv" for n in range(1200)), "LICENSE", "README", "x.json", "y.yaml")
+    found = why(tmp_path)
+    assert found.startswith("expected a dataset, found a folder with 1,200 .csv files, 2 other files, ")
+    assert found.endswith(" and 3 more, which no format recognises")
+    assert len(found) < 200
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.PT", "a.safetensors", "a.bin", "a.h5", "layers/3/a.pth"])
+def test_a_layout_is_proposed_for_files_that_it_can_describe_only(tmp_path: Path, name: str) -> None:
+    filled(tmp_path, "notes.txt", "more/notes.md")
+    assert "layout.toml" not in why(tmp_path)
+    filled(tmp_path, name)
+    assert GUESS in why(tmp_path)
+
+
+def test_only_formats_that_are_near_are_explained(tmp_path: Path) -> None:
+    found = why(filled(tmp_path, "config.json"))
+    assert re.search("hallulens: looked for .*, found another config.json", found)
+    assert not re.search("saev|lmprobe|zarr|specforge|layout", found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lost", "name", "missing"),
+    [(LMPROBE, "index", "lmprobe", "no index/*.parquet"), (SAEV, "metadata.json", "saev", "no metadata.json")],
+)
+def test_a_dataset_that_lost_its_metadata_is_recognised_by_the_rest(
+    tmp_path: Path, source: Path, lost: str, name: str, missing: str
+) -> None:
+    shutil.copytree(source, tmp_path / "d")
+    gone = tmp_path / "d" / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    found = why(tmp_path / "d")
+    assert re.search(f"perhaps a damaged {name} dataset: looked for .*, found {re.escape(missing)}", found)
+
+
+def test_an_error_that_all_formats_have_is_one_reason(tmp_path: Path) -> None:
+    filled(tmp_path, "metadata.json")
+    (tmp_path / "metadata.json").write_text("{")
+    assert why(tmp_path).count(str(tmp_path / "metadata.json")) <= 1
+
+
+def parts(folder: Path) -> None:
+    with actshard.create(folder, "zarr", layers=[0], d_model=2, part=(0, 2)) as writer:
+        writer.append(np.ones((1, 1, 2, 2), np.float32))
+
+
+def killed(folder: Path) -> None:
+    writer = actshard.create(folder, "zarr", layers=[0], d_model=2)
+    writer.append(np.ones((1, 1, 2, 2), np.float32))
+    writer.abort()
+
+
+def planned(folder: Path, format: str = "zarr") -> None:
+    more = {"layers": [0], "d_model": 2, "num_examples": 4, "dtype": "float32", "tokens_per_example": 2}
+    with actshard.plan.create(folder, format, tasks=2, **more).writer(0) as writer:
+        for _ in writer.left:
+            writer.append(np.ones((1, 1, 2, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy", "others"),
+    [
+        (parts, "merge them with actshard.merge", "resume|commit"),
+        (killed, "create or convert with resume", "merge|commit"),
+        (planned, "actshard commit finishes it", "resume|merge"),
+    ],
+)
+def test_an_unfinished_dataset_has_the_remedy_of_its_cause_once(
+    tmp_path: Path, make: Callable[[Path], None], remedy: str, others: str
+) -> None:
+    make(tmp_path / "d")
+    (finding,) = actshard.verify(tmp_path / "d").findings
+    assert finding.code == "unfinished"
+    said = str(finding).replace(str(tmp_path), "")
+    assert said.count(remedy) == 1
+    assert not re.search(others, said)
+
+
+@pytest.mark.parametrize("format", ["zarr", "saev"])
+def test_parts_that_a_plan_writes_are_the_plans(tmp_path: Path, format: str) -> None:
+    """Not parts to merge: ``merge`` refuses them, with the same message."""
+    planned(tmp_path / "d", format)
+    said = "contains tasks of a plan that is not committed: see actshard status .*plan.json"
+    for verb in (actshard.open, actshard.merge):
+        with refuses(actshard.UnfinishedError, tmp_path / "d", said):
+            verb(tmp_path / "d")
+    with refuses(actshard.UnfinishedError, tmp_path / "d", said):
+        actshard.open(tmp_path / "d/.parts")
+    (finding,) = actshard.verify(tmp_path / "d").findings
+    assert re.search(said, finding.found)
