@@ -14,6 +14,8 @@ from actshard.cli._progress import progress
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
+from actshard.opening import open_quietly
+from actshard.store import Store
 
 
 def columns_named(words: str) -> list[str] | dict[str, str] | None:
@@ -63,7 +65,12 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def previews(source: Location, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
+def source_named(at: Location, format: str | None, layout: str | None) -> Location | Store:
+    """Returns the dataset to convert: opened if a layout describes it, because a location says nothing about its layout."""
+    return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
+
+
+def previews(source: Location | Store, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
     """Returns previews for one format, or for all formats (None)."""
     every = preview(source, target, None, **own) if format is None else []
     return every or preview(source, target, format, **own)
@@ -97,7 +104,7 @@ def show_previews(found: Sequence[Preview], format: str | None) -> None:
     out.print("[dim]bytes are before compression; nothing was written[/]")
 
 
-def run(source: Location, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
+def run(source: Location | Store, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts a dataset and shows progress."""
     with progress(f"converting to {format}", quiet=quiet, unit="examples") as watch:
         return convert(source, target, format, progress=watch.counts, **options)
