@@ -66,7 +66,7 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
 
 
 def source_named(at: Location, format: str | None, layout: str | None) -> Location | Store:
-    """Returns the dataset to convert: opened if a layout describes it, because a location says nothing about its layout."""
+    """Returns the dataset to convert: opened already if a layout describes it."""
     return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
 
 

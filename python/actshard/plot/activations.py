@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from actshard import saved
 from actshard.layers import Layer, several
-from actshard.plot.opened import Source, store_of
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, log, style
 from actshard.quality import distances
 from actshard.stats import Stats
@@ -119,7 +119,7 @@ def scaled(ax: Any, values: NDArray[np.float64]) -> None:
 
 
 def gamma(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -159,7 +159,7 @@ def gamma(
 
 
 def ranges(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -218,7 +218,7 @@ def _root_mean(variance: NDArray[np.float64]) -> float:
 
 
 def dimensions(
-    store: Source,
+    store: Plotted,
     layer: Layer | None = None,
     *,
     stats: Stats | None = None,
@@ -290,7 +290,7 @@ def thinned(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def shuffle(
-    store: Source,
+    store: Plotted,
     layer: Layer | None = None,
     *,
     batch_size: int = 16_384,

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from actshard.plot.activations import style_unless, table_of
-from actshard.plot.opened import CacheSource, look_of
+from actshard.plot.opened import PlottedCache, look_of
 from actshard.plot.style import axes, below, log
 
 _RANKS = 400
 """Most points of the curve of frequencies."""
 
 
-def lengths(found: CacheSource, *, ax: Any = None, table: bool = False) -> Any:
+def lengths(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Histogram of the lengths of documents, in tokens.
 
     Args:
@@ -49,7 +49,7 @@ def lengths(found: CacheSource, *, ax: Any = None, table: bool = False) -> Any:
         return ax
 
 
-def frequency(found: CacheSource, *, ax: Any = None, table: bool = False) -> Any:
+def frequency(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Occurrences of token ids, by rank.
 
     Args:
@@ -77,7 +77,7 @@ def frequency(found: CacheSource, *, ax: Any = None, table: bool = False) -> Any
         return ax
 
 
-def packing(found: CacheSource, *, ax: Any = None, table: bool = False) -> Any:
+def packing(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Share of positions that hold tokens when documents are packed into examples of common lengths.
 
     Args:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from actshard.layers import Layer
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
-from actshard.plot.opened import Source, store_of
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, labels, log
 from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.store import Store
@@ -36,7 +36,7 @@ _WIDE = 8.0
 
 
 def norms(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -85,7 +85,7 @@ def norms(
 
 
 def histogram(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -170,7 +170,7 @@ def bars(found: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int6
 
 
 def positions(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,

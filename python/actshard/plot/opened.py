@@ -11,9 +11,9 @@ from actshard.store import Store
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.looking import CacheLook, look
 
-Source = Store | str | os.PathLike[str]
+Plotted = Store | str | os.PathLike[str]
 """A dataset to plot."""
-CacheSource = CacheLook | TokenCache | str | os.PathLike[str]
+PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
 """A token cache to plot."""
 
 
@@ -21,7 +21,7 @@ def store_of(given: Any) -> Store:
     """Returns the store, or opens the dataset at a path or URL.
 
     Raises:
-        ArgumentTypeError: the argument is neither.
+        ArgumentTypeError: the argument has another type.
         Errors of :func:`actshard.open`.
     """
     if isinstance(given, Store):
@@ -40,7 +40,7 @@ def look_of(given: Any) -> CacheLook:
     """Returns what was counted in a token cache; counts it if the cache or its path or URL is given.
 
     Raises:
-        ArgumentTypeError: the argument is none of these.
+        ArgumentTypeError: the argument has another type.
         Errors of :func:`actshard.tokens.open_cache` and :func:`actshard.tokens.looking.look`.
     """
     if isinstance(given, CacheLook):

@@ -11,7 +11,7 @@ from actshard.errors import NotStoredError
 from actshard.layers import Layer, several
 from actshard.plot.activations import name_layers, style_unless, table_of
 from actshard.plot.norms import spread
-from actshard.plot.opened import Source, store_of
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, library, log
 from actshard.sampled.separability import Separability
 from actshard.sampled.similarity import Similarity
@@ -31,7 +31,7 @@ _LABELS = ("label", "labels", "class", "target")
 
 
 def spectrum(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     spectra: Mapping[Layer, Spectrum] | None = None,
@@ -87,7 +87,7 @@ def spectrum(
 
 
 def similarity(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     found: Similarity | None = None,
@@ -168,7 +168,7 @@ def _similar(seen: Similarity) -> Any:
 
 
 def separability(
-    store: Source,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     of: Any = None,
