@@ -348,7 +348,7 @@ def convert_command(
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
         previews = verb.previews(at, folder, to or None, own)
-        output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
+        output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews))
         if to and previews[0].refused:
             raise typer.Exit(ERRORS)
         return

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,6 +16,7 @@ from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.stats.advice import many
 from actshard.store import Store
 
 
@@ -76,32 +78,53 @@ def previews(source: Location | Store, target: str, format: str | None, own: Map
     return every or preview(source, target, format, **own)
 
 
-def show_previews(found: Sequence[Preview], format: str | None) -> None:
-    """Prints the previews in one table, then the losses of each format."""
+def show_previews(found: Sequence[Preview]) -> None:
+    """Prints a line per possible format, which fits in 80 columns; then all losses, and why other formats are not possible."""
     out = console()
-    grid = Table(box=None, pad_edge=False, padding=(0, 2))
-    grid.add_column("")
-    for p in found:
-        grid.add_column(p.format, overflow="fold")
-    rows: list[tuple[str, list[str]]] = [
-        ("examples", [f"{p.examples:,}" for p in found]),
-        ("rows", [f"{p.rows:,}" for p in found]),
-        ("dtype", [p.dtype or "-" for p in found]),
-        ("shards", [f"{p.shards:,}" for p in found]),
-        ("files", [f"{p.files:,}" for p in found]),
-        ("bytes", [size(p.bytes) for p in found]),
-    ]
-    for name, cells in rows:
-        grid.add_row(name, *("-" if p.refused else cell for p, cell in zip(found, cells, strict=True)))
-    out.print(grid)
-    for p in found:
-        if p.refused:
-            out.print(f"[yellow]{p.format}: not possible:[/] {escape(p.refused)}", soft_wrap=True)
-        elif not p.losses:
-            out.print(f"{p.format}: nothing is lost")
-        for loss in p.losses:
-            out.print(f"{p.format}: {escape(str(loss))}", soft_wrap=True)
-    out.print("[dim]bytes are before compression; nothing was written[/]")
+    possible = [p for p in found if not p.refused]
+    if possible:
+        out.print(_compared(possible))
+    for text, names in _alike((str(loss), p.format) for p in possible for loss in p.losses):
+        out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
+    if possible:
+        out.print("[dim]bytes are before compression; nothing was written[/]")
+    for text, names in _alike((p.refused, p.format) for p in found if p.refused):
+        out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
+
+
+def _compared(found: Sequence[Preview]) -> Group:
+    """A table of formats below what they have in common."""
+    common: list[str] = []
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("format", no_wrap=True)
+    cells = [[p.format] for p in found]
+
+    def add(name: str, values: Sequence[str], shared: str = "") -> None:
+        if shared and len({*values}) == 1:
+            common.append(shared)
+            return
+        grid.add_column(name, justify="right", no_wrap=True)
+        for row, value in zip(cells, values, strict=True):
+            row.append(value)
+
+    add("examples", [f"{p.examples:,}" for p in found], many(found[0].examples, "example"))
+    add("rows", [f"{p.rows:,}" for p in found], many(found[0].rows, "row"))
+    add("dtype", [p.dtype or "-" for p in found], found[0].dtype or "no dtype")
+    add("shards", [f"{p.shards:,}" for p in found])
+    add("files", [f"{p.files:,}" for p in found])
+    add("bytes", [size(p.bytes) for p in found])
+    add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in found])
+    for row in cells:
+        grid.add_row(*row)
+    return Group(", ".join(common), grid) if common else Group(grid)
+
+
+def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
+    """Different texts, each with the names of its formats."""
+    made: dict[str, list[str]] = {}
+    for text, name in pairs:
+        made.setdefault(str(text), []).append(name)
+    return [(text, ", ".join(names)) for text, names in made.items()]
 
 
 def run(source: Location | Store, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
@@ -116,7 +139,7 @@ def show(done: Conversion) -> None:
     resumed = f", {done.resumed_at:,} of them by an earlier call" if done.resumed_at else ""
     rate = f", {size(int(done.bytes / done.seconds))}/s" if done.seconds and done.bytes else ""
     out.print(
-        f"{escape(str(done.path))}: {done.examples:,} examples{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
+        f"{escape(str(done.path))}: {many(done.examples, 'example')}{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
         soft_wrap=True,
     )
     for loss in done.losses:
