@@ -515,7 +515,7 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         told = [x.detail for x in done.losses if x.what == "texts"]
         assert len(told) == (name != "own"), (name, told)
         if name == "same":
-            assert told[0].startswith("1 examples have the same text as another one")
+            assert told[0].startswith("1 example has the same text as another one")
         assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
         # Generated texts are not converted back.
         back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)

@@ -64,6 +64,7 @@ from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 from actshard.runners import ENGINES
+from actshard.stats.advice import many
 
 
 class Shell(StrEnum):
@@ -438,7 +439,7 @@ def merge_command(
     made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}
-    output(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
+    output(json, lambda: found, lambda: typer.echo(f"{made}: {many(store.num_examples, 'example')}, {store.format}"))
 
 
 @app.command("verify", **about("verify"))

@@ -11,6 +11,7 @@ from actshard.cli._layers import several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
 from actshard.staging import Staged, stage
+from actshard.stats.advice import many
 
 
 def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:
@@ -26,6 +27,6 @@ def show(done: Staged) -> None:
     """Prints the result."""
     out = console()
     fetched = f"{size(done.fetched)} read" if done.fetched else "the copy was complete"
-    out.print(f"{escape(str(done.path))}: {done.files:,} files, {size(done.bytes)}; {fetched}", soft_wrap=True)
+    out.print(f"{escape(str(done.path))}: {many(done.files, 'file')}, {size(done.bytes)}; {fetched}", soft_wrap=True)
     for loss in done.losses:
         out.print(f"[yellow]lost[/] {escape(loss)}", soft_wrap=True)

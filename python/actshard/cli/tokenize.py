@@ -15,6 +15,7 @@ from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
 from actshard.location import Location
+from actshard.stats.advice import many
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
@@ -77,8 +78,10 @@ def _about(cache: TokenCache) -> dict[str, Any]:
 def show(done: dict[str, Any]) -> None:
     """Prints the result of a build."""
     rate = f", {done['tokens'] / done['seconds']:,.0f} tokens/s" if done["state"] == "built" and done["seconds"] else ""
-    skipped = f", {done['skipped']:,} records skipped" if done["skipped"] else ""
-    typer.echo(f"{done['path']}: {done['state']}, {done['rows']:,} documents, {done['tokens']:,} tokens{skipped}{rate}")
+    skipped = f", {many(done['skipped'], 'record')} skipped" if done["skipped"] else ""
+    typer.echo(
+        f"{done['path']}: {done['state']}, {many(done['rows'], 'document')}, {many(done['tokens'], 'token')}{skipped}{rate}"
+    )
     for problem in done["problems"]:
         typer.echo(f"  skipped: {problem}")
 

@@ -37,6 +37,7 @@ from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, 
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
+from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.sink import Sink
@@ -304,8 +305,8 @@ def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> Dty
     """Builds the error for finite values that the result's dtype cannot represent."""
     wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
     return DtypeError(
-        f"dtype: {count:,} finite {asked.store.dtype} values{where} are too large for {target.dtype} and would become infinite. "
-        f"Store {wider}, or pass overflow='allow' (-o overflow=allow).",
+        f"dtype: {many(count, f'finite {asked.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
+        f"too large for {target.dtype} and would become infinite. Store {wider}, or pass overflow='allow' (-o overflow=allow).",
         path=asked.store.path,
     )
 

@@ -62,6 +62,7 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_same, complete_at
@@ -275,7 +276,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
         }
         for a, b, k, state in zip(firsts, [*firsts[1:], n], blocks, states, strict=True)
     ]
-    why = f"the result has {len(borders):,} shards" if divides else f"one task must write {asked.format} here"
+    why = f"the result has {many(len(borders), 'shard')}" if divides else f"one task must write {asked.format} here"
     return made, fewer(len(made), tasks, why)
 
 

@@ -46,6 +46,7 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.stats.advice import many
 from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
@@ -165,7 +166,7 @@ def create(
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, each = _predicted(arguments, bounds, borders)
-    notes = [*fewer(parts, tasks, f"there are {n:,} examples"), *notes]
+    notes = [*fewer(parts, tasks, f"there {'is' if n == 1 else 'are'} {many(n, 'example')}"), *notes]
     made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
     place = (
         work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)

@@ -15,6 +15,7 @@ from actshard import _arguments
 from actshard._json import MAX_BYTES, MAX_VALUES, Fields
 from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.inputs import Input
+from actshard.stats.advice import many
 from actshard.work import as_json, write_json_at_once
 
 VERSION = 1
@@ -85,7 +86,9 @@ class Planned:
         return len(self.tasks)
 
     def __repr__(self) -> str:
-        return f"<actshard plan {self.id[:8]}: {self.verb} in {len(self):,} tasks, {self.predicted.bytes:,} bytes>"
+        return (
+            f"<actshard plan {self.id[:8]}: {self.verb} in {many(len(self), 'task')}, {self.predicted.bytes:,} bytes>"
+        )
 
     @cached_property
     def id(self) -> str:
@@ -176,7 +179,7 @@ class Planned:
 
 def fewer(found: int, asked: int, why: str) -> list[str]:
     """A note that there are fewer tasks than requested, if so."""
-    return [f"{found:,} task{'s' if found > 1 else ''} instead of {asked:,}: {why}"] if found < asked else []
+    return [f"{many(found, 'task')} instead of {asked:,}: {why}"] if found < asked else []
 
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:

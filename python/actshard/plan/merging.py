@@ -32,6 +32,7 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
@@ -156,7 +157,7 @@ def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[tuple
     firsts = balanced(weights, np.arange(len(files)), tasks)
     ends = [*firsts[1:], len(files)]
     made = [{"files": [a, b], "bytes": sum(f.bytes for f in files[a:b])} for a, b in zip(firsts, ends, strict=True)]
-    return tuple(made), fewer(len(made), tasks, f"{len(files):,} files are copied, each by one task")
+    return tuple(made), fewer(len(made), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task")
 
 
 def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:

@@ -37,6 +37,7 @@ from actshard.staging.copying import check_digests, copy, link, most_in_memory, 
 from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, within
 from actshard.staging.marker import Listed, Marker, Staged, size_of
+from actshard.stats.advice import many
 from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, remove, staging_folder
 
 FILES = "files"
@@ -143,7 +144,7 @@ def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], lis
     made = tuple(
         {"files": [a, b], "bytes": sum(sizes[a:b])} for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
     )
-    notes = fewer(len(made), tasks, f"{len(sizes):,} files are copied, each by one task")
+    notes = fewer(len(made), tasks, f"{many(len(sizes), 'file', 'is', 'are')} copied, each by one task")
     share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
     if largest > 2 * share:
         notes.append(f"one task copies {largest:,} bytes, the average is {share:,.0f}: {name} is copied by one task")

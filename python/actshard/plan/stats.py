@@ -48,6 +48,7 @@ from actshard.plan.reading import (
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.saved import Place
 from actshard.stats import Stats
+from actshard.stats.advice import many
 from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
 from actshard.stream.selection import Tokens, select
@@ -120,7 +121,7 @@ def stats(
         raise ArgumentError(NO_LISTING)
     folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
     predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
-    noted = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
+    noted = notes(len(made), tasks, f"the rows have {many(sum(n for _, n, _ in listed), 'part')} to sum", folder)
     return Plan("stats", arguments, inputs, tuple(made), predicted, folder, noted)
 
 

@@ -46,6 +46,7 @@ from actshard.plan.reading import (
     work_folder,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.verifying import of_path
 from actshard.verifying.deep import add_findings, first_row, joined, scan, together
@@ -106,7 +107,7 @@ def verify(
     if inputs is None:
         raise ArgumentError(NO_LISTING)
     folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
-    why = "only the files can be checked" if store is None else f"there are {len(weights):,} examples"
+    why = "only the files can be checked" if store is None else f"the dataset has {many(len(weights), 'example')}"
     predicted = _predicted(store, (where, format, layout), made, wide, inputs)
     return Plan("verify", arguments, inputs, tuple(made), predicted, folder, notes(len(made), tasks, why, folder))
 

@@ -162,7 +162,7 @@ class Stats:
         bad = int(self.nan.sum()), int(self.inf.sum())
         return (
             f"<actshard.Stats of {self.rows} rows of {len(self.mean)}: mean norm {self.mean_norm:.6g}, "
-            f"{bad[0]} NaN and {bad[1]} infinite values>"
+            f"{bad[0]} NaN and {many(bad[1], 'infinite value')}>"
         )
 
     def as_plain(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from actshard.errors import (
 )
 from actshard.formats.target import Block, Target
 from actshard.late import Late
+from actshard.stats.advice import many
 from actshard.work import Journal, tidy
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at
@@ -240,8 +241,8 @@ class Writer:
             if count:
                 where = f"example {self._appended + i}" if examples.dense is None else "the batch"
                 raise DtypeError(
-                    f"{count:,} values of {where} are too large for {dtype} and would become infinite. Store a wider dtype, "
-                    "or pass overflow='allow' to create()."
+                    f"{many(count, 'value')} of {where} {'is' if count == 1 else 'are'} too large for {dtype} and would "
+                    "become infinite. Store a wider dtype, or pass overflow='allow' to create()."
                 )
 
     def _copy(

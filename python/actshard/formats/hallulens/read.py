@@ -37,6 +37,7 @@ from actshard.formats.hallulens.files import (
 )
 from actshard.formats.tables import table_of
 from actshard.location import Location
+from actshard.stats.advice import many
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -231,13 +232,10 @@ class Capture:
                     names |= dict.fromkeys(line)
         if torn:
             self._warn_of_torn(path, torn[0])
-        if hashes - matched:
-            self.warnings.append(
-                Remark(
-                    "claim",
-                    f"generation.jsonl lacks lines for {len(hashes - matched)} committed prompts: their texts are null",
-                )
-            )
+        if lacking := len(hashes - matched):
+            texts = "its text is" if lacking == 1 else "their texts are"
+            text = f"generation.jsonl lacks lines for {many(lacking, 'committed prompt')}: {texts} null"
+            self.warnings.append(Remark("claim", text))
         own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
         return [name for name in names if name not in own]
 

@@ -29,6 +29,7 @@ from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
 from actshard.layers import Layer, stored
 from actshard.location import Location
+from actshard.stats.advice import many
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -271,7 +272,7 @@ class Directory:
                 first += len(piece.lengths)
             if own:
                 shown = ", ".join(map(str, own[:_SHOWN])) + (", ..." if len(own) > _SHOWN else "")
-                text = f"{of.column.name}: {len(own)} rows are null or contain nulls, and have no tokens: {shown}"
+                text = f"{of.column.name}: {many(len(own), 'row')} with nulls, read as without tokens: {shown}"
                 self.warnings.append(Remark("null-row", text))
         return np.unique(np.concatenate(found))
 

@@ -15,6 +15,7 @@ from actshard.formats.lmprobe.index import TOKEN_LISTS, int64_of, lists_of
 from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction
 from actshard.formats.report import Report
 from actshard.location import Location
+from actshard.stats.advice import many
 
 _FEW = 8
 
@@ -390,7 +391,7 @@ def _check_texts(dataset: Extraction, report: Report) -> None:
         report.add(
             "duplicate-text",
             dataset.parts[0],
-            f"{again} prompts with the text of another prompt, the first in row {row}",
+            f"{many(again, 'prompt')} with the text of another prompt, the first in row {row}",
             "unique texts",
             "column 'text'",
         )

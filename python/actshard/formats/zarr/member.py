@@ -18,6 +18,7 @@ from actshard.errors import ActshardWarning, FormatError, UnsupportedError
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.location import Location, read_ahead
+from actshard.stats.advice import many
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
@@ -154,7 +155,7 @@ class Member:
             self.warnings.append(
                 Remark(
                     "layout",
-                    f"{left} rows have no line in meta/index.jsonl (logged again, or never) and read as 0 tokens",
+                    f"{many(left, 'row', 'has', 'have')} no line in meta/index.jsonl (logged again, or never): read as 0 tokens",
                 )
             )
         if text_only:
@@ -347,7 +348,7 @@ def _join(
         present = {i for i, _, _ in rows}
         lacking = [i for i in range(n) if i not in present]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
-        message = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line (of {len(rows)}): {shown}"
+        message = f"{path.parent.name}/{path.name}: {many(len(lacking), 'sample', 'has', 'have')} no line (of {len(rows)}): {shown}"
         warn(ActshardWarning(message, code="missing-lines"), stacklevel=6)
 
 
