@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard._arguments import many
 from actshard.verifying import CODES
-from actshard.stats.advice import many
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
 from zarr_files import write_store
 

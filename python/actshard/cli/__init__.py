@@ -15,6 +15,7 @@ import typer
 import typer.completion as shells
 
 import actshard
+from actshard._arguments import many
 from actshard.cli._app import COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._options import (
@@ -64,7 +65,6 @@ from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 from actshard.runners import ENGINES
-from actshard.stats.advice import many
 
 
 class Shell(StrEnum):

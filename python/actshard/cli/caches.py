@@ -8,11 +8,11 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
-from actshard.stats.advice import many
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 

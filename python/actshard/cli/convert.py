@@ -10,13 +10,13 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
 from actshard.opening import open_quietly
-from actshard.stats.advice import many
 from actshard.store import Store
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, one_line
 from actshard.layers import plain
-from actshard.stats.advice import many
 from actshard.store import Store
 
 if TYPE_CHECKING:

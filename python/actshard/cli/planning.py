@@ -12,12 +12,12 @@ from typing import Any
 from rich.markup import escape
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard.cli._format import console, duration, show_facts, size
 from actshard.cli._progress import progress
 from actshard.errors import ActshardError, ExistsError
 from actshard.plan import Plan, load
 from actshard.plan.measuring import LIMIT, Rate, measure
-from actshard.stats.advice import many
 from actshard.work import existing_above
 
 _MOST_ELEMENTS = 1000

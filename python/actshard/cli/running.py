@@ -11,12 +11,12 @@ import typer
 from rich.markup import escape
 
 from actshard import runners
+from actshard._arguments import many
 from actshard.cli._format import console, duration
 from actshard.cli._progress import progress
 from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.plan import Plan, Status
 from actshard.plan.plan import RUN_FIRST, ranges
-from actshard.stats.advice import many
 from actshard.verifying import Report
 
 _EVERY = 5.0

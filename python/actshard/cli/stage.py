@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._layers import several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
 from actshard.staging import Staged, stage
-from actshard.stats.advice import many
 
 
 def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:

@@ -10,12 +10,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
 from actshard.location import Location
-from actshard.stats.advice import many
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
@@ -21,7 +22,6 @@ from actshard.formats.target import PATCH_LABELS, TEXTS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
 from actshard.opening import open_quietly
-from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.writing.columns import Decided
 from actshard.writing.creating import make_target

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.blocks import blocks, lengths_of, read
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
@@ -37,7 +38,6 @@ from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, 
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
-from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.sink import Sink

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -62,7 +63,6 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_same, complete_at

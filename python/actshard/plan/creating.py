@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.predicting import refuse_full
 from actshard.errors import (
     ActshardError,
@@ -46,7 +47,6 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.stats.advice import many
 from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target

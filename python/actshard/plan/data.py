@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_BYTES, MAX_VALUES, Fields
 from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.inputs import Input
-from actshard.stats.advice import many
 from actshard.work import as_json, write_json_at_once
 
 VERSION = 1

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError, boundary
@@ -32,7 +33,6 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import finished, leave, shape_of
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import read_json
 from actshard.errors import (
     ActshardError,
@@ -29,7 +30,6 @@ from actshard.plan.book import BEAT_SECONDS, COMMIT, Attempt, Book, sync_folders
 from actshard.plan.data import PLANS, VERBS, Planned
 from actshard.plan.shares import of_environment
 from actshard.plan.verb import Result, Verb
-from actshard.stats.advice import many
 from actshard.work import locked, write_json
 
 _LISTED = 12

@@ -20,6 +20,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_INT
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
@@ -37,7 +38,6 @@ from actshard.staging.copying import check_digests, copy, link, most_in_memory, 
 from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, within
 from actshard.staging.marker import Listed, Marker, Staged, size_of
-from actshard.stats.advice import many
 from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, remove, staging_folder
 
 FILES = "files"

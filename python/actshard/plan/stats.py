@@ -21,6 +21,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_INT, read_json
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError
@@ -48,7 +49,6 @@ from actshard.plan.reading import (
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.saved import Place
 from actshard.stats import Stats
-from actshard.stats.advice import many
 from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
 from actshard.stream.selection import Tokens, select

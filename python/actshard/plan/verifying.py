@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard._json import MAX_INT
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
@@ -46,7 +47,6 @@ from actshard.plan.reading import (
     work_folder,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.stats.advice import many
 from actshard.store import Store
 from actshard.verifying import of_path
 from actshard.verifying.deep import add_findings, first_row, joined, scan, together

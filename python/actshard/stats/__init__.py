@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard.layers import Layer
-from actshard.stats.advice import Advice, many
+from actshard.stats.advice import Advice
 from actshard.stats.summary import LargestColumn, LargestRow, Norms, NormsByPosition, Repeats, Summary
 
 MASSIVE = 100

@@ -36,12 +36,6 @@ class Advice:
         return f"{self.text} {do}".strip()
 
 
-def many(n: int, what: str, one: str = "", several: str = "") -> str:
-    """A count with its noun: 1 error, 2 errors; and with the verb for one and for several: 1 error is, 2 errors are."""
-    verb = one if n == 1 else several
-    return f"{n:,} {what}{'' if n == 1 else 's'}{verb and ' '}{verb}"
-
-
 def cut(text: object, most: int = _TEXT) -> str:
     """A text with escaped control characters, cut."""
     shown = str(text).translate(ESCAPES)

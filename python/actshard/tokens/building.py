@@ -22,9 +22,8 @@ from numpy.typing import DTypeLike
 
 import actshard._native as _native
 from actshard import errors
-from actshard._arguments import local_path, numpy_type, whole
+from actshard._arguments import local_path, many, numpy_type, whole
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
-from actshard.stats.advice import many
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
 from actshard.repeating import equal_examples
-from actshard.stats.advice import many
 from actshard.store import Store
 
 _FEW = 8

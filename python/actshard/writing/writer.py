@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -24,7 +25,6 @@ from actshard.errors import (
 )
 from actshard.formats.target import Block, Target
 from actshard.late import Late
-from actshard.stats.advice import many
 from actshard.work import Journal, tidy
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at

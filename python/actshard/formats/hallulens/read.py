@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
@@ -37,7 +38,6 @@ from actshard.formats.hallulens.files import (
 )
 from actshard.formats.tables import table_of
 from actshard.location import Location
-from actshard.stats.advice import many
 
 if TYPE_CHECKING:
     import pyarrow as pa

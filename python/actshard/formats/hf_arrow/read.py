@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard._json import Fields, parse_json, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
@@ -29,7 +30,6 @@ from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
 from actshard.layers import Layer, stored
 from actshard.location import Location
-from actshard.stats.advice import many
 
 if TYPE_CHECKING:
     import pyarrow as pa

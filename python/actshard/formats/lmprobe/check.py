@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._arguments import many
 from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.lmprobe.index import TOKEN_LISTS, int64_of, lists_of
 from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction
 from actshard.formats.report import Report
 from actshard.location import Location
-from actshard.stats.advice import many
 
 _FEW = 8
 

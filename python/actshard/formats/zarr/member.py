@@ -11,14 +11,13 @@ from warnings import warn
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import name_of
+from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json, read_lines, show, utf8
 from actshard.codes import Remark
 from actshard.errors import ActshardWarning, FormatError, UnsupportedError
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.location import Location, read_ahead
-from actshard.stats.advice import many
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
