@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.cli.convert import show_previews
 from actshard.converting import preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
@@ -321,6 +322,32 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_preview_of_all_formats_fits_a_terminal(ragged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = actshard.converting.preview(ragged, "d", dtype="float16")
+    possible = [p for p in found if not p.refused]
+    refused = [p for p in found if p.refused]
+    assert len(possible) > 2
+    assert len(refused) > 2
+    show_previews(found)
+    said = capsys.readouterr().out.splitlines()
+    head = said.index(next(line for line in said if line.startswith("format ")))
+    table = said[head : head + 1 + len(possible)]
+    assert [line.split()[0] for line in table[1:]] == [p.format for p in possible]
+    assert [line.split()[-1] for line in table[1:]] == [str(len(p.losses) or "none") for p in possible]
+    assert max(map(len, said[: head + len(table)])) <= 80
+    assert said[0].endswith("float16")
+    listed = "\n".join(said[head + len(table) :])
+    for p in possible:
+        assert all(str(loss) in listed for loss in p.losses)
+    for p in refused:
+        assert (
+            f"{p.format}: not possible: {p.refused}" in listed
+            or f"{p.format}, " in listed
+            or f", {p.format}:" in listed
+        )
+        assert str(p.refused) in listed
+
+
 def test_the_commands(tmp_path: Path, ragged: Path) -> None:
     told = run("convert", str(ragged), "--dry-run")
     assert told.returncode == 0, told.stderr
@@ -488,7 +515,7 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         told = [x.detail for x in done.losses if x.what == "texts"]
         assert len(told) == (name != "own"), (name, told)
         if name == "same":
-            assert told[0].startswith("1 examples have the same text as another one")
+            assert told[0].startswith("1 example has the same text as another one")
         assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
         # Generated texts are not converted back.
         back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)

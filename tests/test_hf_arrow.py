@@ -173,7 +173,7 @@ def test_rows_with_nulls_have_no_tokens_and_are_named(where: str, tmp_path: Path
         store = quietly(folder)
         assert store.token_counts.tolist() == [3, 3, 0, 3, 3]
         assert [w.code for w in store.warnings] == ["null-row"]
-        assert "acts: 1 rows are null or contain nulls, and have no tokens: 2" in store.warnings[0]
+        assert "acts: 1 row with nulls, read as without tokens: 2" in store.warnings[0]
         assert np.array_equal(store.sequence(3, "acts"), np.array(rows[4], np.float32))
         assert len(store.sequence(2, "acts")) == 0
         with pytest.raises(actshard.ActshardError, match="example 2 has 0 stored tokens"):

@@ -28,6 +28,7 @@ from actshard.formats import registry
 from actshard.formats.layout_toml import description
 from actshard.location import Location
 from conftest import GOLDEN
+from test_runners import command
 
 CONTAINERS = GOLDEN / "containers"
 FOLDERS = sorted(path.parent for path in CONTAINERS.glob("*/layout.toml"))
@@ -440,6 +441,24 @@ def test_commands_take_and_propose_a_layout(undescribed: Path) -> None:
         code, text = run("verify", "--json", "--layout", layout, undescribed)
         assert (code, json.loads(text)["findings"]) == (0, [])
     assert run("head", undescribed)[0] != 0
+
+
+def test_commands_that_read_rows_take_a_layout(undescribed: Path, tmp_path: Path) -> None:
+    layout = undescribed.parent / "other.toml"
+    assert command("stats", undescribed, "--json").returncode == 3
+    described = command("stats", CONTAINERS / "npy_layer_files_big_endian_f32", "--json").stdout
+    assert command("stats", undescribed, "--json", "--layout", layout).stdout == described
+    streamed = command("bench-stream", undescribed, "--json", "--seconds", 5, "--layout", layout)
+    assert json.loads(streamed.stdout)["format"] == "layout_toml"
+    preview = command("convert", undescribed, "--to", "zarr", "--dry-run", "--json", "--layout", layout)
+    assert json.loads(preview.stdout)[0]["refused"] is None
+    words = ("convert", undescribed, tmp_path / "z", "--to", "zarr", "--layout", layout)
+    assert json.loads(command(*words, "--verify", "--json").stdout)["verified"] is True
+    assert command(*words, "--resume", "--exist-ok").returncode == 0
+    with actshard.open(tmp_path / "z") as found, actshard.open(undescribed, layout=layout) as want:
+        assert found.layers == want.layers
+        for layer in want.layers:
+            assert rows_of(found, layer).tobytes() == rows_of(want, layer).tobytes()
 
 
 def test_layout_of_another_format_is_refused() -> None:

@@ -211,7 +211,8 @@ def test_bad_mixtures_are_refused_by_name(pair: Any, tmp_path: Path) -> None:
         ({a: float("nan")}, "positive number"),
         ({a: "1"}, "positive number"),
         ([a, b], "pairs"),
-        ([("a", 1)], "open stores"),
+        ([("a", 1)], r"open stores, found str. Open a path first: actshard.open\(path\)"),
+        ("run", r"shares by store, such as .* with a = actshard.open\(path\), found str"),
         (3, "shares by store"),
     ):
         with pytest.raises(actshard.ArgumentError, match=said):

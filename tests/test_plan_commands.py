@@ -126,14 +126,16 @@ def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_pa
 
 OWN = {"tasks", "out", "replace", "no_measure", "json", "work", "cache"}
 ELSEWHERE = {
-    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
+    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch", "layout"},
     "verify": {"deep", "storage_option"},
     "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
     "merge": {"path"},
     "stage": {"no_check", "storage_option"},
 }
-"""Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks."""
+"""Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks.
+
+A plan of a conversion opens its source by its path alone."""
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -264,6 +266,55 @@ def test_tasks_that_were_run_and_those_that_are_done_are_told_apart(source: Path
     assert (
         fine("run", file, "--task", "1,3").stdout == f"tasks 1, 3: done; 3 of {len(plan)} tasks of the plan are done\n"
     )
+
+
+@pytest.fixture
+def flawed(tmp_path: Path) -> Path:
+    """A dataset with a NaN, a massive row with a text, and two equal examples."""
+    rows = np.random.default_rng(1).standard_normal((20, 2, 5, 8)).astype(np.float32)
+    rows[3, 0, 2, 4] = np.nan
+    rows[7, 1, 0] *= 5000
+    rows[9] = rows[8]
+    with actshard.create(tmp_path / "flawed", "zarr", layers=[0, 5], d_model=8) as writer:
+        texts = [[f"word {max(i - (i == 9), 0)} {j}" for j in range(5)] for i in range(20)]
+        writer.append(rows, columns={"text": [" ".join(each) for each in texts], "tokens_text": texts})
+    return tmp_path / "flawed"
+
+
+def test_a_commit_of_statistics_prints_what_stats_prints(flawed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ("plan", "stats", flawed, "--tasks", 3, "--work", tmp_path / "w", "--no-measure", "-o", file)
+    fine(*words)
+    expected = fine("stats", flawed).stdout
+    assert "error layer 0: " in expected
+    assert "massive rows:" in expected
+    assert "warning examples: 1 example of 20" in expected
+    assert fine("run", file).stdout == expected
+    assert fine("commit", file).stdout == expected
+    assert json.loads(fine("commit", file, "--json").stdout) == json.loads(fine("stats", flawed, "--json").stdout)
+    shutil.rmtree(flawed)
+    left = fine("commit", file).stdout
+    assert left.splitlines()[:3] == expected.splitlines()[:3]  # the table
+    assert "error layer 0: " in left
+    assert "massive rows:" in left
+    assert "note the dataset cannot be read any more: equal examples and texts of tokens are left out: " in left
+
+
+def test_a_commit_with_tasks_left_names_the_next_command(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my plan.json"
+    plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
+    plan.save(file)
+    next_one = f". Run them first: actshard run '{file}'\n"
+    refused = command("commit", file)
+    assert refused.returncode == 3
+    assert f"expected {len(plan)} finished tasks, found {len(plan)} missing (0-{len(plan) - 1})" in refused.stderr
+    assert refused.stderr.endswith(next_one)
+    fine("run", file, "--task", 0)
+    refused = command("commit", file)
+    assert f"found {len(plan) - 1} missing (1-{len(plan) - 1})" in refused.stderr
+    assert refused.stderr.endswith(next_one)
+    fine("run", file)
+    assert plan.status().committed
 
 
 @pytest.mark.parametrize(("tasks", "array", "named"), [(4, "0-3", "$SLURM_ARRAY_TASK_ID"), (2800, "0-999", "auto")])

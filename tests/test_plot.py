@@ -56,6 +56,26 @@ def test_every_plot_names_its_axes_and_has_a_table(what: str, store: actshard.St
 
 
 @pytest.mark.parametrize("what", PLOTS)
+def test_every_plot_opens_paths_and_refuses_other_types(what: str, store: actshard.Store) -> None:
+    draw = getattr(plot, what)
+    place = next(CACHE.rglob("shard_ledger.json")).parent if what in PLOTS_OF_CACHES else store.path
+    want = drawn(what, store, table=True)
+    for path in (Path(place), str(place)):
+        assert draw(path, table=True).equals(want)
+    for wrong in (7, None, [place], b"data"):
+        with pytest.raises(actshard.ArgumentTypeError, match=f"expected .* path.*, found {type(wrong).__name__}$"):
+            draw(wrong, table=True)
+    with pytest.raises(actshard.MissingFileError, match="expected a "):
+        draw("nowhere", table=True)
+    if what not in PLOTS_OF_CACHES:
+        cache = open_cache(next(CACHE.rglob("shard_ledger.json")).parent)
+        with refuses(actshard.ArgumentTypeError, None, "Token caches have the plots lengths, frequency and packing$"):
+            draw(cache)
+        with refuses(actshard.ArgumentTypeError, None, r"found PairedStores. Pass its as_store\(\)$"):
+            draw(actshard.pair(store, store))
+
+
+@pytest.mark.parametrize("what", PLOTS)
 @pytest.mark.parametrize("kind", [".svg", ".png"])
 def test_the_same_data_give_the_same_file(what: str, kind: str, store: actshard.Store, tmp_path: Path) -> None:
     files = []

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard._arguments import many
 from actshard.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
 from zarr_files import write_store
@@ -400,3 +401,17 @@ def test_commands_name_a_truncated_file(tmp_path: Path, command: str) -> None:
     assert "samples.idx: byte" in done.stderr
     assert "ends at byte" in done.stderr
     assert "Aborted" not in done.stderr
+
+
+def test_one_of_a_thing_is_told_in_the_singular(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((4, 1, 3, 8)).astype(np.float32)
+    rows[0, 0, 1, 2], rows[1, 0, 0, 3] = np.nan, np.inf
+    rows[3] = rows[2]
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=8) as writer:
+        writer.append(rows)
+    found = {finding.code: str(finding.found) for finding in actshard.verify(tmp_path / "d", deep=True).findings}
+    assert found["nan"] == "1 of 12 rows with 1 NaN value; (example, token): (0, 1)"
+    assert found["infinite"] == "1 of 12 rows with 1 infinite value; (example, token): (1, 0)"
+    assert found["duplicate-example"] == "1 example equals another one in every layer: 3 = 2"
+    assert many(1, "file", "is", "are") == "1 file is"
+    assert many(2_000, "file", "is", "are") == "2,000 files are"

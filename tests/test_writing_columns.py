@@ -201,7 +201,7 @@ def test_values_that_would_become_infinite_are_refused_unless_asked_for(
     if ragged:
         given = list(given)
     writer = create(tmp_path / "d", format, dtype="float16")
-    with refuses(actshard.DtypeError, None, "1 values.*overflow='allow'"):
+    with refuses(actshard.DtypeError, None, "1 value .*overflow='allow'"):
         writer.append(given)
     writer.append(rows(1))
     writer.close()

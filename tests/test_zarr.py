@@ -384,7 +384,7 @@ def test_hallulens_rows_that_no_line_names_have_no_tokens(tmp_path: Path) -> Non
     # Sample 1 is logged again as row 2, so its old row is unused; row 3 was allocated and never written.
     again = {**lines[2], "key": lines[1]["key"], "prompt": "again"}
     index.write_text("".join(json.dumps(x) + "\n" for x in (lines[0], lines[1], again)))
-    with pytest.warns(actshard.ActshardWarning, match="1 rows have no line"):
+    with pytest.warns(actshard.ActshardWarning, match="1 row has no line"):
         store = actshard.open(copy)
     assert store.token_counts.tolist() == [8, 0, 2]
     assert store.table["prompt"].to_pylist() == ["prompt 0 ü", None, "again"]

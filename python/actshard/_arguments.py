@@ -415,6 +415,12 @@ def _share(out: Any) -> NDArray[Any]:
         raise ArgumentError(f"out: expected a writable buffer, found {type(out).__name__}") from error
 
 
+def many(n: int, what: str, one: str = "", several: str = "") -> str:
+    """A count with its noun: 1 error, 2 errors; and with the verb for one and for several: 1 error is, 2 errors are."""
+    verb = one if n == 1 else several
+    return f"{n:,} {what}{'' if n == 1 else 's'}{verb and ' '}{verb}"
+
+
 def shown_bytes(count: int) -> str:
     """Formats bytes with a unit: 3.6 GB."""
     value = float(count)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -325,9 +326,10 @@ def mix(
     Raises:
         ArgumentError, ArgumentTypeError: no stores; a share that is not a positive number; an argument is invalid.
     """
-    pairs = _arguments.listed(
-        stores.items() if isinstance(stores, Mapping) else stores, "stores: expected shares by store"
-    )
+    expected = "stores: expected shares by store, such as {a: 0.7, b: 0.3}"
+    if isinstance(stores, str | bytes | os.PathLike):
+        raise ArgumentTypeError(f"{expected} with a = actshard.open(path), found {type(stores).__name__}")
+    pairs = _arguments.listed(stores.items() if isinstance(stores, Mapping) else stores, expected)
     if not pairs:
         raise ArgumentError("stores: expected at least one store, found none")
     weights = []
@@ -336,7 +338,9 @@ def mix(
             raise ArgumentTypeError(f"stores: expected pairs (store, share), found {pair!r:.80}")
         store, share = pair
         if not isinstance(store, Store):
-            raise ArgumentTypeError(f"stores: expected open stores (actshard.open), found {type(store).__name__}")
+            raise ArgumentTypeError(
+                f"stores: expected open stores, found {type(store).__name__}. Open a path first: actshard.open(path)"
+            )
         number = isinstance(share, int | float | np.integer | np.floating) and not isinstance(share, bool)
         if not number or not 0 < share < float("inf"):
             raise ArgumentError(f"share of {store.path}: expected a positive number, found {share!r:.80}")

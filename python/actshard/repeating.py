@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard._arguments import many
 from actshard.errors import ActshardError
 from actshard.formats.report import NOT_OF_DATA
 from actshard.formats.target import PREVIEW, TEXTS
 from actshard.layers import Layer
 from actshard.stats import Stats
-from actshard.stats.advice import Advice, many
+from actshard.stats.advice import Advice
 from actshard.store import Store
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import typer
 import typer.completion as shells
 
 import actshard
+from actshard._arguments import many
 from actshard.cli._app import COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._options import (
@@ -216,13 +217,14 @@ def stats_command(
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
     """Read all rows and print mean, standard deviation, range and norm of each layer. Counts NaN and infinite values."""
     from actshard.cli import stats as verb
 
-    store = actshard.open(_place(path, storage_option, cache), format)
+    store = actshard.open(_place(path, storage_option, cache), format, layout=layout)
     named = _layers_named(store, layer or "all")
     found = verb.run(
         store,
@@ -256,13 +258,14 @@ def bench_stream_command(
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Stream a dataset and print bytes per second, time to the first batch, and the quality of the shuffle."""
     from actshard.cli import bench_stream as verb
 
     reading: Any = mode  # open() checks it
-    store = actshard.open(_place(path, storage_option, cache), format, io=reading)
+    store = actshard.open(_place(path, storage_option, cache), format, io=reading, layout=layout)
     found = verb.run(
         store,
         _layers_named(store, layer),
@@ -313,6 +316,7 @@ def convert_command(
     format: FormatOption = None,
     storage_option: LongStorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
     target_option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="If TARGET is a URL: a storage option. Repeatable."),
@@ -338,14 +342,14 @@ def convert_command(
         "truncate": truncate,
         "tokens_per_example": tokens_per_example or None,
         "shard_bytes": shard_bytes or None,
-        "src_format": format,
         **verb.options_named(option or []),
     }
-    at = _place(source, storage_option, cache)
+    at = verb.source_named(_place(source, storage_option, cache), format, layout)
+    own["src_format"] = format if layout is None else None
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
         previews = verb.previews(at, folder, to or None, own)
-        output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews, to or None))
+        output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews))
         if to and previews[0].refused:
             raise typer.Exit(ERRORS)
         return
@@ -437,7 +441,7 @@ def merge_command(
     made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}
-    output(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
+    output(json, lambda: found, lambda: typer.echo(f"{made}: {many(store.num_examples, 'example')}, {store.format}"))
 
 
 @app.command("verify", **about("verify"))
@@ -564,7 +568,7 @@ def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
     from actshard.cli import running as verb
 
     found = actshard.plan.load(plan)
-    made = found.commit()
+    made = verb.commit(found, plan)
     output(json, lambda: verb.plain(made), lambda: verb.show(found, made))
     raise typer.Exit(verb.exit_status(made))
 

@@ -65,7 +65,7 @@ def show(found: dict[str, Any]) -> None:
         "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; increase --seconds for more)"
     )
     for name, value in (
-        ("read", f"{size(found['bytes'])} in {found['batches']:,} batches{part}"),
+        ("read", f"{size(found['bytes'])} in {found['batches']:,} batch{'' if found['batches'] == 1 else 'es'}{part}"),
         ("speed", f"{size(int(found['bytes_per_second']))}/s, {found['rows_per_second']:,.0f} rows/s"),
         ("first batch after", f"{found['first_batch_seconds']:.3f} s"),
         ("peak memory", f"{size(found['peak_memory'])} of the process, including mapped pages"),

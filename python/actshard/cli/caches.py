@@ -8,6 +8,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.finding import of_tokens
@@ -65,7 +66,7 @@ def show_info(cache: TokenCache) -> None:
         ("shards", f"{found['shards']:,}"),
         ("bytes", size(found["bytes"])),
         ("read by", found["io"]),
-        *([("skipped", f"{found['skipped']:,} records")] if found["skipped"] else []),
+        *([("skipped", many(found["skipped"], "record"))] if found["skipped"] else []),
         *((key, escape(one_line(value, 100))) for key, value in found["made_by"].items() if value is not None),
     ]
     show_facts(lines, cache.warnings)
@@ -120,4 +121,4 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
     out = console()
     out.print(grid)
     hint = "" if tokenizer is not None else "; --tokenizer DIR prints them as text"
-    out.print(f"[dim]{len(found)} of {len(cache):,} rows{hint}[/]")
+    out.print(f"[dim]{len(found):,} of {many(len(cache), 'row')}{hint}[/]")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
+from actshard.opening import open_quietly
+from actshard.store import Store
 
 
 def columns_named(words: str) -> list[str] | dict[str, str] | None:
@@ -63,41 +67,67 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def previews(source: Location, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
+def source_named(at: Location, format: str | None, layout: str | None) -> Location | Store:
+    """Returns the dataset to convert: opened already if a layout describes it."""
+    return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
+
+
+def previews(source: Location | Store, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
     """Returns previews for one format, or for all formats (None)."""
     every = preview(source, target, None, **own) if format is None else []
     return every or preview(source, target, format, **own)
 
 
-def show_previews(found: Sequence[Preview], format: str | None) -> None:
-    """Prints the previews in one table, then the losses of each format."""
+def show_previews(found: Sequence[Preview]) -> None:
+    """Prints a line per possible format, which fits in 80 columns; then all losses, and why other formats are not possible."""
     out = console()
-    grid = Table(box=None, pad_edge=False, padding=(0, 2))
-    grid.add_column("")
-    for p in found:
-        grid.add_column(p.format, overflow="fold")
-    rows: list[tuple[str, list[str]]] = [
-        ("examples", [f"{p.examples:,}" for p in found]),
-        ("rows", [f"{p.rows:,}" for p in found]),
-        ("dtype", [p.dtype or "-" for p in found]),
-        ("shards", [f"{p.shards:,}" for p in found]),
-        ("files", [f"{p.files:,}" for p in found]),
-        ("bytes", [size(p.bytes) for p in found]),
-    ]
-    for name, cells in rows:
-        grid.add_row(name, *("-" if p.refused else cell for p, cell in zip(found, cells, strict=True)))
-    out.print(grid)
-    for p in found:
-        if p.refused:
-            out.print(f"[yellow]{p.format}: not possible:[/] {escape(p.refused)}", soft_wrap=True)
-        elif not p.losses:
-            out.print(f"{p.format}: nothing is lost")
-        for loss in p.losses:
-            out.print(f"{p.format}: {escape(str(loss))}", soft_wrap=True)
-    out.print("[dim]bytes are before compression; nothing was written[/]")
+    possible = [p for p in found if not p.refused]
+    if possible:
+        out.print(_compared(possible))
+    for text, names in _alike((str(loss), p.format) for p in possible for loss in p.losses):
+        out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
+    if possible:
+        out.print("[dim]bytes are before compression; nothing was written[/]")
+    for text, names in _alike((p.refused, p.format) for p in found if p.refused):
+        out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 
-def run(source: Location, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
+def _compared(found: Sequence[Preview]) -> Group:
+    """A table of formats below what they have in common."""
+    common: list[str] = []
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("format", no_wrap=True)
+    cells = [[p.format] for p in found]
+
+    def add(name: str, values: Sequence[str], shared: str = "") -> None:
+        if shared and len({*values}) == 1:
+            common.append(shared)
+            return
+        grid.add_column(name, justify="right", no_wrap=True)
+        for row, value in zip(cells, values, strict=True):
+            row.append(value)
+
+    add("examples", [f"{p.examples:,}" for p in found], many(found[0].examples, "example"))
+    add("rows", [f"{p.rows:,}" for p in found], many(found[0].rows, "row"))
+    add("dtype", [p.dtype or "-" for p in found], found[0].dtype or "no dtype")
+    add("shards", [f"{p.shards:,}" for p in found])
+    add("files", [f"{p.files:,}" for p in found])
+    add("bytes", [size(p.bytes) for p in found])
+    add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in found])
+    for row in cells:
+        grid.add_row(*row)
+    return Group(", ".join(common), grid) if common else Group(grid)
+
+
+def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
+    """Different texts, each with the names of its formats."""
+    made: dict[str, list[str]] = {}
+    for text, name in pairs:
+        made.setdefault(str(text), []).append(name)
+    return [(text, ", ".join(names)) for text, names in made.items()]
+
+
+def run(source: Location | Store, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts a dataset and shows progress."""
     with progress(f"converting to {format}", quiet=quiet, unit="examples") as watch:
         return convert(source, target, format, progress=watch.counts, **options)
@@ -109,7 +139,7 @@ def show(done: Conversion) -> None:
     resumed = f", {done.resumed_at:,} of them by an earlier call" if done.resumed_at else ""
     rate = f", {size(int(done.bytes / done.seconds))}/s" if done.seconds and done.bytes else ""
     out.print(
-        f"{escape(str(done.path))}: {done.examples:,} examples{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
+        f"{escape(str(done.path))}: {many(done.examples, 'example')}{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
         soft_wrap=True,
     )
     for loss in done.losses:

@@ -8,6 +8,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, one_line
 from actshard.layers import plain
 from actshard.store import Store
@@ -81,4 +82,6 @@ def show(store: Store, n: int) -> None:
     out.print(grid)
     if len(shown) < len(layers):
         out.print(f"[dim]{len(layers) - len(shown)} more layers; --json prints all[/]")
-    out.print(f"[dim]{len(found)} of {store.num_examples:,} examples; |h| is the norm of a layer's last token[/]")
+    out.print(
+        f"[dim]{len(found):,} of {many(store.num_examples, 'example')}; |h| is the norm of a layer's last token[/]"
+    )

@@ -52,7 +52,9 @@ def show(store: Store) -> None:
     not_counted = "[dim]not counted: names cannot be listed[/]"
     shards = not_counted if about["shards"] is None else f"{about['shards']:,}"
     if about["missing_shards"]:
-        shards += f" [yellow]({about['missing_shards']:,} more are missing)[/]"
+        shards += (
+            f" [yellow]({about['missing_shards']:,} more {'is' if about['missing_shards'] == 1 else 'are'} missing)[/]"
+        )
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),

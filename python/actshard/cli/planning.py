@@ -12,6 +12,7 @@ from typing import Any
 from rich.markup import escape
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard.cli._format import console, duration, show_facts, size
 from actshard.cli._progress import progress
 from actshard.errors import ActshardError, ExistsError
@@ -146,13 +147,11 @@ def show(told: Told) -> None:
     """Prints a plan's predicted size, memory and time, and the next commands."""
     plan, predicted = told.plan, told.plan.predicted
     how = "" if predicted.exact else ", predicted"
-    lines: list[tuple[str, object]] = [
-        ("plan", f"{escape(str(told.path))}: {plan.verb} in {len(plan):,} task{'s' if len(plan) > 1 else ''}")
-    ]
+    lines: list[tuple[str, object]] = [("plan", f"{escape(str(told.path))}: {plan.verb} in {many(len(plan), 'task')}")]
     if predicted.read:
         lines.append(("reads", size(predicted.read)))
     if predicted.bytes or predicted.files:
-        lines.append(("writes", f"{size(predicted.bytes)} in {predicted.files:,} files{how}"))
+        lines.append(("writes", f"{size(predicted.bytes)} in {many(predicted.files, 'file')}{how}"))
     if predicted.scratch:
         lines.append(("scratch", f"{size(predicted.scratch)} until the commit"))
     files = "" if told.free[1] is None else f" and {told.free[1]:,} files"

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.pushing import Pushed, push
@@ -22,7 +23,7 @@ def show(done: Pushed) -> None:
     out = console()
     rate = f", {size(int(done.sent_bytes / done.seconds))}/s" if done.seconds and done.sent_bytes else ""
     out.print(
-        f"{escape(done.url)}: {done.format}, {done.files:,} files, {size(done.bytes)}; sent {done.sent_files:,} files, "
+        f"{escape(done.url)}: {done.format}, {many(done.files, 'file')}, {size(done.bytes)}; sent {many(done.sent_files, 'file')}, "
         f"{size(done.sent_bytes)}{rate}",
         soft_wrap=True,
     )

@@ -11,11 +11,12 @@ import typer
 from rich.markup import escape
 
 from actshard import runners
+from actshard._arguments import many
 from actshard.cli._format import console, duration
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError
+from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.plan import Plan, Status
-from actshard.plan.plan import ranges
+from actshard.plan.plan import RUN_FIRST, ranges
 from actshard.verifying import Report
 
 _EVERY = 5.0
@@ -45,6 +46,16 @@ def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
     """Runs tasks and shows progress."""
     with progress(plan.verb, quiet=quiet, unit="tasks") as watch:
         return runners.run(plan, on, progress=watch.counts, **options)
+
+
+def commit(plan: Plan, file: str) -> Any:
+    """Commits a plan. If tasks are left, the error names the next command."""
+    try:
+        return plan.commit()
+    except UnfinishedError as error:
+        if error.detail.endswith(RUN_FIRST):
+            error.detail += f": actshard run {shlex.quote(file)}"
+        raise
 
 
 def engine_options(**given: str | float) -> dict[str, Any]:
@@ -78,7 +89,7 @@ def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
 def show_status(plan: Plan, now: Status, file: str) -> None:
     """Prints a plan's progress and the next command."""
     out = console()
-    tasks = f"{now.tasks:,} task{'' if now.tasks == 1 else 's'}"
+    tasks = many(now.tasks, "task")
     if now.committed:
         out.print(f"{plan.verb}: {tasks}, committed")
         return
@@ -152,10 +163,11 @@ def show(plan: Plan, made: Any) -> None:
 
         verify.show(made)
     elif isinstance(made, dict):
-        for layer, found in made.items():
-            typer.echo(f"layer {layer}: {found.rows:,} rows, mean norm {found.mean_norm:.4g}; --json prints columns")
+        from actshard.cli import stats
+
+        stats.show_committed(plan.arguments, made)
     else:
-        typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {len(plan):,} tasks, committed")
+        typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {many(len(plan), 'task')}, committed")
 
 
 def show_done(plan: Plan, tasks: Sequence[int]) -> None:
@@ -165,9 +177,8 @@ def show_done(plan: Plan, tasks: Sequence[int]) -> None:
         return
     now = plan.status()
     some = f"task{'' if len(tasks) == 1 else 's'} {ranges(tasks)}"
-    over = (
-        "the plan is committed" if now.committed else f"{len(now.done):,} of {now.tasks:,} tasks of the plan are done"
-    )
+    whole = "task of the plan is" if now.tasks == 1 else "tasks of the plan are"
+    over = "the plan is committed" if now.committed else f"{len(now.done):,} of {now.tasks:,} {whole} done"
     typer.echo(f"{some}: done; {over}")
 
 

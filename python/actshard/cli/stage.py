@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._layers import several
 from actshard.cli._places import options_named
@@ -26,6 +27,6 @@ def show(done: Staged) -> None:
     """Prints the result."""
     out = console()
     fetched = f"{size(done.fetched)} read" if done.fetched else "the copy was complete"
-    out.print(f"{escape(str(done.path))}: {done.files:,} files, {size(done.bytes)}; {fetched}", soft_wrap=True)
+    out.print(f"{escape(str(done.path))}: {many(done.files, 'file')}, {size(done.bytes)}; {fetched}", soft_wrap=True)
     for loss in done.losses:
         out.print(f"[yellow]lost[/] {escape(loss)}", soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,12 +13,15 @@ from rich.table import Table
 
 from actshard.cli._format import console, one_line
 from actshard.cli._progress import TaskWatch, progress
+from actshard.errors import ActshardError
 from actshard.examining import MassiveRow, massive_rows
 from actshard.layers import Layer, plain
+from actshard.opening import open_quietly
 from actshard.repeating import repeated_examples
 from actshard.saved import kept
 from actshard.stats import Stats
 from actshard.stats.across import advice_of
+from actshard.stats.advice import Advice
 from actshard.stats.summary import POSITION_QUANTILES
 from actshard.store import Store
 
@@ -85,6 +88,61 @@ def _number(value: float) -> float | None:
 
 def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> None:
     """Prints a row per layer: statistics over its columns. ``rows``: the size of the sample, if it was one."""
+    _print(found, _examples(store, found), massive_rows(store, found, most=_MASSIVE), rows)
+
+
+def show_committed(given: Mapping[str, Any], found: dict[Layer, Stats]) -> None:
+    """Prints the statistics of a plan with these arguments like :func:`show`.
+
+    If the dataset cannot be read any more, equal examples and the text of tokens are left out.
+    """
+    try:
+        with open_quietly(given["path"], given["format"], "auto", layout=given["layout"]) as store:
+            examples, massive = _examples(store, found), massive_rows(store, found, most=_MASSIVE)
+    except ActshardError as error:
+        _print(found, [], _without_text(found))
+        text = "the dataset cannot be read any more: equal examples and texts of tokens are left out"
+        console().print(f"[yellow]note[/] {text}: {escape(str(error))}", soft_wrap=True)
+        return
+    _print(found, examples, massive)
+
+
+def _examples(store: Store, found: dict[Layer, Stats]) -> list[Advice]:
+    repeated = repeated_examples(store, found)
+    return repeated.advice() if repeated is not None else []
+
+
+def _without_text(found: dict[Layer, Stats]) -> list[MassiveRow]:
+    return [
+        MassiveRow(layer, row.example, row.token, row.norm, row.norm / stats.norms.median, None, None, None)
+        for layer, stats in found.items()
+        for row in stats.massive_rows[:_MASSIVE]
+    ]
+
+
+def _print(
+    found: dict[Layer, Stats], examples: Sequence[Advice], massive: Sequence[MassiveRow], rows: int | None = None
+) -> None:
+    out = console()
+    out.print(_table(found))
+    if rows is not None:
+        out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
+    for advice in sorted([*advice_of(found), *examples], key=lambda advice: list(_COLOURS).index(advice.severity)):
+        line = (
+            f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
+        )
+        out.print(line, soft_wrap=True)
+    if massive:
+        out.print("massive rows:", style="bold")
+        out.print(_massive(massive))
+    columns = max((len(stats.mean) for stats in found.values()), default=0)
+    out.print(
+        f"[dim]mean, min, max: over all {columns:,} columns. std: square root of the columns' mean variance. median, 99.9 %: "
+        "quantiles of row norms, within 1/256. gamma: |mean row| / |std of columns|. --json prints all.[/]"
+    )
+
+
+def _table(found: dict[Layer, Stats]) -> Table:
     grid = Table(box=None, pad_edge=False)
     for name in (
         "layer",
@@ -121,24 +179,7 @@ def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> No
             f"{int(stats.nan.sum()):,}",
             f"{int(stats.inf.sum()):,}",
         )
-    out = console()
-    out.print(grid)
-    if rows is not None:
-        out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
-    repeated = repeated_examples(store, found)
-    every = [*advice_of(found), *(repeated.advice() if repeated is not None else [])]
-    for advice in sorted(every, key=lambda advice: list(_COLOURS).index(advice.severity)):
-        line = (
-            f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
-        )
-        out.print(line, soft_wrap=True)
-    if massive := massive_rows(store, found, most=_MASSIVE):
-        out.print("massive rows:", style="bold")
-        out.print(_massive(massive))
-    out.print(
-        f"[dim]mean, min, max: over all {store.d_model:,} columns. std: square root of the columns' mean variance. median, 99.9 %: "
-        "quantiles of row norms, within 1/256. gamma: |mean row| / |std of columns|. --json prints all.[/]"
-    )
+    return grid
 
 
 def _massive(rows: Sequence[MassiveRow]) -> Table:

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
@@ -77,8 +78,10 @@ def _about(cache: TokenCache) -> dict[str, Any]:
 def show(done: dict[str, Any]) -> None:
     """Prints the result of a build."""
     rate = f", {done['tokens'] / done['seconds']:,.0f} tokens/s" if done["state"] == "built" and done["seconds"] else ""
-    skipped = f", {done['skipped']:,} records skipped" if done["skipped"] else ""
-    typer.echo(f"{done['path']}: {done['state']}, {done['rows']:,} documents, {done['tokens']:,} tokens{skipped}{rate}")
+    skipped = f", {many(done['skipped'], 'record')} skipped" if done["skipped"] else ""
+    typer.echo(
+        f"{done['path']}: {done['state']}, {many(done['rows'], 'document')}, {many(done['tokens'], 'token')}{skipped}{rate}"
+    )
     for problem in done["problems"]:
         typer.echo(f"  skipped: {problem}")
 

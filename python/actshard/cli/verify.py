@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.markup import escape
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.location import Location
-from actshard.stats.advice import many
 from actshard.verifying import Report, verify
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}

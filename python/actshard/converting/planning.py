@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
@@ -364,14 +365,14 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if asked.tokens != "all":
         left = int(asked.stored.sum() - counts.sum())
         if left:
-            made.append(Loss("tokens", f"{left:,} tokens are left out: tokens={asked.tokens!r}"))
+            made.append(Loss("tokens", f"{many(left, 'token', 'is', 'are')} left out: tokens={asked.tokens!r}"))
     if target.tokens is not None and target.keeping_all is None:
         short, long = counts < target.tokens, counts > target.tokens
         if short.any():
             made.append(
                 Loss(
                     "padding",
-                    f"{int(short.sum()):,} examples are padded with zeros to {target.tokens} tokens, "
+                    f"{many(int(short.sum()), 'example', 'is', 'are')} padded with zeros to {many(target.tokens, 'token')}, "
                     + target.padding_note.format(format=format),
                 )
             )
@@ -379,8 +380,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(
                 Loss(
                     "tokens",
-                    f"{int(long.sum()):,} examples are truncated to {target.tokens} tokens: "
-                    f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
+                    f"{many(int(long.sum()), 'example', 'is', 'are')} truncated to {many(target.tokens, 'token')}: "
+                    f"{many(int((counts - target.tokens)[long].sum()), 'token', 'is', 'are')} left out",
                 )
             )
     made += _renamed(asked)
@@ -389,7 +390,10 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if target.empty_examples is not None and (counts == 0).any():
         made.append(
-            Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: {target.empty_examples}")
+            Loss(
+                "empty_examples",
+                f"{many(int((counts == 0).sum()), 'example', 'has', 'have')} no tokens: {target.empty_examples}",
+            )
         )
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
@@ -402,15 +406,16 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(
             Loss(
                 "texts",
-                f"{columns.shared_texts:,} examples have the same text as another one: {format} looks rows up by text and returns "
-                "one example's rows for all",
+                f"{many(columns.shared_texts, 'example', 'has', 'have')} the same text as another one: "
+                f"{format} looks rows up by text and returns one example's rows for all",
             )
         )
     if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
         made.append(
             Loss(
                 "texts",
-                f"{count:,} examples have no text, while others have one: {format} looks rows up by text and does not find them",
+                f"{many(count, 'example', 'has', 'have')} no text, while others have one: "
+                f"{format} looks rows up by text and does not find them",
             )
         )
     if target.finds_by_text and columns.made_up_texts:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.blocks import blocks, lengths_of, read
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
@@ -304,8 +305,8 @@ def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> Dty
     """Builds the error for finite values that the result's dtype cannot represent."""
     wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
     return DtypeError(
-        f"dtype: {count:,} finite {asked.store.dtype} values{where} are too large for {target.dtype} and would become infinite. "
-        f"Store {wider}, or pass overflow='allow' (-o overflow=allow).",
+        f"dtype: {many(count, f'finite {asked.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
+        f"too large for {target.dtype} and would become infinite. Store {wider}, or pass overflow='allow' (-o overflow=allow).",
         path=asked.store.path,
     )
 

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -275,7 +276,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
         }
         for a, b, k, state in zip(firsts, [*firsts[1:], n], blocks, states, strict=True)
     ]
-    why = f"the result has {len(borders):,} shards" if divides else f"one task must write {asked.format} here"
+    why = f"the result has {many(len(borders), 'shard')}" if divides else f"one task must write {asked.format} here"
     return made, fewer(len(made), tasks, why)
 
 

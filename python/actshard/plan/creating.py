@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.predicting import refuse_full
 from actshard.errors import (
     ActshardError,
@@ -165,7 +166,7 @@ def create(
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, each = _predicted(arguments, bounds, borders)
-    notes = [*fewer(parts, tasks, f"there are {n:,} examples"), *notes]
+    notes = [*fewer(parts, tasks, f"there {'is' if n == 1 else 'are'} {many(n, 'example')}"), *notes]
     made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
     place = (
         work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)

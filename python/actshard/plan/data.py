@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_BYTES, MAX_VALUES, Fields
 from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.inputs import Input
@@ -85,7 +86,9 @@ class Planned:
         return len(self.tasks)
 
     def __repr__(self) -> str:
-        return f"<actshard plan {self.id[:8]}: {self.verb} in {len(self):,} tasks, {self.predicted.bytes:,} bytes>"
+        return (
+            f"<actshard plan {self.id[:8]}: {self.verb} in {many(len(self), 'task')}, {self.predicted.bytes:,} bytes>"
+        )
 
     @cached_property
     def id(self) -> str:
@@ -176,7 +179,7 @@ class Planned:
 
 def fewer(found: int, asked: int, why: str) -> list[str]:
     """A note that there are fewer tasks than requested, if so."""
-    return [f"{found:,} task{'s' if found > 1 else ''} instead of {asked:,}: {why}"] if found < asked else []
+    return [f"{many(found, 'task')} instead of {asked:,}: {why}"] if found < asked else []
 
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError, boundary
@@ -156,7 +157,7 @@ def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[tuple
     firsts = balanced(weights, np.arange(len(files)), tasks)
     ends = [*firsts[1:], len(files)]
     made = [{"files": [a, b], "bytes": sum(f.bytes for f in files[a:b])} for a, b in zip(firsts, ends, strict=True)]
-    return tuple(made), fewer(len(made), tasks, f"{len(files):,} files are copied, each by one task")
+    return tuple(made), fewer(len(made), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task")
 
 
 def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:

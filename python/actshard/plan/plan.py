@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import read_json
 from actshard.errors import (
     ActshardError,
@@ -32,6 +33,8 @@ from actshard.plan.verb import Result, Verb
 from actshard.work import locked, write_json
 
 _LISTED = 12
+RUN_FIRST = "Run them first"
+"""What to do about missing and failed tasks: the end of the error of a commit."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class Plan(Planned):
                 book.remove()  # a killed commit may have left a part of the folder
                 verb.after(self)
                 return over
-            raise UnfinishedError(f"{len(self)} of {len(self)} tasks are missing: run them first", path=self.work)
+            raise self._unfinished(list(range(len(self))))
         lock = locked(self.work / "committing")
         try:
             if not book.exists():  # another process was faster
@@ -322,7 +325,9 @@ class Plan(Planned):
         ]
         if failed:
             found.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
-        return UnfinishedError(f"expected {len(self):,} finished tasks, found {', '.join(found)}", path=self.work)
+        do = RUN_FIRST if idle or failed else "Wait for them"
+        text = f"expected {many(len(self), 'finished task')}, found {', '.join(found)}. {do}"
+        return UnfinishedError(text, path=self.work)
 
 
 @contextlib.contextmanager

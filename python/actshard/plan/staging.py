@@ -20,6 +20,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_INT
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
@@ -143,7 +144,7 @@ def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], lis
     made = tuple(
         {"files": [a, b], "bytes": sum(sizes[a:b])} for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
     )
-    notes = fewer(len(made), tasks, f"{len(sizes):,} files are copied, each by one task")
+    notes = fewer(len(made), tasks, f"{many(len(sizes), 'file', 'is', 'are')} copied, each by one task")
     share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
     if largest > 2 * share:
         notes.append(f"one task copies {largest:,} bytes, the average is {share:,.0f}: {name} is copied by one task")

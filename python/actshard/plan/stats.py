@@ -21,6 +21,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._arguments import many
 from actshard._json import MAX_INT, read_json
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError
@@ -120,7 +121,7 @@ def stats(
         raise ArgumentError(NO_LISTING)
     folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
     predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
-    noted = notes(len(made), tasks, f"there are {sum(n for _, n, _ in listed):,} leaves to sum", folder)
+    noted = notes(len(made), tasks, f"the rows have {many(sum(n for _, n, _ in listed), 'part')} to sum", folder)
     return Plan("stats", arguments, inputs, tuple(made), predicted, folder, noted)
 
 

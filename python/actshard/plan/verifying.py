@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, formats
+from actshard._arguments import many
 from actshard._json import MAX_INT
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
@@ -106,7 +107,7 @@ def verify(
     if inputs is None:
         raise ArgumentError(NO_LISTING)
     folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
-    why = "only the files can be checked" if store is None else f"there are {len(weights):,} examples"
+    why = "only the files can be checked" if store is None else f"the dataset has {many(len(weights), 'example')}"
     predicted = _predicted(store, (where, format, layout), made, wide, inputs)
     return Plan("verify", arguments, inputs, tuple(made), predicted, folder, notes(len(made), tasks, why, folder))
 

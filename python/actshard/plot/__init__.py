@@ -4,7 +4,8 @@
 >>> ax.figure.savefig("norms.png")
 >>> actshard.plot.norms(store, table=True)
 
-``ax=`` draws into axes of yours. Needs ``pip install 'actshard[report]'``, except for tables.
+A path or URL may be given instead of an open store or token cache. ``ax=`` draws into axes of yours. Needs
+``pip install 'actshard[report]'``, except for tables.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from actshard import saved
 from actshard.layers import Layer, several
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, log, style
 from actshard.quality import distances
 from actshard.stats import Stats
@@ -118,7 +119,7 @@ def scaled(ax: Any, values: NDArray[np.float64]) -> None:
 
 
 def gamma(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -129,7 +130,7 @@ def gamma(
     """Gamma of each layer: ``|mean| / |std|``. Above 1 the mean row is longer than the spread of rows around it.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: all.
         stats: statistics of the layers, if they are known: they are not computed again.
         tokens: as for :meth:`actshard.Store.stats`.
@@ -139,6 +140,7 @@ def gamma(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     made = known(store, layers, stats, tokens)
     values = np.array([x.gamma for x in made.values()])
     if table:
@@ -157,7 +159,7 @@ def gamma(
 
 
 def ranges(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -168,7 +170,7 @@ def ranges(
     """Smallest, largest and typical values of each layer: the extremes of all columns, and the mean deviation of a column.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: as for :func:`gamma`.
         stats: as for :func:`gamma`.
         tokens: as for :func:`gamma`.
@@ -178,6 +180,7 @@ def ranges(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     made = known(store, layers, stats, tokens)
     with np.errstate(all="ignore"):
         low = np.array([x.min.min(initial=np.inf) for x in made.values()])
@@ -215,7 +218,7 @@ def _root_mean(variance: NDArray[np.float64]) -> float:
 
 
 def dimensions(
-    store: Store,
+    store: Plotted,
     layer: Layer | None = None,
     *,
     stats: Stats | None = None,
@@ -226,7 +229,7 @@ def dimensions(
     """Mean, deviation and largest absolute value of each dimension of a layer; the largest dimensions are named.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layer: a name; None: the last.
         stats: the layer's statistics, if they are known.
         tokens: as for :meth:`actshard.Store.stats`.
@@ -236,6 +239,7 @@ def dimensions(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     name = store.layers[-1] if layer is None else store.layers[store.group_of(layer)]
     found = measured(store, name, tokens=tokens)[name] if stats is None else stats
     if table:
@@ -286,7 +290,7 @@ def thinned(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def shuffle(
-    store: Store,
+    store: Plotted,
     layer: Layer | None = None,
     *,
     batch_size: int = 16_384,
@@ -303,7 +307,7 @@ def shuffle(
     Reads the batches.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layer: a name; None: the first.
         batch_size: rows per batch.
         batches: most batches to read.
@@ -318,6 +322,7 @@ def shuffle(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     name = store.layers[0] if layer is None else layer
     stream = store.stream(name, batch_size, shuffle=order, memory=memory, seed=seed, tokens=tokens)
     read: list[tuple[Any, Any]] = []

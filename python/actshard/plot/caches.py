@@ -7,24 +7,25 @@ from typing import Any
 import numpy as np
 
 from actshard.plot.activations import style_unless, table_of
+from actshard.plot.opened import PlottedCache, look_of
 from actshard.plot.style import axes, below, log
-from actshard.tokens.looking import CacheLook
 
 _RANKS = 400
 """Most points of the curve of frequencies."""
 
 
-def lengths(found: CacheLook, *, ax: Any = None, table: bool = False) -> Any:
+def lengths(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Histogram of the lengths of documents, in tokens.
 
     Args:
-        found: what :func:`actshard.tokens.looking.look` returned.
+        found: an open token cache, or its path or URL; or what :func:`actshard.tokens.looking.look` returned.
         ax: axes to draw into.
         table: return a table with columns ``low``, ``high`` (lengths from low to below high) and ``documents``.
 
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    found = look_of(found)
     some = found.lengths
     most = int(some.max(initial=1))
     # Whole numbers; wide bins for long documents.
@@ -48,17 +49,18 @@ def lengths(found: CacheLook, *, ax: Any = None, table: bool = False) -> Any:
         return ax
 
 
-def frequency(found: CacheLook, *, ax: Any = None, table: bool = False) -> Any:
+def frequency(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Occurrences of token ids, by rank.
 
     Args:
-        found: what :func:`actshard.tokens.looking.look` returned.
+        found: an open token cache, or its path or URL; or what :func:`actshard.tokens.looking.look` returned.
         ax: axes to draw into.
         table: return a table with columns ``rank`` (1 is the commonest), ``id`` and ``occurrences``.
 
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    found = look_of(found)
     order = np.argsort(-found.counts, kind="stable")[: found.distinct]
     if table:
         return table_of(rank=np.arange(1, len(order) + 1), id=order, occurrences=found.counts[order])
@@ -75,17 +77,18 @@ def frequency(found: CacheLook, *, ax: Any = None, table: bool = False) -> Any:
         return ax
 
 
-def packing(found: CacheLook, *, ax: Any = None, table: bool = False) -> Any:
+def packing(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
     """Share of positions that hold tokens when documents are packed into examples of common lengths.
 
     Args:
-        found: what :func:`actshard.tokens.looking.look` returned.
+        found: an open token cache, or its path or URL; or what :func:`actshard.tokens.looking.look` returned.
         ax: axes to draw into.
         table: return a table with columns ``length``, ``examples``, ``fill`` and ``cut`` (tokens of too long documents).
 
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    found = look_of(found)
     fills = found.fills
     if table:
         return table_of(

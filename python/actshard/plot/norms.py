@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from actshard.layers import Layer
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, labels, log
 from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.store import Store
@@ -35,7 +36,7 @@ _WIDE = 8.0
 
 
 def norms(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -46,7 +47,7 @@ def norms(
     """L2 norms of the rows of each layer: the mean, the median, and bands with half and with 98 % of the rows.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: all.
         stats: statistics of the layers, if they are known: they are not computed again.
         tokens: as for :meth:`actshard.Store.stats`.
@@ -57,6 +58,7 @@ def norms(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     made = known(store, layers, stats, tokens)
     mean = np.array([x.mean_norm for x in made.values()])
     values = np.array([x.norms.quantile(list(QUANTILES.values())) for x in made.values()]).reshape(-1, len(QUANTILES))
@@ -83,7 +85,7 @@ def norms(
 
 
 def histogram(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -94,7 +96,7 @@ def histogram(
     """Histogram of the L2 norms of rows; of one layer with the median and the 99.9 % quantile.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: the first, the middle and the last. At most 6 are drawn.
         stats: as for :func:`norms`.
         tokens: as for :func:`norms`.
@@ -105,6 +107,7 @@ def histogram(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     made = _some(store, layers, stats, tokens)
     if table:
         found = {layer: x.norms for layer, x in made.items()}
@@ -167,7 +170,7 @@ def bars(found: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int6
 
 
 def positions(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
@@ -180,7 +183,7 @@ def positions(
     Positions from 64 on are in ranges of an eighth or less.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: the first, the middle and the last. At most 6 are drawn, and the bands of at most 3.
         stats: as for :func:`norms`.
         tokens: as for :func:`norms`.
@@ -191,6 +194,7 @@ def positions(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     made = _some(store, layers, stats, tokens)
     if table:
         found = {layer: x.norms_by_position for layer, x in made.items()}

@@ -11,6 +11,7 @@ from actshard.errors import NotStoredError
 from actshard.layers import Layer, several
 from actshard.plot.activations import name_layers, style_unless, table_of
 from actshard.plot.norms import spread
+from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, library, log
 from actshard.sampled.separability import Separability
 from actshard.sampled.similarity import Similarity
@@ -30,7 +31,7 @@ _LABELS = ("label", "labels", "class", "target")
 
 
 def spectrum(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     spectra: Mapping[Layer, Spectrum] | None = None,
@@ -41,7 +42,7 @@ def spectrum(
     """Variance that the first principal directions explain together, with the effective rank of each layer.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: the first, the middle and the last. At most 6 are drawn.
         spectra: spectra of the layers, if they are known: they are not computed again.
         tokens: as for :meth:`actshard.Store.spectrum`.
@@ -51,6 +52,7 @@ def spectrum(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     if spectra is None:
         names = spread(store.layers) if layers is None else several(layers)
         spectra = {store.layers[store.group_of(name)]: store.spectrum(name, tokens=tokens) for name in names}
@@ -85,7 +87,7 @@ def spectrum(
 
 
 def similarity(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     found: Similarity | None = None,
@@ -96,7 +98,7 @@ def similarity(
     """Debiased linear CKA between layers, as a heat map. Layers without variance are blank.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: all.
         found: the similarity, if it is known, also of the layers of two stores: it is not computed again.
         tokens: as for :meth:`actshard.Store.similarity`.
@@ -107,6 +109,7 @@ def similarity(
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
+    store = store_of(store)
     seen = store.similarity(layers, tokens=tokens) if found is None else found
     if table:
         return _similar(seen)
@@ -165,7 +168,7 @@ def _similar(seen: Similarity) -> Any:
 
 
 def separability(
-    store: Store,
+    store: Plotted,
     layers: Layer | Sequence[Layer] | None = None,
     *,
     of: Any = None,
@@ -176,7 +179,7 @@ def separability(
     """Balanced accuracy of a linear probe on held-out examples, by layer, with its standard error and the accuracy of chance.
 
     Args:
-        store: a store.
+        store: an open store, or the path or URL of a dataset.
         layers: names; None: all.
         of: the label, as for :meth:`actshard.Store.separability`; None: the column ``label``, ``labels``, ``class`` or ``target``,
             or the labels of tokens (:attr:`actshard.Store.labels`).
@@ -190,6 +193,7 @@ def separability(
     Raises:
         NotStoredError: no label is named, and the dataset has no such column or labels.
     """
+    store = store_of(store)
     if found is None:
         found = store.separability(named_label(store) if of is None else of, layers)
     if table:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from actshard import plot
-from actshard._arguments import shown_bytes
+from actshard._arguments import many, shown_bytes
 from actshard.errors import DtypeError, NotStoredError
 from actshard.examining import Examined, examine, massive_rows, text_of
 from actshard.layers import listing, plain, several
@@ -32,7 +32,7 @@ from actshard.reporting.page import (
 )
 from actshard.stats import MASSIVE, OUTLIER
 from actshard.stats.across import advice_of
-from actshard.stats.advice import Advice, cut, many
+from actshard.stats.advice import Advice, cut
 from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from actshard import plot
+from actshard._arguments import many
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.location import Location
 from actshard.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word
-from actshard.stats.advice import Advice, cut, many
+from actshard.stats.advice import Advice, cut
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.looking import CacheLook, look
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from actshard._arguments import many
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
 from actshard.formats.report import Finding, Report
 from actshard.plot.style import inline, style
-from actshard.stats.advice import Advice, cut, many
+from actshard.stats.advice import Advice, cut
 
 MOST_FINDINGS = 40
 MOST_ROWS = 150

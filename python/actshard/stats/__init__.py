@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard.layers import Layer
-from actshard.stats.advice import Advice, many
+from actshard.stats.advice import Advice
 from actshard.stats.summary import LargestColumn, LargestRow, Norms, NormsByPosition, Repeats, Summary
 
 MASSIVE = 100
@@ -166,7 +167,7 @@ class Stats:
         bad = int(self.nan.sum()), int(self.inf.sum())
         return (
             f"<actshard.Stats of {self.rows} rows of {len(self.mean)}: mean norm {self.mean_norm:.6g}, "
-            f"{bad[0]} NaN and {bad[1]} infinite values>"
+            f"{bad[0]} NaN and {many(bad[1], 'infinite value')}>"
         )
 
     def as_plain(self) -> dict[str, Any]:

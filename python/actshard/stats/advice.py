@@ -36,11 +36,6 @@ class Advice:
         return f"{self.text} {do}".strip()
 
 
-def many(n: int, what: str) -> str:
-    """A count with its noun: 1 error, 2 errors."""
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
 def cut(text: object, most: int = _TEXT) -> str:
     """A text with escaped control characters, cut."""
     shown = str(text).translate(ESCAPES)

@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike
 
 import actshard._native as _native
 from actshard import errors
-from actshard._arguments import local_path, numpy_type, whole
+from actshard._arguments import local_path, many, numpy_type, whole
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
@@ -425,7 +425,8 @@ def warn_of_skipped(
     first = f"; the first: {problems[0]}" if problems else ""
     warnings.warn(
         errors.ActshardWarning(
-            f"{out}: {sum(skipped.values()):,} records were skipped, in {len(skipped)} of {files} files{first}",
+            f"{out}: {many(sum(skipped.values()), 'record', 'was', 'were')} skipped, in {len(skipped):,} of "
+            f"{many(files, 'file')}{first}",
             code="records-skipped",
         ),
         stacklevel=stacklevel,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
@@ -115,8 +116,8 @@ def _tell(tell: Any, number: int, total: int, rows: int) -> None:
 
 def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
     for key, code, what in (
-        ("nan_rows", "nan", f"{found['nan']:,} NaN values"),
-        ("infinite_rows", "infinite", f"{found['infinite']:,} infinite values"),
+        ("nan_rows", "nan", many(found["nan"], "NaN value")),
+        ("infinite_rows", "infinite", many(found["infinite"], "infinite value")),
         ("zero_rows", "zero-row", "only zeros"),
         ("constant_rows", "constant-row", "one repeated value"),
     ):
@@ -127,7 +128,7 @@ def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> 
         report.add(
             code,
             store.path,
-            f"{count:,} of {found['rows']:,} rows with {what}; (example, token): {shown}",
+            f"{count:,} of {many(found['rows'], 'row')} with {what}; (example, token): {shown}",
             place=f"layer {plain(layer)}",
         )
 
@@ -144,7 +145,7 @@ def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) 
             report.add(
                 code,
                 store.path,
-                f"{columns.size} of {store.d_model} columns: {_list(columns)}",
+                f"{columns.size:,} of {many(store.d_model, 'column')}: {_list(columns)}",
                 place=f"layer {plain(layer)}",
             )
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
@@ -168,7 +169,11 @@ def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> Non
     count, pairs = equal_examples(store, hashes)
     if count:
         shown = ", ".join(f"{_named(store, b)} = {_named(store, a)}" for b, a in pairs[:_FEW])
-        report.add("duplicate-example", store.path, f"{count:,} examples equal another one in every layer: {shown}")
+        report.add(
+            "duplicate-example",
+            store.path,
+            f"{many(count, 'example', 'equals', 'equal')} another one in every layer: {shown}",
+        )
 
 
 def _named(store: Store, example: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -240,8 +241,8 @@ class Writer:
             if count:
                 where = f"example {self._appended + i}" if examples.dense is None else "the batch"
                 raise DtypeError(
-                    f"{count:,} values of {where} are too large for {dtype} and would become infinite. Store a wider dtype, "
-                    "or pass overflow='allow' to create()."
+                    f"{many(count, 'value')} of {where} {'is' if count == 1 else 'are'} too large for {dtype} and would "
+                    "become infinite. Store a wider dtype, or pass overflow='allow' to create()."
                 )
 
     def _copy(

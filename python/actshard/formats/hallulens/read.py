@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
@@ -231,13 +232,10 @@ class Capture:
                     names |= dict.fromkeys(line)
         if torn:
             self._warn_of_torn(path, torn[0])
-        if hashes - matched:
-            self.warnings.append(
-                Remark(
-                    "claim",
-                    f"generation.jsonl lacks lines for {len(hashes - matched)} committed prompts: their texts are null",
-                )
-            )
+        if lacking := len(hashes - matched):
+            texts = "its text is" if lacking == 1 else "their texts are"
+            text = f"generation.jsonl lacks lines for {many(lacking, 'committed prompt')}: {texts} null"
+            self.warnings.append(Remark("claim", text))
         own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
         return [name for name in names if name not in own]
 

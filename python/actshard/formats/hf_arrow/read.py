@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import many
 from actshard._json import Fields, parse_json, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
@@ -271,7 +272,7 @@ class Directory:
                 first += len(piece.lengths)
             if own:
                 shown = ", ".join(map(str, own[:_SHOWN])) + (", ..." if len(own) > _SHOWN else "")
-                text = f"{of.column.name}: {len(own)} rows are null or contain nulls, and have no tokens: {shown}"
+                text = f"{of.column.name}: {many(len(own), 'row')} with nulls, read as without tokens: {shown}"
                 self.warnings.append(Remark("null-row", text))
         return np.unique(np.concatenate(found))
 

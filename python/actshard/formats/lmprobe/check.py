@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._arguments import many
 from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.lmprobe.index import TOKEN_LISTS, int64_of, lists_of
@@ -390,7 +391,7 @@ def _check_texts(dataset: Extraction, report: Report) -> None:
         report.add(
             "duplicate-text",
             dataset.parts[0],
-            f"{again} prompts with the text of another prompt, the first in row {row}",
+            f"{many(again, 'prompt')} with the text of another prompt, the first in row {row}",
             "unique texts",
             "column 'text'",
         )

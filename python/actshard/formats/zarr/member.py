@@ -11,7 +11,7 @@ from warnings import warn
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import name_of
+from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json, read_lines, show, utf8
 from actshard.codes import Remark
 from actshard.errors import ActshardWarning, FormatError, UnsupportedError
@@ -154,7 +154,7 @@ class Member:
             self.warnings.append(
                 Remark(
                     "layout",
-                    f"{left} rows have no line in meta/index.jsonl (logged again, or never) and read as 0 tokens",
+                    f"{many(left, 'row', 'has', 'have')} no line in meta/index.jsonl (logged again, or never): read as 0 tokens",
                 )
             )
         if text_only:
@@ -347,7 +347,7 @@ def _join(
         present = {i for i, _, _ in rows}
         lacking = [i for i in range(n) if i not in present]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
-        message = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line (of {len(rows)}): {shown}"
+        message = f"{path.parent.name}/{path.name}: {many(len(lacking), 'sample', 'has', 'have')} no line (of {len(rows)}): {shown}"
         warn(ActshardWarning(message, code="missing-lines"), stacklevel=6)
 
 

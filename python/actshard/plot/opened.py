@@ -1,0 +1,52 @@
+"""What plots draw: open stores and token caches, or paths that they open."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from actshard.errors import ArgumentTypeError
+from actshard.opening import open
+from actshard.store import Store
+from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.looking import CacheLook, look
+
+Plotted = Store | str | os.PathLike[str]
+"""A dataset to plot."""
+PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
+"""A token cache to plot."""
+
+
+def store_of(given: Any) -> Store:
+    """Returns the store, or opens the dataset at a path or URL.
+
+    Raises:
+        ArgumentTypeError: the argument has another type.
+        Errors of :func:`actshard.open`.
+    """
+    if isinstance(given, Store):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return open(given)
+    also = ""
+    if isinstance(given, TokenCache | CacheLook):
+        also = ". Token caches have the plots lengths, frequency and packing"
+    elif hasattr(given, "as_store"):
+        also = ". Pass its as_store()"
+    raise ArgumentTypeError(f"store: expected an open store or a path, found {type(given).__name__}{also}")
+
+
+def look_of(given: Any) -> CacheLook:
+    """Returns what was counted in a token cache; counts it if the cache or its path or URL is given.
+
+    Raises:
+        ArgumentTypeError: the argument has another type.
+        Errors of :func:`actshard.tokens.open_cache` and :func:`actshard.tokens.looking.look`.
+    """
+    if isinstance(given, CacheLook):
+        return given
+    if isinstance(given, TokenCache):
+        return look(given)
+    if isinstance(given, str | os.PathLike):
+        return look(open_cache(given))
+    raise ArgumentTypeError(f"found: expected a token cache, its path or look(cache), found {type(given).__name__}")
