@@ -155,6 +155,27 @@ def test_rows_that_were_chosen_have_their_own_statistics(data: Path) -> None:
     assert saved.kept(store, 5) is None
 
 
+@pytest.mark.parametrize("how", ["dict", "text", "file"])
+def test_a_folder_has_statistics_for_each_description_of_it(how: str, tmp_path: Path) -> None:
+    """The files are equal; a ``layout=`` decides which values they contain."""
+    (tmp_path / "d").mkdir()
+    np.random.default_rng(0).normal(size=(30, 8)).astype("<f4").tofile(tmp_path / "d/acts.bin")
+
+    def opened(order: str) -> actshard.Store:
+        about = {"files": "acts.bin", "axes": ["row", "dim"], "dtype": "float32", "shape": [-1, 8], "byteorder": order}
+        lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in about.items())
+        text = f"version = 1\n[activations]\n{lines}\n"
+        (tmp_path / "layout.toml").write_text(text)
+        given = {"dict": {"version": 1, "activations": about}, "text": text, "file": tmp_path / "layout.toml"}
+        return actshard.open(tmp_path / "d", layout=given[how])
+
+    for order in ("little", "big", "little"):
+        store = opened(order)
+        layer = store.layers[0]
+        assert same(store.stats(layer, save=True), store.stats(layer)), order
+        assert same(store.stats(layer, save=True), store.stats(layer)), order
+
+
 def test_another_folder_and_joined_stores(data: Path, tmp_path: Path) -> None:
     store = actshard.open(data)
     shutil.copytree(data, tmp_path / "more")

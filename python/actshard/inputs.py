@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actshard._arguments import is_layout_text
 from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
 
@@ -148,11 +150,15 @@ def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
 def fingerprint(store: Readable) -> str:
     """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
+    Of a store that was opened with ``layout=``, the digest includes it: it decides which values the files contain.
     Objects of a remote store have ETags instead of times. If files cannot be listed, some rows are read instead.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     if store.contents.parts:  # a filtered part has the same files as the whole dataset
         digest.update(store.identity.encode())
+    layout = (store.contents.whole or store.contents).layout
+    if layout is not None:
+        digest.update(_description_of(layout))
     files = _files(store)
     if files is None:
         return _fingerprint_of_rows(store)
@@ -163,6 +169,15 @@ def fingerprint(store: Readable) -> str:
             line = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.version}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
+
+
+def _description_of(layout: Any) -> bytes:
+    """The text of a ``layout=`` argument: a dict, TOML text, or the path of a file."""
+    if isinstance(layout, Mapping):
+        return json.dumps(layout, sort_keys=True, default=str).encode("utf-8", "surrogateescape")
+    if is_layout_text(layout):
+        return str(layout).encode("utf-8", "surrogateescape")
+    return Location.of(os.fspath(layout), "layout").read(limit=1 << 20)
 
 
 def _fingerprint_of_rows(store: Readable) -> str:

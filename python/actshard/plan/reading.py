@@ -60,7 +60,7 @@ def described(layout: Any) -> Any:
             return json.loads(json.dumps(dict(layout), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
-    if isinstance(layout, str) and ("\n" in layout or "=" in layout):
+    if _arguments.is_layout_text(layout):
         return layout
     return str(_arguments.local_path(layout, "layout"))
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actshard._arguments import name_of, numpy_type
+from actshard._arguments import is_layout_text, name_of, numpy_type
 from actshard._json import read_json, show
 from actshard.errors import ActshardError, ArgumentError, FormatError
 from actshard.formats.layout_toml.known import find
@@ -429,8 +429,8 @@ def read(root: Location, layout: Any = None) -> Description:
         made = reader.description({"version": 1, **known.description()})
         return replace(made, program=known.program, metadata=known.value)
     text: str
-    if isinstance(layout, str) and ("\n" in layout or "=" in layout):
-        source, text = None, layout
+    if is_layout_text(layout):
+        source, text = None, str(layout)
     else:
         place = root / NAME if layout is None else Location.of(os.fspath(layout), "layout")
         source = place.place
