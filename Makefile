@@ -61,7 +61,7 @@ docs: $(VENV)/.docs ## builds the documentation site in site/; broken links are 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
-	$(BIN)/python -m pytest -m peers
+	SUITE_PARTS=4 ./scripts/suite.sh $(BIN)/python -m peers
 
 test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
