@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -149,6 +150,22 @@ def test_options_of_a_configuration_do_not_build_without_one(option: tuple[str, 
     done = run("tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--out", tmp_path / "c", *option)
     assert (done.returncode, (tmp_path / "c").exists()) == (3, False)
     assert f"{option[0]}: expected --config FILE with it" in done.stderr
+
+
+def test_a_token_cache_does_not_hide_a_dataset(tmp_path: Path) -> None:
+    """Its path would open as the cache. Where one was built by Python, the format's name opens the dataset."""
+    path = tmp_path / "d"
+    with actshard.create(path, "zarr", layers=[0], d_model=4) as writer:
+        writer.append(np.zeros((2, 1, 3, 4), np.float32))
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    for words in (("tokenize", "--out"), ("plan", "tokenize", "--cache")):
+        done = run(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], path)
+        assert done.returncode == 3
+        assert "is a dataset (zarr); choose another folder for the token cache" in done.stderr
+    actshard.tokens.build_cache(tmp_path / "a.jsonl", path, format="prebuilt")
+    assert len(actshard.open(path, "zarr")) == 2
+    with pytest.raises(actshard.ArgumentError, match="found a token cache"):
+        actshard.open(path, "lmprobe")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -18,6 +18,7 @@ from actshard import formats
 from actshard.errors import (
     ActshardError,
     ArgumentError,
+    ExistsError,
     FileAccessError,
     MissingFileError,
     NotAFileError,
@@ -89,15 +90,18 @@ def _existing(root: Location) -> Location:
     raise MissingFileError("expected a dataset, found nothing", path=root)
 
 
-def check_finished(root: Location) -> None:
-    """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
+def check_finished(root: Location, format: str | None = None) -> None:
+    """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache.
+
+    ``format``: the format of the dataset, if it is known; it may share its folder with a token cache.
+    """
     if not root.lists:
         return  # a web server, which cannot list names
     if not root.is_local and root.kind() != "file" and (root / PUSHING).exists():
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
         )
-    if is_cache_itself(root):
+    if is_cache_itself(root) and (format not in formats.names() or not _evidence(format, root).matches):
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)
     if count is not None:
@@ -113,6 +117,21 @@ def check_finished(root: Location) -> None:
     if journal is not None:
         raise _unfinished(root, journal)
     refuse_planned(root)
+
+
+def refuse_dataset(folder: Path) -> None:
+    """Raises ExistsError if a folder for a token cache is a dataset of activations: its path would open as the cache.
+
+    Raises:
+        ExistsError: the folder is a dataset, finished or not.
+    """
+    root = Location.at(folder)
+    if root.kind() != "folder" or is_cache_itself(root):
+        return
+    begun = unfinished(root) is not None or only_begun(root)
+    found = [name for name in formats.names() if _evidence(name, root).matches] or ["unfinished"] * begun
+    if found:
+        raise ExistsError(f"is a dataset ({found[0]}); choose another folder for the token cache", path=root)
 
 
 def _refuse_parts_of_a_plan(root: Location) -> None:

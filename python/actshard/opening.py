@@ -226,7 +226,7 @@ def _opened(
         name = format if format is not None else detect(together[0])
     else:
         root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
-        check_finished(root)
+        check_finished(root, format)
         if format is not None:
             name = format
         elif layout is not None and not _names_layers(layout):

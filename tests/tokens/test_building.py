@@ -305,7 +305,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(line: str, said: str, job
     assert caught.value.path == tmp_path / "1.jsonl"
     assert str(caught.value).encode()
     assert not (tmp_path / "c" / "shard_ledger.json").exists()
-    with pytest.warns(actshard.ActshardWarning, match="1 records were skipped"):
+    with pytest.warns(actshard.ActshardWarning, match="1 record was skipped"):
         cache = tokens.build_cache(sources, tmp_path / "c", tokenizer, on_error="skip", jobs=jobs)
     assert len(cache) == len(RECORDS) + 2
     assert cache.ledger.extra["actshard"]["skipped"] == {"00001_1_jsonl": 1}
@@ -321,7 +321,7 @@ def test_a_conversation_with_half_of_a_surrogate_pair_is_a_bad_record(encoding: 
     with pytest.raises(actshard.FormatError, match=r"line 2: .*lone surrogate \\udfff") as caught:
         tokens.build_cache(source, tmp_path / "c", str(GOLDEN / LLAMA), chat)
     assert caught.value.path == source
-    with pytest.warns(actshard.ActshardWarning, match="1 records were skipped"):
+    with pytest.warns(actshard.ActshardWarning, match="1 record was skipped"):
         assert len(tokens.build_cache(source, tmp_path / "c", str(GOLDEN / LLAMA), chat, on_error="skip")) == 1
 
 

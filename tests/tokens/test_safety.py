@@ -40,18 +40,6 @@ def records(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_folder_of_other_files_is_refused(records: Callable[..., Path], tmp_path: Path) -> None:
-    """A token cache in a dataset's folder would hide the dataset: the path opens as the cache."""
-    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4) as writer:
-        writer.append(np.zeros((2, 1, 3, 4), np.float32))
-    before = digests(tmp_path / "d")
-    for overwrite in (False, True):
-        with pytest.raises(actshard.ExistsError, match=r"contains other files \(arrays, meta\) and no token cache"):
-            tokens.build_cache(records("a.jsonl", [1, 2, 3]), tmp_path / "d", format=IDS, overwrite=overwrite)
-    assert digests(tmp_path / "d") == before
-    assert len(actshard.open(tmp_path / "d")) == 2
-
-
 def test_paths_of_one_tokenizer_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tab completion types a slash at the end."""
     lines = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])

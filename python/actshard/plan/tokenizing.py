@@ -40,6 +40,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
+from actshard.finding import refuse_dataset
 from actshard.inputs import Input, changed
 from actshard.location import Location
 from actshard.plan.book import work_folder
@@ -109,7 +110,7 @@ def tokenize(
     Raises:
         Errors of ``build_cache``, before anything is written.
         ArgumentError: a :class:`~actshard.tokens.RowSource`, which tasks in other processes cannot read.
-        ExistsError: the cache exists.
+        ExistsError: the cache exists, or the folder is a dataset of activations.
     """
     tasks = _arguments.whole(tasks, "tasks", 1)
     options = BuildOptions(
@@ -122,6 +123,7 @@ def tokenize(
         keep_shards=keep_shards,
     )
     root = _arguments.local_path(out, "out", WRITE_HERE)
+    refuse_dataset(root)
     at = None if work is None else _arguments.local_path(work, "work", WRITE_HERE)
     with boundary(root, "plan a token cache at"):
         found = [each for each in expand(sources) if isinstance(each, Source)]

@@ -99,9 +99,7 @@ def refuse_foreign(out: Path, wanted: Iterable[str], existing: Iterable[str]) ->
         wanted: relative paths of the new cache.
         existing: relative paths of the existing cache, which will be removed.
     """
-    old, wanted = set(existing), list(wanted)
-    if not old:
-        _refuse_others(out, {name.partition("/")[0] for name in wanted})
+    old = set(existing)
     for name in old:
         if PurePosixPath(name).name in _ARRAYS and (foreign := _foreign_in_array(out / name)) is not None:
             raise ExistsError(
@@ -118,22 +116,6 @@ def refuse_foreign(out: Path, wanted: Iterable[str], existing: Iterable[str]) ->
                 "is in the way of the new cache, and no ledger lists it; move it away, or choose another folder",
                 path=in_the_way[0],
             )
-
-
-def _refuse_others(out: Path, ours: set[str]) -> None:
-    """Raises ExistsError for a folder of other files: a cache in it would hide a dataset that they are."""
-    if not out.is_dir():
-        return
-    others = sorted(
-        entry.name
-        for entry in out.iterdir()
-        if not entry.name.startswith(".") and entry.name not in ours and not (entry / NAME).is_file()
-    )
-    if others:
-        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        raise ExistsError(
-            f"contains other files ({shown}) and no token cache; choose a new or an empty folder", path=out
-        )
 
 
 def _foreign_in_array(array: Path) -> Path | None:
