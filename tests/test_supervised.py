@@ -50,6 +50,7 @@ def seen(stream: Any) -> list[tuple[int, int]]:
     return sorted((int(i), int(t)) for i, t in rows[:, :2])
 
 
+@pytest.mark.filterwarnings("ignore:.*the stream has no rows")
 @pytest.mark.parametrize(
     ("keep", "context", "at_least"),
     [

@@ -200,17 +200,17 @@ def _check_begun(root: Location) -> None:
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
-    if any(map(only_begun, [root, *folders])):
-        raise UnfinishedError(
-            "contains a dataset without examples: its writer has not committed any yet, or was interrupted (create or convert with "
-            "resume begins again)",
-            path=root,
-        )
     refuse_planned(root, DUMPS_PLAN_FOLDER)
     if is_merging(root):
         raise UnfinishedError(
             "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
             "finish it.",
+            path=root,
+        )
+    if any(map(only_begun, [root, *folders])):
+        raise UnfinishedError(
+            "contains a dataset without examples: its writer has not committed any yet, or was interrupted (create or convert with "
+            "resume begins again)",
             path=root,
         )
 
