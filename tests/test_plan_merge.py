@@ -150,7 +150,7 @@ def test_processes_run_tasks_at_once_and_twice(tmp_path: Path) -> None:
 def test_changed_parts_and_damaged_copies_are_refused(tmp_path: Path) -> None:
     parts = parts_in(tmp_path, "saev")
     plan = actshard.plan.merge(tmp_path / "d", parts, tasks=2)
-    with refuses(actshard.UnfinishedError, plan.work, r"2 of 2 tasks are missing"):
+    with refuses(actshard.UnfinishedError, plan.work, r"expected 2 finished tasks, found 2 missing"):
         plan.commit()
     plan.run(0)
     plan.run(1)
