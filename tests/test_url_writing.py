@@ -187,7 +187,9 @@ def test_a_writer_to_a_url_is_resumed(server: Served, tmp_path: Path, format: st
         write(server, scratch, format, range(0), **own)
     (left,) = scratch.iterdir()
     assert f"is in {left}. " in str(caught.value)
-    with pytest.raises(actshard.ExistsError, match=r"There: contains 3 examples.*resume=True \(--resume\) to continue it$"):
+    with pytest.raises(
+        actshard.ExistsError, match=r"There: contains 3 examples.*resume=True \(--resume\) to continue it$"
+    ):
         write(server, scratch, format, range(0), exist_ok=True, **own)
     writer = write(server, scratch, format, range(0), resume=True, **own)
     assert writer.committed == 3
