@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import actshard
+import actshard.tokens
 from actshard.cli import app
 from actshard.cli._app import EXAMPLES, PANELS
 from conftest import GOLDEN

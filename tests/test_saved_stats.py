@@ -172,6 +172,8 @@ def test_a_folder_has_statistics_for_each_description_of_it(how: str, tmp_path: 
     for order in ("little", "big", "little"):
         store = opened(order)
         layer = store.layers[0]
+        if how == "file" and order == "big":  # changed after it was opened: the values are those of the old description
+            (tmp_path / "layout.toml").write_text("version = 1")
         assert same(store.stats(layer, save=True), store.stats(layer)), order
         assert same(store.stats(layer, save=True), store.stats(layer)), order
 

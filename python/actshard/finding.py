@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actshard import formats
+from actshard._arguments import is_one_of
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -101,7 +102,7 @@ def check_finished(root: Location, format: str | None = None) -> None:
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
         )
-    if is_cache_itself(root) and (format not in formats.names() or not _evidence(format, root).matches):
+    if is_cache_itself(root) and not _is_a(root, format):
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)
     if count is not None:
@@ -117,6 +118,10 @@ def check_finished(root: Location, format: str | None = None) -> None:
     if journal is not None:
         raise _unfinished(root, journal)
     refuse_planned(root)
+
+
+def _is_a(root: Location, format: str | None) -> bool:
+    return format is not None and is_one_of(format, formats.names()) and _evidence(format, root).matches
 
 
 def refuse_dataset(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actshard._arguments import is_layout_text
 from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
 
 if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
     from actshard.stream.readable import Readable
 
 LOOKED_AT = 4096
@@ -156,9 +155,9 @@ def fingerprint(store: Readable) -> str:
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     if store.contents.parts:  # a filtered part has the same files as the whole dataset
         digest.update(store.identity.encode())
-    layout = (store.contents.whole or store.contents).layout
-    if layout is not None:
-        digest.update(_description_of(layout))
+    whole = store.contents.whole or store.contents
+    if whole.layout is not None:
+        digest.update(_description_of(whole))
     files = _files(store)
     if files is None:
         return _fingerprint_of_rows(store)
@@ -171,13 +170,15 @@ def fingerprint(store: Readable) -> str:
     return digest.hexdigest()[:32]
 
 
-def _description_of(layout: Any) -> bytes:
-    """The text of a ``layout=`` argument: a dict, TOML text, or the path of a file."""
-    if isinstance(layout, Mapping):
-        return json.dumps(layout, sort_keys=True, default=str).encode("utf-8", "surrogateescape")
-    if is_layout_text(layout):
-        return str(layout).encode("utf-8", "surrogateescape")
-    return Location.of(os.fspath(layout), "layout").read(limit=1 << 20)
+def _description_of(contents: Contents) -> bytes:
+    """The ``layout=`` argument when the dataset was opened. Its file may have changed since: its text is in the metadata."""
+    layout = contents.layout
+    text = (
+        json.dumps(layout, sort_keys=True, default=str)
+        if isinstance(layout, Mapping)
+        else contents.metadata.get("layout")
+    )
+    return str(layout if text is None else text).encode("utf-8", "surrogateescape")
 
 
 def _fingerprint_of_rows(store: Readable) -> str:

@@ -10,7 +10,7 @@ Next to a dataset ``/data/run``, or in any other folder:
 
 The second part of a name is a digest of the layer and of the selected rows: tokens, ignored labels, the examples of a filter. The
 JSON has the SHA-256 of the arrays' file, is written last, and both are renamed into place, so that unfinished or mixed files
-are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times.
+are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times, and ``layout=``.
 
 If the dataset's parent folder is not writable, or the dataset is a URL, the files are in the user's cache folder:
 ``$ACTSHARD_CACHE-stats/``, or ``~/.cache/actshard-stats/``, in a folder named by the SHA-256 of the dataset's location.

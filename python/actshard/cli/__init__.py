@@ -395,7 +395,6 @@ def tokenize_command(
 ) -> None:
     """Build a token cache that Levanter can open. Resumable: finished files are kept."""
     from actshard.cli import tokenize as verb
-    from actshard.finding import refuse_dataset
 
     own = {
         "layout": layout,
@@ -422,7 +421,6 @@ def tokenize_command(
         raise actshard.ArgumentError(f"{'--dry-run' if dry_run else '--component'}: expected --config FILE with it")
     if not sources or out is None:
         raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
-    refuse_dataset(out)
     named = verb.format_named(form, option or [], chat_template)
     done = verb.run(sources, out, tokenizer, named, quiet=quiet or json, **own)
     output(json, lambda: done, lambda: verb.show(done))

@@ -15,6 +15,7 @@ from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
+from actshard.finding import refuse_dataset
 from actshard.location import Location
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
@@ -36,6 +37,7 @@ def run(
     sources: list[str], out: Path, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """Builds one cache."""
+    refuse_dataset(out)
     with progress(out.name, quiet=quiet) as watch:
         build = Build(sources, out, tokenizer or None, form, BuildOptions(**options), watch.build)
         began = time.monotonic()
@@ -54,6 +56,7 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     config = LmDataConfig.from_yaml(file)
     made = []
     for plan in config.plans(components or None):
+        refuse_dataset(plan.path)
         with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
             made.append(_summary(config.build_plan(plan, watch.build, **options)))
     return made

@@ -86,7 +86,7 @@ def select_rows(
         left_out[name], before = (before - after) * each, after
     if not before:
         each_of = [f"{name} {n:,}" for name, n in left_out.items() if n]
-        _warn_of_nothing(store, tokens, f"left out: {', '.join(each_of)}" if each_of else "keep leaves out all")
+        _warn_of_nothing(store, tokens, f"left out: {', '.join(each_of)}" if each_of else "none are chosen")
     LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
     return selection, left_out
 
