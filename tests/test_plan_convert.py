@@ -473,7 +473,7 @@ def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(predicting, "SAMPLE_FILES", 1)
     plan = actshard.plan.convert(tmp_path / "s", tmp_path / "d", "zarr", tasks=3, dtype="float16")
     with pytest.raises(
-        actshard.TasksFailedError, match=r"1 of 3 tasks failed: task 2: .*values of examples 4 to 5"
+        actshard.TasksFailedError, match=r"1 of 3 tasks failed: task 2: .*value of examples 4 to 5"
     ) as caught:
         actshard.run(plan, keep_going=True)
     assert list(caught.value.errors) == [2]
