@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import formats
 from conftest import GOLDEN, refuses, saev_dump
 
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
@@ -67,6 +68,13 @@ def test_only_formats_that_are_near_are_explained(tmp_path: Path) -> None:
     found = why(filled(tmp_path, "config.json"))
     assert re.search("hallulens: looked for .*, found another config.json", found)
     assert not re.search("saev|lmprobe|zarr|specforge|layout", found)
+
+
+def test_no_format_is_near_files_that_no_format_has(tmp_path: Path) -> None:
+    filled(tmp_path, "some/notes.txt", "some/config.yaml")
+    for path in (tmp_path / "some", tmp_path / "some/notes.txt", tmp_path):
+        near = [name for name in formats.names() if formats.detect(name, path).near]
+        assert near == [], path
 
 
 @pytest.mark.parametrize(

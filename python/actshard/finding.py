@@ -275,9 +275,7 @@ def _explained(root: Location, evidence: dict[str, Evidence]) -> str:
     if entries == []:
         return "an empty folder"
     damaged = [] if entries is None else remaining({entry.name for entry in entries})
-    reasons = _reasons(
-        {name: e for name, e in evidence.items() if name not in damaged and not e.found.startswith(_ABSENT)}
-    )
+    reasons = _reasons({name: e for name, e in evidence.items() if e.near and name not in damaged})
     reasons += [f"perhaps a damaged {name} dataset: {_looked(evidence[name])}" for name in damaged]
     found = "a folder that no format recognises"
     if kind != "folder":
@@ -291,8 +289,6 @@ def _explained(root: Location, evidence: dict[str, Evidence]) -> str:
 
 
 _DESCRIBE = "Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"
-_ABSENT = ("no ", "neither", "a file")
-"""Beginnings of evidence that is the same for any other file or folder."""
 
 
 def _reasons(evidence: Mapping[str, Evidence]) -> list[str]:
@@ -356,9 +352,9 @@ def _evidence(name: str, root: Location) -> Evidence:
     except FileAccessError as error:
         if root.is_remote:
             raise  # a server that does not answer, or refuses: each other format would wait for it again
-        return Evidence(False, _any_of(name), str(error))
+        return Evidence(False, _any_of(name), str(error), near=True)
     except (ActshardError, OSError) as error:
-        return Evidence(False, _any_of(name), str(error))
+        return Evidence(False, _any_of(name), str(error), near=True)
 
 
 def _kind(folder: Location) -> str | None:

@@ -46,13 +46,19 @@ class Options:
 class Evidence:
     """Whether a path looks like a dataset of a format, and why.
 
-    If no format recognizes the path, the error contains the evidence of each format that found some of its files: of each whose
-    ``found`` does not begin with "no ".
+    If no format recognizes the path, the error contains the evidence of the formats that are near.
+
+    Attributes:
+        matches: whether the path is a dataset of the format.
+        looked_for: what the format recognizes its datasets by.
+        found: what is there instead, or that it is there.
+        near: for a path that does not match: whether some of the format's files are there.
     """
 
     matches: bool
     looked_for: str
     found: str
+    near: bool = False
 
 
 @dataclass(frozen=True)

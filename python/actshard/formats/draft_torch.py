@@ -122,11 +122,11 @@ class DraftFolder:
                 fault = fault or f"{path.name}: {error.detail}"
                 continue
             if kind is None:
-                return Evidence(False, self.looked_for, f"other keys in {path.name}")
+                return Evidence(False, self.looked_for, f"other keys in {path.name}", near=True)
             return Evidence(True, self.looked_for, f"{kind.kind} examples")
         if tree is not None and tree.sure:
             return Evidence(True, self.looked_for, f"files that cannot be read: {fault}")
-        return Evidence(False, self.looked_for, fault)
+        return Evidence(False, self.looked_for, fault, near=True)
 
     def dataset(self, root: Location, options: Options) -> DraftDataset:
         """Reads the pickles of all files, but no tensors.

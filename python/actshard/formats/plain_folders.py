@@ -35,7 +35,9 @@ def plain_evidence(path: Location, format: str) -> Evidence:
     if path.kind() != "folder" or (path / NAME).kind() != "file":
         return Evidence(False, looked_for, f"no {NAME}")
     found = marked(path / NAME)
-    return Evidence(found == format, looked_for, f"the mark {found!r}" if found else f"a {NAME} without a mark")
+    return Evidence(
+        found == format, looked_for, f"the mark {found!r}" if found else f"a {NAME} without a mark", near=True
+    )
 
 
 def plain_contents(path: Location, options: Options, format: str) -> Contents:

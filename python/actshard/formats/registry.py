@@ -155,9 +155,11 @@ def detect(name: str, path: Path) -> Evidence:
     except Exception as error:
         if _is_own(format):
             raise
-        return Evidence(False, f"a {name} dataset", f"its plugin failed ({type(error).__name__}: {error})")
+        return Evidence(False, f"a {name} dataset", f"its plugin failed ({type(error).__name__}: {error})", near=True)
     if not isinstance(found, Evidence):
-        return Evidence(False, f"a {name} dataset", f"its plugin returned {type(found).__name__}, not Evidence")
+        return Evidence(
+            False, f"a {name} dataset", f"its plugin returned {type(found).__name__}, not Evidence", near=True
+        )
     return found
 
 

@@ -43,7 +43,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, f"no {MANIFEST}")
     kind = kind_of(read_json(manifest))
     if kind is None:
-        return Evidence(False, _LOOKED_FOR, f"another {MANIFEST}")
+        return Evidence(False, _LOOKED_FOR, f"another {MANIFEST}", near=True)
     return Evidence(True, _LOOKED_FOR, f"the {MANIFEST} of {kind}")
 
 

@@ -38,7 +38,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, f"no {MANIFEST}")
     value = read_json(manifest)
     if not isinstance(value, dict) or not {"target_layer_ids", "index_record_size"} <= value.keys():
-        return Evidence(False, _LOOKED_FOR, f"another {MANIFEST}")
+        return Evidence(False, _LOOKED_FOR, f"another {MANIFEST}", near=True)
     return Evidence(True, _LOOKED_FOR, f"the {MANIFEST} of a target cache")
 
 

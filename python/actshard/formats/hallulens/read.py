@@ -57,7 +57,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "no config.json")
     value = read_json(config)
     if not isinstance(value, dict) or value.get("storage_format") != STORAGE:
-        return Evidence(False, _LOOKED_FOR, "another config.json")
+        return Evidence(False, _LOOKED_FOR, "another config.json", near=True)
     return Evidence(True, _LOOKED_FOR, "a config.json of a capture")
 
 

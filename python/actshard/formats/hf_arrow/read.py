@@ -54,11 +54,11 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, LOOKED_FOR, "no state.json")
     value = read_json(state)
     if not isinstance(value, dict) or "_data_files" not in value:
-        return Evidence(False, LOOKED_FOR, "another state.json")
+        return Evidence(False, LOOKED_FOR, "another state.json", near=True)
     info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
     features = info.get("features") if isinstance(info, dict) else None
     if isinstance(features, dict) and features and not any(_is_vectors(feature) for feature in features.values()):
-        return Evidence(False, LOOKED_FOR, "a dataset without columns of vectors")
+        return Evidence(False, LOOKED_FOR, "a dataset without columns of vectors", near=True)
     return Evidence(True, LOOKED_FOR, "a state.json with _data_files")
 
 

@@ -21,7 +21,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(True, _LOOKED_FOR, f"{known.manifest.name} of {known.program}")
     if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"{", b"<"):
         # some web servers return JSON or an HTML page for every name
-        return Evidence(False, _LOOKED_FOR, f"a {NAME} that is not TOML")
+        return Evidence(False, _LOOKED_FOR, f"a {NAME} that is not TOML", near=True)
     if (format := marked(path / NAME)) is not None:
-        return Evidence(False, _LOOKED_FOR, f"a {NAME} of the format {format}")
+        return Evidence(False, _LOOKED_FOR, f"a {NAME} of the format {format}", near=True)
     return Evidence(True, _LOOKED_FOR, f"a {NAME}")

@@ -51,7 +51,9 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, looked_for, "a file")
     _, parts = find_parts(path)
     if not parts:
-        return Evidence(False, looked_for, "no index/*.parquet" if path.lists else f"that {UNLISTED}")
+        return Evidence(
+            False, looked_for, "no index/*.parquet" if path.lists else f"that {UNLISTED}", near=not path.lists
+        )
     import pyarrow.parquet as pq
 
     try:
@@ -61,9 +63,8 @@ def detect(path: Location) -> Evidence:
         return Evidence(True, looked_for, f"{parts[0].name}, which is not readable as parquet")
     if not any(key.startswith(PREFIX) for key in keys):
         older = (path / "lmprobe_info.json").exists()
-        return Evidence(
-            older, looked_for, f"{parts[0].name} without lmprobe keys" + (" next to lmprobe_info.json" if older else "")
-        )
+        found = f"{parts[0].name} without lmprobe keys" + (" next to lmprobe_info.json" if older else "")
+        return Evidence(older, looked_for, found, near=True)
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 

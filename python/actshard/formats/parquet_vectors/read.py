@@ -53,12 +53,12 @@ def detect(path: Location) -> Evidence:
     try:
         columns = ParquetFile(first).vectors()
     except ActshardError as error:
-        return Evidence(False, LOOKED_FOR, f"{first.name}, whose schema cannot be read ({error.detail})")
+        return Evidence(False, LOOKED_FOR, f"{first.name}, whose schema cannot be read ({error.detail})", near=True)
     likely = [column for column in columns if column.likely]
     if likely:
         return Evidence(True, LOOKED_FOR, f"column {likely[0].name} in {first.name}")
     if not columns:
-        return Evidence(False, LOOKED_FOR, f"{first.name} without such a column")
+        return Evidence(False, LOOKED_FOR, f"{first.name} without such a column", near=True)
     if sidecar(first).exists() or (path.kind() == "folder" and (path / _RUNNER).exists()):
         return Evidence(
             True, LOOKED_FOR, f"column {columns[0].name} in {first.name}, with a description of activations"
@@ -66,7 +66,7 @@ def detect(path: Location) -> Evidence:
     text = (
         f"{first.name} with lists of floats in {columns[0].name}, which may be scores or weights (format= reads them)"
     )
-    return Evidence(False, LOOKED_FOR, text)
+    return Evidence(False, LOOKED_FOR, text, near=True)
 
 
 class ParquetDataset:

@@ -55,7 +55,7 @@ def detect(path: Location) -> Evidence:
     if (path / "metadata.json").exists():
         if _is_one(path):
             return Evidence(True, LOOKED_FOR, "a metadata.json of pickle shards")
-        return Evidence(False, LOOKED_FOR, "another metadata.json")
+        return Evidence(False, LOOKED_FOR, "another metadata.json", near=True)
     machines = machines_in(path)
     if len(machines) < 2:
         return Evidence(False, LOOKED_FOR, "no metadata.json")
@@ -66,7 +66,7 @@ def detect(path: Location) -> Evidence:
                 f"{len(machines)} folders of pickle shards of different extractions ({_difference(configs[0], config)} differs "
                 f"between {show(machines[0].name)} and {show(machine.name)})"
             )
-            return Evidence(False, LOOKED_FOR, found)
+            return Evidence(False, LOOKED_FOR, found, near=True)
     return Evidence(True, LOOKED_FOR, f"{len(machines)} folders of pickle shards of one extraction")
 
 

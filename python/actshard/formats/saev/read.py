@@ -72,11 +72,11 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, looked_for, "no metadata.json")
     value = read_json(metadata)
     if not isinstance(value, dict):
-        return Evidence(False, looked_for, "a metadata.json that is not an object")
+        return Evidence(False, looked_for, "a metadata.json that is not an object", near=True)
     asked = {"layers": ("layers", "n_layers"), "d_model": D_MODEL, "content_tokens_per_example": CONTENT_TOKENS}
     missing = [name for name, names in asked.items() if not any(n in value for n in names)]
     if missing:
-        return Evidence(False, looked_for, f"a metadata.json without {' and '.join(missing)}")
+        return Evidence(False, looked_for, f"a metadata.json without {' and '.join(missing)}", near=True)
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
 
 

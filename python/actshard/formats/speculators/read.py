@@ -38,11 +38,11 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
     if (path / "state.json").kind() == "file":
         if (path / FOLDER).kind() != "folder":
-            return Evidence(False, _LOOKED_FOR, f"a state.json, but no folder {FOLDER}")
+            return Evidence(False, _LOOKED_FOR, f"a state.json, but no folder {FOLDER}", near=True)
         info = read_json(path / INFO) if (path / INFO).kind() == "file" else None
         features = info.get("features") if isinstance(info, dict) else None
         if not isinstance(features, dict) or "input_ids" not in features:
-            return Evidence(False, _LOOKED_FOR, "a state.json, but no input_ids in dataset_info.json")
+            return Evidence(False, _LOOKED_FOR, "a state.json, but no input_ids in dataset_info.json", near=True)
         return Evidence(True, _LOOKED_FOR, "rows of speculators")
     if _first_request(path):
         return Evidence(True, _LOOKED_FOR, "vLLM's request files")

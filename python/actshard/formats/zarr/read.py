@@ -72,15 +72,15 @@ def detect(path: Location) -> Evidence:
         found = next((node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node, newer)), None)
         if found is not None:
             return Evidence(True, looked_for, f"a Zarr group with {found}")
-        return Evidence(False, looked_for, "a Zarr group without these arrays")
+        return Evidence(False, looked_for, "a Zarr group without these arrays", near=True)
     if _is_array(path):
-        return Evidence(False, looked_for, "a single Zarr array; open the store that contains it")
+        return Evidence(False, looked_for, "a single Zarr array; open the store that contains it", near=True)
     if (path / "manifest.json").kind() == "file":
         value = read_json(path / "manifest.json")
         shards = value.get("shards") if isinstance(value, dict) else None
         if isinstance(shards, list) and all(isinstance(s, dict) and "path" in s for s in shards):
             return Evidence(True, looked_for, "a manifest.json with shards")
-        return Evidence(False, looked_for, "a manifest.json without a list of shards with paths")
+        return Evidence(False, looked_for, "a manifest.json without a list of shards with paths", near=True)
     stores = stores_in(path / "shards")
     if stores:
         return Evidence(True, looked_for, f"{len(stores)} Zarr groups in shards/")
