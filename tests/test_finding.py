@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import formats
+from actshard import finding, formats
+from actshard.location import Location
 from conftest import GOLDEN, refuses, saev_dump
 
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
@@ -34,8 +35,8 @@ def filled(folder: Path, *names: str) -> Path:
 
 def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
     assert why(tmp_path) == "expected a dataset, found an empty folder"
-    (finding,) = actshard.verify(tmp_path).findings
-    assert str(finding).endswith("found an empty folder; check the path, or name the format (format=, --format)")
+    (found,) = actshard.verify(tmp_path).findings
+    assert str(found).endswith("found an empty folder; check the path, or name the format (format=, --format)")
 
 
 def test_a_file_is_called_a_file_and_no_format_is_listed(tmp_path: Path) -> None:
@@ -127,9 +128,9 @@ def test_an_unfinished_dataset_has_the_remedy_of_its_cause_once(
     tmp_path: Path, make: Callable[[Path], None], remedy: str, others: str
 ) -> None:
     make(tmp_path / "d")
-    (finding,) = actshard.verify(tmp_path / "d").findings
-    assert finding.code == "unfinished"
-    said = str(finding).replace(str(tmp_path), "")
+    (found,) = actshard.verify(tmp_path / "d").findings
+    assert found.code == "unfinished"
+    said = str(found).replace(str(tmp_path), "")
     assert said.count(remedy) == 1
     assert not re.search(others, said)
 
@@ -144,5 +145,20 @@ def test_parts_that_a_plan_writes_are_the_plans(tmp_path: Path, format: str) -> 
             verb(tmp_path / "d")
     with refuses(actshard.UnfinishedError, tmp_path / "d", said):
         actshard.open(tmp_path / "d/.parts")
-    (finding,) = actshard.verify(tmp_path / "d").findings
-    assert re.search(said, finding.found)
+    (found,) = actshard.verify(tmp_path / "d").findings
+    assert re.search(said, found.found)
+
+
+def test_folders_that_refuse_to_be_read_do_not_end_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(LMPROBE, tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    evidence = finding._evidence
+
+    def refuse(name: str, folder: Location) -> formats.Evidence:
+        if folder.name == "a":
+            raise actshard.FileAccessError("cannot access: Permission denied", path=folder)
+        return evidence(name, folder)
+
+    monkeypatch.setattr(finding, "_evidence", refuse)
+    with actshard.open(tmp_path) as store:
+        assert store.format == "lmprobe"

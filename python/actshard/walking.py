@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from actshard.errors import ActshardError, ArgumentError, MissingFileError, UnfinishedError
+from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
 from actshard.location import Location
 from actshard.work import is_building, refuse_planned
 
@@ -34,7 +34,7 @@ def is_cache_itself(root: Location) -> bool:
 def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> Iterator[tuple[Location, str]]:
     """Yields the datasets below a folder with their kinds, breadth-first and sorted by name.
 
-    Does not descend into datasets. Skips hidden folders and folders that cannot be listed. Visits at most 2,000 folders.
+    Does not descend into datasets. Skips hidden folders and folders of this machine that cannot be read. Visits at most 2,000 folders.
 
     Args:
         root: the folder.
@@ -57,7 +57,12 @@ def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _D
                 if looked > _LOOK_AT_MOST:
                     return
                 child = folder / entry.name
-                found = kind(child)
+                try:
+                    found = kind(child)
+                except FileAccessError:
+                    if child.is_remote:
+                        raise  # a server that does not answer, or refuses: each other folder would wait for it again
+                    continue
                 if found is not None:
                     yield child, found
                 else:
