@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -452,6 +453,8 @@ def test_commands_that_read_rows_take_a_layout(undescribed: Path, tmp_path: Path
     assert json.loads(streamed.stdout)["format"] == "layout_toml"
     preview = command("convert", undescribed, "--to", "zarr", "--dry-run", "--json", "--layout", layout)
     assert json.loads(preview.stdout)[0]["refused"] is None
+    planned = ("plan", "convert", undescribed, tmp_path / "p", "--to", "npy", "--layout", layout)
+    assert json.loads(command(*planned, "-o", tmp_path / "p.json", "--no-measure", "--json").stdout)["tasks"] >= 1
     words = ("convert", undescribed, tmp_path / "z", "--to", "zarr", "--layout", layout)
     assert json.loads(command(*words, "--verify", "--json").stdout)["verified"] is True
     assert command(*words, "--resume", "--exist-ok").returncode == 0
@@ -459,6 +462,36 @@ def test_commands_that_read_rows_take_a_layout(undescribed: Path, tmp_path: Path
         assert found.layers == want.layers
         for layer in want.layers:
             assert rows_of(found, layer).tobytes() == rows_of(want, layer).tobytes()
+
+
+@pytest.mark.parametrize("given", ["file", "dict"])
+def test_a_description_is_read_once(undescribed: Path, given: str) -> None:
+    """A store, its copies in other processes, and a plan keep the description that was passed."""
+    file = undescribed.parent / "other.toml"
+    layout: Any = file if given == "file" else tomllib.loads(file.read_text())
+    stored = CONTAINERS / "npy_layer_files_big_endian_f32"
+    with actshard.open(stored) as store:
+        want = {layer: rows_of(store, layer).tobytes() for layer in store.layers}
+    store = actshard.open(undescribed, layout=layout)
+    plans = {
+        "convert": actshard.plan.convert(undescribed, undescribed.parent / "npy", "npy", tasks=3, layout=layout),
+        "verify": actshard.plan.verify(undescribed, tasks=3, layout=layout),
+        "stats": actshard.plan.stats(undescribed, tasks=3, layout=layout),
+    }
+    sent = pickle.dumps(store)
+    if given == "file":
+        file.write_text("version = 1")
+    else:
+        layout["activations"]["files"] = "none.npy"
+    for copy in (store, pickle.loads(sent)):
+        assert {layer: rows_of(copy, layer).tobytes() for layer in copy.layers} == want
+    for name, plan in plans.items():
+        plan.save(undescribed.parent / f"{name}.json")
+        actshard.run(actshard.plan.load(undescribed.parent / f"{name}.json"))
+    assert plans["verify"].commit().findings == []
+    assert plans["stats"].commit()[4].mean.tobytes() == store.stats(4).mean.tobytes()
+    with actshard.open(undescribed.parent / "npy") as made:
+        assert {layer: rows_of(made, layer).tobytes() for layer in made.layers} == want
 
 
 def test_layout_of_another_format_is_refused() -> None:

@@ -126,16 +126,14 @@ def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_pa
 
 OWN = {"tasks", "out", "replace", "no_measure", "json", "work", "cache"}
 ELSEWHERE = {
-    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch", "layout"},
+    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
     "verify": {"deep", "storage_option"},
     "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
     "merge": {"path"},
     "stage": {"no_check", "storage_option"},
 }
-"""Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks.
-
-A plan of a conversion opens its source by its path alone."""
+"""Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks."""
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

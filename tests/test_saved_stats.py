@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import actshard
 from actshard import saved
 from actshard.stats import Stats
-from conftest import GOLDEN
+from conftest import GOLDEN, saev_dump
 from served import served
 
 
@@ -176,6 +176,19 @@ def test_a_folder_has_statistics_for_each_description_of_it(how: str, tmp_path: 
             (tmp_path / "layout.toml").write_text("version = 1")
         assert same(store.stats(layer, save=True), store.stats(layer)), order
         assert same(store.stats(layer, save=True), store.stats(layer)), order
+
+
+def test_a_folder_has_statistics_for_each_naming_of_its_layers(tmp_path: Path) -> None:
+    path = shutil.copytree(GOLDEN / "draft/specforge_eagle3", tmp_path / "d")
+    namings: list[dict[str, Any] | None] = [None, {"layers": [2, 1, 0]}, {"layers": [0, 1, 2]}, None]
+    for naming in namings:
+        store = actshard.open(path, layout=naming)
+        for layer in (0, 2):
+            assert same(store.stats(layer, save=True), store.stats(layer)), (naming, layer)
+        assert actshard.verify(path, layout=naming, deep=True).ok
+        assert actshard.verify(store, deep=True).ok
+    with pytest.raises(actshard.ArgumentError, match="layout: saev datasets describe themselves"):
+        actshard.verify(saev_dump(GOLDEN / "saev/v21_cls_labels_multishard"), layout={"layers": [0]})
 
 
 def test_another_folder_and_joined_stores(data: Path, tmp_path: Path) -> None:

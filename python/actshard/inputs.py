@@ -171,14 +171,9 @@ def fingerprint(store: Readable) -> str:
 
 
 def _description_of(contents: Contents) -> bytes:
-    """The ``layout=`` argument when the dataset was opened. Its file may have changed since: its text is in the metadata."""
     layout = contents.layout
-    text = (
-        json.dumps(layout, sort_keys=True, default=str)
-        if isinstance(layout, Mapping)
-        else contents.metadata.get("layout")
-    )
-    return str(layout if text is None else text).encode("utf-8", "surrogateescape")
+    text = json.dumps(layout, sort_keys=True, default=str) if isinstance(layout, Mapping) else str(layout)
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _fingerprint_of_rows(store: Readable) -> str:

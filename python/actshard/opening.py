@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import DTypeLike
@@ -229,13 +230,17 @@ def _opened(
         check_finished(root, format)
         if format is not None:
             name = format
-        elif layout is not None and not _names_layers(layout):
+        elif layout is not None and not formats.names_layers(layout):
             name = formats.described()
         else:
             root, name = find(root)
     if not _arguments.is_one_of(name, formats.names()):
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)
+    chosen = formats.get(name)
+    if layout is not None and not chosen.takes(layout):
+        raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
+    layout = None if layout is None else chosen.read_layout(layout)
     options = Options(
         mode,
         _arguments.size(decoded_memory, "decoded_memory"),
@@ -243,9 +248,6 @@ def _opened(
         layout,
         keep=cache is not False,
     )
-    chosen = formats.get(name)
-    if layout is not None and not (chosen.names_layers if _names_layers(layout) else chosen.takes_layout):
-        raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
     before = _refused(root)
     try:
         if together is None:
@@ -257,7 +259,7 @@ def _opened(
             error.path = root.place
         raise
     store = Store(
-        contents,
+        replace(contents, layout=layout),
         io=mode,
         reopen=(
             open_quietly,
@@ -290,11 +292,6 @@ def _is_one_dataset(folders: Sequence[Location], format: str | None) -> bool:
     except UnknownFormatError:
         return False
     return len(names) == 1 and all(formats.get(name).opens_several for name in names if name in formats.names())
-
-
-def _names_layers(layout: Any) -> bool:
-    """Whether a layout only names layers, for formats whose files do not record them."""
-    return isinstance(layout, dict) and set(layout) == {"layers"}
 
 
 def _refused(root: Location) -> set[str]:

@@ -34,7 +34,7 @@ def is_cache_itself(root: Location) -> bool:
 def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> Iterator[tuple[Location, str]]:
     """Yields the datasets below a folder with their kinds, breadth-first and sorted by name.
 
-    Does not descend into datasets. Skips hidden folders and folders of this machine that cannot be read. Visits at most 2,000 folders.
+    Does not descend into datasets. Skips hidden folders, and local folders that cannot be read. Visits at most 2,000 folders.
 
     Args:
         root: the folder.

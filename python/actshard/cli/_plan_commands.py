@@ -91,6 +91,7 @@ def plan_convert_command(
     shard_bytes: ShardBytes = "",
     option: FormatOptionsOfPlan = None,
     format: FormatOption = None,
+    layout: LayoutOption = None,
     replace: ReplacePlan = False,
     no_measure: NoMeasure = False,
     json: JsonOption = False,
@@ -115,6 +116,7 @@ def plan_convert_command(
         tokens_per_example=tokens_per_example or None,
         shard_bytes=shard_bytes or None,
         src_format=format,
+        layout=layout,
         **verb.options_named(option or []),
     )
     _made(made, out, replace, no_measure, json)

@@ -127,14 +127,19 @@ class Asked:
 
 
 def source(
-    src: Any, format: str | None, io: str, storage_options: Mapping[str, Any] | None = None, cache: Any = None
+    src: Any,
+    format: str | None,
+    io: str,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: Any = None,
+    layout: Any = None,
 ) -> Store:
     """Opens the dataset to convert, unless it is already a store."""
     if isinstance(src, Store):
         if storage_options:
             raise ArgumentError("storage_options: expected a URL to use them for, found an open store")
         return src
-    return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache)
+    return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache, layout=layout)
 
 
 def ask(

@@ -42,6 +42,23 @@ class Options:
         return cls(network_io(path))
 
 
+class LayoutText(str):
+    """The text of a ``layout=`` file. Opening reads the file once: workers and plans use this text, also if the file has changed.
+
+    Attributes:
+        path: the file, for messages.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, text: str, path: Path) -> LayoutText:
+        """The text of a file."""
+        made = cls(text)
+        made.path = path
+        return made
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Whether a path looks like a dataset of a format, and why.
@@ -148,7 +165,7 @@ class Contents:
     whole: Contents | None = None
     """The whole dataset, if these contents are a selection of its examples."""
     layout: Any = None
-    """The ``layout=`` argument, for formats that use one."""
+    """The ``layout=`` argument. It decides which values the files contain. Set when the dataset is opened."""
     chosen: Chosen | None = None
     """The selected examples, as numbers in ``whole``."""
     parts: tuple[Any, ...] = ()

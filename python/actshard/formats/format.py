@@ -7,6 +7,7 @@ pyarrow.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, int, int], object]
 """Progress callback, called at intervals with (unit, done, total)."""
-Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess", "save"]
+Room = Literal[
+    "detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess", "save", "read_layout"
+]
 """Methods of :class:`Format` that ``rooms`` can implement."""
+
+
+def names_layers(layout: Any) -> bool:
+    """Whether a ``layout=`` argument only names layers, for formats whose files do not record them."""
+    return isinstance(layout, Mapping) and set(layout) == {"layers"}
 
 
 class Format:
@@ -108,6 +116,16 @@ class Format:
     """Endings of the files that such a description can describe, in lower case."""
     names_layers: ClassVar[bool] = False
     """Whether :meth:`open` uses names of layers, ``Options.layout`` of ``{"layers": [...]}``, because files do not record them."""
+
+    def takes(self, layout: Any) -> bool:
+        """Whether :meth:`open` uses a ``layout=`` argument: names of layers, or a description of files."""
+        return self.names_layers if names_layers(layout) else self.takes_layout
+
+    def read_layout(self, layout: Any) -> Any:
+        """Returns a ``layout=`` argument that does not change when its file or object does. Called once, before :meth:`open`."""
+        read = self._in_room("read_layout")
+        return copy.deepcopy(layout) if read is None else read(layout)
+
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 

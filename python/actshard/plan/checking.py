@@ -41,14 +41,19 @@ def is_place(text: Any) -> bool:
     return _is_absolute(text) or (isinstance(text, str) and text.isprintable() and "://" in text)
 
 
+def check_layout(fields: Fields) -> None:
+    """Checks the argument ``layout``."""
+    if not isinstance(fields.value.get("layout"), str | dict | None):
+        raise fields.error("layout", "a description of files, or null")
+
+
 def read_only(fields: Fields) -> None:
     """Checks the arguments of plans that only read: path, format, layout."""
     if not is_place(fields.value.get("path")):
         raise fields.error("path", "an absolute path, or a URL")
     if fields.value.get("format") is not None:
         fields.text("format")
-    if not isinstance(fields.value.get("layout"), str | dict | None):
-        raise fields.error("layout", "a description of files, its path, or null")
+    check_layout(fields)
 
 
 def divided(plan: Planned, name: str, path: Path) -> int:

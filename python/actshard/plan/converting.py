@@ -62,6 +62,7 @@ from actshard.plan.converting_checks import check_config, check_result, packed, 
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
+from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
@@ -90,6 +91,7 @@ def convert(
     shard_bytes: int | str | None = None,
     metadata: Mapping[str, Any] | None = None,
     src_format: str | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     overflow: _arguments.Overflow = "refuse",
     **options: Unpack[FormatOptions],
 ) -> Plan:
@@ -114,6 +116,7 @@ def convert(
         shard_bytes: approximate size of a shard; smaller shards allow more tasks.
         metadata: added to the source's metadata.
         src_format: format of the source.
+        layout: as for :func:`actshard.open`, for the source. The plan keeps the text of a file.
         overflow: what to do with values too large for ``dtype``.
         options: options of the target format.
 
@@ -130,7 +133,8 @@ def convert(
         )
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "plan a conversion to"):
-        store = source(src, src_format, "pread")
+        about = described(layout)
+        store = source(src, src_format, "pread", layout=about)
         selected = ask(
             store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate
         )
@@ -144,7 +148,7 @@ def convert(
             "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
-        plan = _planned(_places(src), src_format, asked, target, sizes, overflow, tasks, root)
+        plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (there := complete_at(target)) is not None:
             raise ExistsError(
                 "already contains this dataset, finished. Remove it, or choose another folder.", path=there
@@ -161,8 +165,7 @@ def _places(src: Any) -> list[str] | str:
 
 
 def _planned(
-    src: Any,
-    src_format: str | None,
+    place: tuple[Any, str | None, Any],
     asked: Asked,
     target: Target,
     sizes: dict[str, Any],
@@ -183,8 +186,9 @@ def _planned(
         else [list(p) for p in zip(asked.layers, asked.names, strict=True)]
     )
     arguments: dict[str, Any] = {
-        "src": src,
-        "src_format": src_format,
+        "src": place[0],
+        "src_format": place[1],
+        "layout": place[2],
         "dst": str(root),
         "format": asked.format,
         "layers": pairs,
@@ -218,7 +222,7 @@ def _planned(
 
     size = predict(asked, target, np.maximum(layout.lengths, 0).max(axis=1), begun, overflow)
     read = conversion_reads(asked, made, inputs)
-    needed = _memory(asked, target, columns, made, (src, src_format), inputs)
+    needed = _memory(asked, target, columns, made, place, inputs)
     refuse_full(root, size.bytes, size.files + 4 * len(made))
     work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
     predicted = Predicted(size.bytes, size.files, read, needed, exact=size.exact)
@@ -230,7 +234,7 @@ def _memory(
     target: Target,
     columns: Columns,
     made: Sequence[Mapping[str, Any]],
-    place: tuple[Any, Any],
+    place: tuple[Any, str | None, Any],
     inputs: Sequence[Input],
 ) -> int:
     """Bytes of memory of a task's process."""
@@ -239,7 +243,7 @@ def _memory(
     arrow = ["pyarrow.compute", *(["pandas"] if find_spec("pandas") else [])] if columns.names else ["pyarrow"]
     if target.writes_parquet:
         arrow.append("pyarrow.parquet")
-    begun = process.opening(asked.store, (*place, None), inputs, __name__, *arrow, write=asked.format)
+    begun = process.opening(asked.store, place, inputs, __name__, *arrow, write=asked.format)
     share = max(sizes) / max(sum(sizes), 1)
     return begun + converting(asked.store, share, blocks_memory(target, max(sizes)), inputs)
 
@@ -296,7 +300,7 @@ class _Request:
     @classmethod
     def _of(cls, plan: Planned) -> _Request:
         given = plan.arguments
-        store = source(given["src"], given["src_format"], "pread")
+        store = source(given["src"], given["src_format"], "pread", layout=given.get("layout"))
         pairs = given["layers"]
         layers = None if pairs is None else {_name(old): _name(new) for old, new in pairs}
         named = given["columns"]

@@ -17,7 +17,7 @@ from actshard._json import MAX_INT, Fields
 from actshard.converting.planning import OVERFLOW, TOKENS
 from actshard.errors import FormatError
 from actshard.plan.book import work_folder
-from actshard.plan.checking import absolute, arguments_of, divided, is_place
+from actshard.plan.checking import absolute, arguments_of, check_layout, divided, is_place
 from actshard.plan.data import Planned
 
 _PIECE = 1 << 20
@@ -92,6 +92,7 @@ def _check_source(fields: Fields) -> None:
         raise fields.error("src", "an absolute path, a URL, or a list of them")
     if fields.value.get("src_format") is not None:
         fields.text("src_format")
+    check_layout(fields)
 
 
 def _check_pairs(fields: Fields, name: str, good: Callable[[Any], bool]) -> None:

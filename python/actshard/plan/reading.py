@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
+from actshard import _arguments, formats
 from actshard._json import read_json
 from actshard.errors import (
     ArgumentError,
@@ -52,7 +52,7 @@ def place(path: Any) -> str:
 
 
 def described(layout: Any) -> Any:
-    """A description of files as JSON values; a path is made absolute."""
+    """A description of files as JSON values. A file is read now: tasks have its text, also if it changes."""
     if layout is None:
         return None
     if isinstance(layout, Mapping):
@@ -60,9 +60,7 @@ def described(layout: Any) -> Any:
             return json.loads(json.dumps(dict(layout), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
-    if _arguments.is_layout_text(layout):
-        return layout
-    return str(_arguments.local_path(layout, "layout"))
+    return str(formats.get(formats.described()).read_layout(layout))
 
 
 def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str] | None) -> Path:

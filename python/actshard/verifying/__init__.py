@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from actshard import _arguments, formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
-from actshard.finding import check_finished, existing_anywhere, find_any, remaining
+from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -126,9 +127,14 @@ def of_path(
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
     if layout is not None:
-        format = formats.described() if format is None else format
-        if not formats.get(format).takes_layout:
-            raise ArgumentError(f"layout: {format} datasets describe themselves; leave it out")
+        known = format
+        if known is None and formats.names_layers(layout):
+            with contextlib.suppress(ActshardError):  # the check reports it
+                known = find(root)[1]
+        elif known is None:
+            known = format = formats.described()
+        if known is not None and not formats.get(known).takes(layout):
+            raise ArgumentError(f"layout: {known} datasets describe themselves; leave it out")
     report = Report(root.place, format, deep, layout=layout)
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store, values)
@@ -171,6 +177,7 @@ def _check(
         known.check(root.place, report, tell)
         return
     with report.noting(root):
+        report.layout = None if report.layout is None else known.read_layout(report.layout)
         known.check(root.place, report, tell)
     try:
         store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)

@@ -25,6 +25,7 @@ class LayoutFormat(Format):
         "open": ".read:open",
         "check": ".check:check",
         "guess": ".guess:guess",
+        "read_layout": ".description:read_layout",
     }
 
 

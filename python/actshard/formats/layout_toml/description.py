@@ -6,6 +6,7 @@ the folder. Errors name the table, the key and, for TOML, the line.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tomllib
@@ -18,6 +19,7 @@ from typing import Any
 from actshard._arguments import is_layout_text, name_of, numpy_type
 from actshard._json import read_json, show
 from actshard.errors import ActshardError, ArgumentError, FormatError
+from actshard.formats.contents import LayoutText
 from actshard.formats.layout_toml.known import find
 from actshard.formats.plain_folders import NAME
 from actshard.location import Location
@@ -410,12 +412,35 @@ class DescriptionReader:
         return activations.files.captures if activations.files else ()
 
 
+def read_layout(layout: Any) -> Any:
+    """Returns a ``layout=`` argument as text or a dict of its own: a file is read, a dict copied.
+
+    Raises:
+        FormatError: the file is too large, or not UTF-8.
+    """
+    if isinstance(layout, Mapping):
+        return copy.deepcopy(dict(layout))
+    if layout is None or is_layout_text(layout) or isinstance(layout, LayoutText):
+        return layout
+    return _read_text(Location.of(os.fspath(layout), "layout"))
+
+
+def _read_text(place: Location) -> LayoutText:
+    data = place.read(0, min(place.regular("read").size, LARGEST + 1))
+    if len(data) > LARGEST:
+        raise FormatError(f"expected a description of at most {LARGEST} bytes, found more", path=place.place)
+    try:
+        return LayoutText.of(data.decode(), place.place)
+    except UnicodeDecodeError as error:
+        raise FormatError("expected UTF-8 text", path=place.place, offset=error.start) from error
+
+
 def read(root: Location, layout: Any = None) -> Description:
     """Reads and checks a description.
 
     Args:
         root: the dataset's folder.
-        layout: a path, TOML text, or a dict; None: ``layout.toml`` in the folder, or the manifest of a known program.
+        layout: a path, text, or a dict; None: ``layout.toml`` in the folder, or the manifest of a known program.
 
     Raises:
         FormatError: a file is not a valid description; the message contains the line.
@@ -428,19 +453,8 @@ def read(root: Location, layout: Any = None) -> Description:
         reader = DescriptionReader(root, known.manifest.place, "")
         made = reader.description({"version": 1, **known.description()})
         return replace(made, program=known.program, metadata=known.value)
-    text: str
-    if is_layout_text(layout):
-        source, text = None, str(layout)
-    else:
-        place = root / NAME if layout is None else Location.of(os.fspath(layout), "layout")
-        source = place.place
-        data = place.read(0, min(place.regular("read").size, LARGEST + 1))
-        if len(data) > LARGEST:
-            raise FormatError(f"expected a description of at most {LARGEST} bytes, found more", path=source)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise FormatError("expected UTF-8 text", path=source, offset=error.start) from error
+    text = _read_text(root / NAME) if layout is None else read_layout(layout)
+    source = text.path if isinstance(text, LayoutText) else None
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -74,5 +74,4 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         columns_in=columns.folders,
         provenance=provenance,
         tokens_each=same,
-        layout=options.layout,
     )
