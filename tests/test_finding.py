@@ -162,3 +162,98 @@ def test_folders_that_refuse_to_be_read_do_not_end_a_search(tmp_path: Path, monk
     monkeypatch.setattr(finding, "_evidence", refuse)
     with actshard.open(tmp_path) as store:
         assert store.format == "lmprobe"
+
+
+def only_dump(folder: Path) -> None:
+    """A folder of saev, which stands for its only dump."""
+    shutil.copytree(GOLDEN / "saev/v21_cls_labels_multishard", folder)
+
+
+def converting(folder: Path) -> None:
+    actshard.plan.convert(LMPROBE, folder, "zarr", tasks=2).begin()
+
+
+def creating(folder: Path) -> None:
+    planned(folder, "saev")
+
+
+def writing(folder: Path) -> None:
+    """A writer that was killed before its first commit."""
+    actshard.create(folder, "npy", layers=[0], d_model=2).__enter__()
+
+
+def finished(folder: Path) -> None:
+    shutil.copytree(LMPROBE, folder)
+
+
+MADE = (only_dump, converting, planned, creating, writing, finished, parts, killed)
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_no_token_cache_is_built_where_a_path_refers_to_a_dataset(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Its path would open as the cache: by Python, by a configuration before any cache is built, and by a plan."""
+    out = tmp_path / "caches/b/train"
+    out.parent.mkdir(parents=True)
+    make(out)
+    before = sorted(path for path in out.rglob("*"))
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    component = {"source": {"train_urls": [str(tmp_path / "a.jsonl")]}, "format": {"type": "prebuilt"}}
+    config = actshard.tokens.LmDataConfig.from_dict(
+        {
+            "tokenizer": "passthrough",
+            "vocab_size": 10,
+            "cache_dir": str(tmp_path / "caches"),
+            "components": {"a": component, "b": component},
+        }
+    )
+    refused = "choose another folder for the token cache"
+    with pytest.raises(actshard.ActshardError, match=refused):
+        actshard.tokens.build_cache(tmp_path / "a.jsonl", out, format="prebuilt")
+    with pytest.raises(actshard.ExistsError, match=refused):
+        actshard.plan.tokenize(tmp_path / "a.jsonl", out, format="prebuilt")
+    with pytest.raises(actshard.ExistsError, match=refused):
+        config.build()
+    assert not (tmp_path / "caches/a").exists()
+    assert sorted(path for path in out.rglob("*")) == before
+
+
+def test_a_token_cache_is_built_beside_files_and_datasets_that_its_path_does_not_open(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    filled(tmp_path / "out", "notes.txt")
+    for name in ("one", "two"):
+        shutil.copytree(LMPROBE, tmp_path / "out" / name)
+    for _ in range(2):
+        plan = actshard.plan.tokenize(tmp_path / "a.jsonl", tmp_path / "out", format="prebuilt")
+        plan.begin()
+    actshard.run(plan)
+    assert len(actshard.tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "out", format="prebuilt")) == 1
+    assert len(actshard.open(tmp_path / "out/one")) == len(actshard.open(LMPROBE))
+
+
+def test_a_described_dataset_may_share_its_folder_with_a_token_cache(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    actshard.tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "out", format="prebuilt")
+    np.save(tmp_path / "out/acts.npy", np.ones((4, 3, 8), np.float32))
+    files = {"files": "acts.npy", "axes": ["example", "token", "dim"], "layers": [0]}
+    layout = {"version": 1, "activations": files}
+    for format in (None, "layout_toml"):
+        assert len(actshard.open(tmp_path / "out", format, layout=layout)) == 4
+        assert actshard.verify(tmp_path / "out", format=format, layout=layout, deep=True).ok
+
+
+def test_an_unfinished_build_of_a_token_cache_is_told_as_unfinished(tmp_path: Path) -> None:
+    filled(tmp_path / "c", ".actshard-build/recipe.json")
+    for opens in (actshard.open, actshard.tokens.open_cache):
+        with refuses(actshard.UnfinishedError, tmp_path / "c", "its build is running, or was interrupted"):
+            opens(tmp_path / "c")
+    assert actshard.verify(tmp_path / "c").codes() == {"unfinished"}
+
+
+def test_a_path_with_an_equals_sign_is_no_description(tmp_path: Path) -> None:
+    folder = tmp_path / "date=2026"
+    folder.mkdir()
+    np.save(folder / "acts.npy", np.ones((4, 3, 8), np.float32))
+    text = 'version = 1\n[activations]\nfiles = "acts.npy"\naxes = ["example", "token", "dim"]\nlayers = [0]\n'
+    (folder / "lab.toml").write_text(text)
+    for layout in (str(folder / "lab.toml"), folder / "lab.toml", text):
+        assert len(actshard.open(folder, layout=layout)) == 4

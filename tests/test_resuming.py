@@ -547,9 +547,10 @@ def test_a_dataset_without_committed_examples_is_told_as_unfinished(tmp_path: Pa
     """People look while their extraction runs. The lock stays if the process is killed."""
     writer = create(tmp_path / "d", format)
     writer.append(examples([4, 4]))
-    with refuses(actshard.UnfinishedError, tmp_path / "d", "has not committed any yet"):
-        actshard.open(tmp_path / "d")
-    assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
+    for given in (None, format):
+        with refuses(actshard.UnfinishedError, tmp_path / "d", "has not committed any yet"):
+            actshard.open(tmp_path / "d", given)
+        assert [f.code for f in actshard.verify(tmp_path / "d", format=given).findings] == ["unfinished"]
     writer.close()
     assert len(actshard.open(writer.path)) == 2
 

@@ -55,7 +55,7 @@ from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
 if TYPE_CHECKING:
-    from actshard import plan, plot
+    from actshard import plan, plot, tokens
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
@@ -144,6 +144,7 @@ __all__ = [
     "report",
     "run",
     "stage",
+    "tokens",
     "up_to_last",
     "verify",
 ]
@@ -164,7 +165,7 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plan", "plot"):
+    if name in ("plan", "plot", "tokens"):
         return importlib.import_module(f"actshard.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'actshard' has no attribute {name!r}")

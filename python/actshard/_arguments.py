@@ -54,11 +54,6 @@ def _fill_tables() -> None:
 _fill_tables()
 
 
-def is_layout_text(layout: Any) -> bool:
-    """Whether a ``layout=`` argument is TOML text, rather than a path."""
-    return isinstance(layout, str) and ("\n" in layout or "=" in layout)
-
-
 _SHORT_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from actshard import formats
 from actshard._arguments import is_one_of
+from actshard._json import read_json
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -30,16 +31,19 @@ from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.logs import LOG
 from actshard.storage import Entry, Remote, one_look
-from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
+from actshard.walking import STANDS_FOR, UNBUILT, find_cache, is_cache_itself, new_caches, walk
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     PARTS,
+    PLAN,
     PLAN_FOLDER,
     PUSHING,
     Journal,
     count_parts,
+    is_building,
     is_merging,
     only_begun,
+    planned,
     refuse_planned,
     refuse_staging,
     unfinished,
@@ -91,10 +95,13 @@ def _existing(root: Location) -> Location:
     raise MissingFileError("expected a dataset, found nothing", path=root)
 
 
-def check_finished(root: Location, format: str | None = None) -> None:
+def check_finished(root: Location, format: str | None = None, *, described: bool = False) -> None:
     """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache.
 
-    ``format``: the format of the dataset, if it is known; it may share its folder with a token cache.
+    Args:
+        root: the dataset's path.
+        format: its format, if it is known; it may share its folder with a token cache.
+        described: whether a ``layout=`` describes its files, which formats then need not recognise.
     """
     if not root.lists:
         return  # a web server, which cannot list names
@@ -102,7 +109,7 @@ def check_finished(root: Location, format: str | None = None) -> None:
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
         )
-    if is_cache_itself(root) and not _is_a(root, format):
+    if is_cache_itself(root) and not described and not _is_a(root, format):
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)
     if count is not None:
@@ -118,6 +125,8 @@ def check_finished(root: Location, format: str | None = None) -> None:
     if journal is not None:
         raise _unfinished(root, journal)
     refuse_planned(root)
+    if format is not None and root.is_local and not described and not _is_a(root, format):
+        _check_begun(root)
 
 
 def _is_a(root: Location, format: str | None) -> bool:
@@ -125,18 +134,45 @@ def _is_a(root: Location, format: str | None) -> bool:
 
 
 def refuse_dataset(folder: Path) -> None:
-    """Raises ExistsError if a folder for a token cache is a dataset of activations: its path would open as the cache.
+    """Raises ExistsError if the path of a folder for a token cache refers to a dataset: it would open as the cache.
 
     Raises:
-        ExistsError: the folder is a dataset, finished or not.
+        ExistsError: the folder is a dataset, finished or not, or stands for the only dataset below it.
     """
     root = Location.at(folder)
     if root.kind() != "folder" or is_cache_itself(root):
         return
-    begun = unfinished(root) is not None or only_begun(root)
-    found = [name for name in formats.names() if _evidence(name, root).matches] or ["unfinished"] * begun
-    if found:
-        raise ExistsError(f"is a dataset ({found[0]}); choose another folder for the token cache", path=root)
+    found = _activations_at(root)
+    if found is not None:
+        raise ExistsError(f"{found}; choose another folder for the token cache", path=root)
+
+
+def _activations_at(root: Location) -> str | None:
+    """What the path of a local folder refers to: a dataset of activations, or a beginning of one."""
+    if count_parts(root) is not None:
+        return "contains parts of a dataset"
+    begun = unfinished(root) is not None or only_begun(root) or is_merging(root)
+    if begun or planned(root, DUMPS_PLAN_FOLDER) is not None or _is_planned(root):
+        return "is an unfinished dataset"
+    try:
+        at, name = find(root)
+    except UnfinishedError:
+        return "contains an unfinished dataset"
+    except UnknownFormatError as error:
+        return "is a dataset of several formats" if error.ambiguous else None
+    return f"is a dataset ({name})" if at == root else f"stands for the only dataset below it ({at.relative_to(root)})"
+
+
+def _is_planned(root: Location) -> bool:
+    """Whether tasks of an uncommitted plan write a dataset of activations to a folder, not a token cache."""
+    work = planned(root)
+    if work is None:
+        return False
+    plan = read_json(Location.at(work / PLAN))
+    return not isinstance(plan, dict) or plan.get("verb") != "tokenize"
+
+
+new_caches.append(refuse_dataset)
 
 
 def _refuse_parts_of_a_plan(root: Location) -> None:
@@ -212,6 +248,8 @@ def _check_begun(root: Location) -> None:
             "finish it.",
             path=root,
         )
+    if is_building(root):
+        raise UnfinishedError(UNBUILT, path=root)
     if any(map(only_begun, [root, *folders])):
         raise UnfinishedError(
             "contains a dataset without examples: its writer has not committed any yet, or was interrupted (create or convert with "

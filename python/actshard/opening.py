@@ -23,6 +23,7 @@ from actshard.errors import (
 )
 from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find, find_any, of_tokens
 from actshard.formats.contents import Options
+from actshard.formats.format import names_layers
 from actshard.layers import Layer, several, short
 from actshard.location import Location, network_io
 from actshard.logs import LOG
@@ -227,10 +228,10 @@ def _opened(
         name = format if format is not None else detect(together[0])
     else:
         root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
-        check_finished(root, format)
+        check_finished(root, format, described=layout is not None)
         if format is not None:
             name = format
-        elif layout is not None and not formats.names_layers(layout):
+        elif layout is not None and not names_layers(layout):
             name = formats.described()
         else:
             root, name = find(root)

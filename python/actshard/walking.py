@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
@@ -22,8 +23,23 @@ _LOOK_AT_MOST = 2_000
 """Maximum number of folders to visit, so that a mistyped "/" returns quickly."""
 LEDGER = "shard_ledger.json"
 """The file that identifies a token cache."""
+UNBUILT = (
+    f"contains a token cache without {LEDGER}: its build is running, or was interrupted (the same build continues it)"
+)
+"""Message about an unfinished token cache."""
 _SHARD = re.compile(r"\d{5}_")
 """Prefix of the folder name of a token cache's shard."""
+
+
+new_caches: list[Callable[[Path], None]] = []
+"""Checks of a folder in which a token cache will be built, which raise if its path refers to something else. ``finding`` adds one:
+builds of caches do not know the formats."""
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raises ExistsError if a token cache cannot be built in a folder, because its path refers to something else."""
+    for refuse in new_caches:
+        refuse(folder)
 
 
 def is_cache_itself(root: Location) -> bool:
@@ -94,7 +110,7 @@ def find_cache(
     below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
-            f"contains shards of a token cache, but no {LEDGER}: its build was interrupted, or is running. Build it again.",
+            UNBUILT,
             path=root,
         )
     if len(below) == 1:

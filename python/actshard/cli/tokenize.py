@@ -15,7 +15,6 @@ from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
-from actshard.finding import refuse_dataset
 from actshard.location import Location
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
@@ -37,7 +36,6 @@ def run(
     sources: list[str], out: Path, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """Builds one cache."""
-    refuse_dataset(out)
     with progress(out.name, quiet=quiet) as watch:
         build = Build(sources, out, tokenizer or None, form, BuildOptions(**options), watch.build)
         began = time.monotonic()
@@ -55,8 +53,10 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     """Builds all caches of a configuration."""
     config = LmDataConfig.from_yaml(file)
     made = []
-    for plan in config.plans(components or None):
-        refuse_dataset(plan.path)
+    chosen = config.plans(components or None)
+    for plan in chosen:
+        plan.check_free()
+    for plan in chosen:
         with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
             made.append(_summary(config.build_plan(plan, watch.build, **options)))
     return made
@@ -64,7 +64,10 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
 
 def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:
     """Lists the caches of a configuration without building them."""
-    return [_summary(plan) for plan in LmDataConfig.from_yaml(file).plans(components or None)]
+    chosen = LmDataConfig.from_yaml(file).plans(components or None)
+    for plan in chosen:
+        plan.check_free()
+    return [_summary(plan) for plan in chosen]
 
 
 def _summary(plan: CachePlan) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Other packages add formats by entry points of the group ``actshard.formats``.
 
 from actshard.codes import Code, Remark
 from actshard.formats.contents import Contents, Evidence, Options
-from actshard.formats.format import Format, names_layers
+from actshard.formats.format import Format
 from actshard.formats.registry import asked, contents_of, described, detect, get, names, of_object, of_tokens, written
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "detect",
     "get",
     "names",
-    "names_layers",
     "of_object",
     "of_tokens",
     "written",

@@ -36,6 +36,7 @@ from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.workers import Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
+from actshard.walking import refuse_taken
 from actshard.work import locked, make_folder, refuse_planned, remove, sync_folders, sync_tree, write_json
 from actshard.work.children import processors
 
@@ -118,7 +119,8 @@ def build_cache(
 
     Raises:
         FormatError: a record is unusable; the message names file and line.
-        ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way.
+        ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way,
+            or the path refers to a dataset of activations.
         LockedError: another process is building the cache.
         UnfinishedError: tasks of a plan are building a cache there (:func:`actshard.plan.tokenize`).
         MissingFileError, ArgumentError, MissingExtraError: missing sources, invalid options, missing libraries.
@@ -232,6 +234,7 @@ class Build:
         if self._is_finished():
             self._clean()
         else:
+            refuse_taken(self.out)
             self._make()
         self._warn()
         return open_cache(self.out)

@@ -54,6 +54,7 @@ from actshard.tokens.orders import (
 )
 from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.walking import refuse_taken
 
 SPLITS = ("train", "validation")
 _OPTIONS = [f.name for f in fields(BuildOptions) if f.name != "enforce_eos"]
@@ -89,6 +90,11 @@ class CachePlan:
     sources: tuple[Any, ...]
     state: str
     cache: TokenCache | None = field(default=None, compare=False)
+
+    def check_free(self) -> None:
+        """Raises ExistsError if the cache cannot be built, because its folder is a dataset."""
+        if self.state == "to build" and not Location.at(self.path).is_remote:
+            refuse_taken(self.path)
 
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -293,9 +299,10 @@ class LmDataConfig:
             All caches. ``state`` is ``"built"``, ``"done"`` (it existed) or ``"missing"`` (no source and no cache).
         """
         made = []
-        for plan in self.plans(components):
-            if plan.split not in splits:
-                continue
+        chosen = [plan for plan in self.plans(components) if plan.split in splits]
+        for plan in chosen:
+            plan.check_free()
+        for plan in chosen:
             watch = progress(plan) if progress is not None and plan.sources else None
             made.append(self.build_plan(plan, watch, **options))
         return made

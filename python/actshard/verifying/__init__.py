@@ -16,6 +16,7 @@ from actshard import _arguments, formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
+from actshard.formats.format import names_layers
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -128,7 +129,7 @@ def of_path(
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
     if layout is not None:
         known = format
-        if known is None and formats.names_layers(layout):
+        if known is None and names_layers(layout):
             with contextlib.suppress(ActshardError):  # the check reports it
                 known = find(root)[1]
         elif known is None:
@@ -165,7 +166,7 @@ def _check(
         report.add("not-listed", root, "a folder on a web server")
     of_tokens = format in formats.of_tokens()
     if not of_tokens and not is_cache_itself(root):
-        check_finished(root)
+        check_finished(root, format, described=report.layout is not None)
     if format is None:
         root, format = _find(root)
     elif of_tokens:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actshard._arguments import is_layout_text, name_of, numpy_type
+from actshard._arguments import name_of, numpy_type
 from actshard._json import read_json, show
 from actshard.errors import ActshardError, ArgumentError, FormatError
 from actshard.formats.contents import LayoutText
@@ -420,9 +420,12 @@ def read_layout(layout: Any) -> Any:
     """
     if isinstance(layout, Mapping):
         return copy.deepcopy(dict(layout))
-    if layout is None or is_layout_text(layout) or isinstance(layout, LayoutText):
+    if layout is None or isinstance(layout, LayoutText) or (isinstance(layout, str) and "\n" in layout):
         return layout
-    return _read_text(Location.of(os.fspath(layout), "layout"))
+    place = Location.of(os.fspath(layout), "layout")
+    if isinstance(layout, str) and "=" in layout and not place.exists():  # not the path of date=2026/layout.toml
+        return layout
+    return _read_text(place)
 
 
 def _read_text(place: Location) -> LayoutText:
