@@ -140,7 +140,7 @@ def refuse_dataset(folder: Path) -> None:
         ExistsError: the folder is a dataset, finished or not, or stands for the only dataset below it.
     """
     root = Location.at(folder)
-    if root.kind() != "folder" or is_cache_itself(root):
+    if root.kind() != "folder" or is_cache_itself(root) or is_building(root):
         return
     found = _activations_at(root)
     if found is not None:
