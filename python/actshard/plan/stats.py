@@ -46,6 +46,7 @@ from actshard.plan.reading import (
     wide_groups,
     work_folder,
 )
+from actshard.plan.stats_checks import NodeChecks
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.saved import Place
 from actshard.stats import Stats
@@ -258,14 +259,15 @@ class Summing(Verb):
         return shortened(plan.tasks[0], "leaves", limit) if plan.tasks else None
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
-        """Raises FormatError if a result has other leaves than its task."""
+        """Raises FormatError if a result has other leaves, layers or rows than its task."""
+        request = self._request(plan)
+        leaves = {group: count for group, count, _ in request.layers}
+        checks = NodeChecks(request.store)
         for result in results:
-            expected = plan.tasks[result.task]["leaves"]
-            if result.value.get("leaves") != expected:
-                raise FormatError(
-                    f"task {result.task}: expected leaves {expected}, found {result.value.get('leaves')}",
-                    path=result.folder,
-                )
+            task = plan.tasks[result.task]
+            spans = list(request.spans(*task["leaves"]))
+            checks.task(result, task, spans)
+            checks.rows(result, task, spans, leaves)
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> dict[Layer, Stats]:
         """Combines the sums to the statistics of each layer."""
@@ -274,6 +276,7 @@ class Summing(Verb):
         request = self._request(plan)
         store = request.store
         sums = {group: Sums(store.d_model) for group, _, _ in request.layers}
+        checks = NodeChecks(store)
         for result in results:
             columns = saved(result.folder / SUMS, SUMMED, 2)
             summaries = read_json(result.folder / SUMMARIES)
@@ -282,8 +285,12 @@ class Summing(Verb):
                 for each in result.value["layers"]:
                     end = at + len(each["nodes"])
                     part = Sums.of_plain(each["nodes"], columns[at:end], summaries["nodes"][at:end], store.d_model)
+                    for node in part.nodes:
+                        checks.sums(result, each["layer"], node)
                     sums[each["layer"]] = sums[each["layer"]].join(part)
                     at = end
+            except FormatError:
+                raise
             except (LookupError, TypeError, ValueError, OverflowError, ArgumentError) as error:
                 raise FormatError(f"expected sums of layers: {error!r:.200}", path=result.folder) from error
         for group, leaves, _ in request.layers:

@@ -20,7 +20,6 @@ import numpy as np
 
 from actshard import _arguments, formats
 from actshard._arguments import many
-from actshard._json import MAX_INT
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
 from actshard.finding import existing_anywhere, find_any
@@ -47,12 +46,12 @@ from actshard.plan.reading import (
     work_folder,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.plan.verifying_checks import SMALL, check_scans, check_values, wrong
 from actshard.store import Store
 from actshard.verifying import of_path
-from actshard.verifying.deep import add_findings, first_row, joined, scan, together
+from actshard.verifying.deep import ODD, add_findings, first_row, joined, scan, together
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
-_SMALL = ("dtype", "rows", "nan", "infinite", "nan_rows", "infinite_rows", "zero_rows", "constant_rows")
 _CHECKED = 1000
 """Memory of the check of files is measured by running it, for datasets with at most this number of files."""
 _EXAMPLE_WEIGHT = 64
@@ -255,7 +254,7 @@ class Verifying(Verb):
                     raise found
                 layers.append({"error": as_plain(found)})
                 continue
-            layers.append({name: found[name] for name in _SMALL})
+            layers.append({name: found[name] for name in SMALL})
             columns[group] = found["magnitudes"], found["differences"], first_row(found)
             every = together(every, found["hashes"])
         save(folder / COLUMNS, columns)
@@ -269,21 +268,10 @@ class Verifying(Verb):
         return None if plan.arguments["examples"] is None else shortened(plan.tasks[-1], "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
-        """Raises FormatError if a result has other examples than its task, or no valid scans."""
-        for result in results:
-            expected = plan.tasks[result.task]["examples"]
-            if result.value.get("examples") != expected:
-                raise FormatError(
-                    f"task {result.task}: expected examples {expected}, found {result.value.get('examples')}",
-                    path=result.folder,
-                )
-            layers = result.value.get("layers")
-            if plan.arguments["examples"] is not None and not (
-                isinstance(layers, list) and layers and all(map(_is_scan, layers))
-            ):
-                raise FormatError(
-                    f"task {result.task}: expected the scans of layers, found {layers!r:.80}", path=result.folder
-                )
+        """Raises FormatError if a result has other examples than its task, or impossible scans."""
+        check_values(plan, results)
+        if plan.arguments["examples"] is not None:
+            check_scans(plan, self._open(plan), results)
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Report:
         """Combines the report about the files with the scans."""
@@ -309,18 +297,18 @@ class Verifying(Verb):
             columns = saved(result.folder / COLUMNS, np.uint64, 3)
             if columns.shape != (len(store.layers), 3, store.d_model):
                 raise FormatError(f"expected columns of all layers, found {columns.shape}", path=result.folder)
-            if len(result.value["layers"]) != len(store.layers):
-                counts = f"expected scans of {len(store.layers)} layers, found {len(result.value['layers'])}"
-                raise FormatError(f"task {result.task}: {counts}", path=result.folder)
             for group, scanned in enumerate(result.value["layers"]):
                 if "error" in scanned:
                     errors.setdefault(group, from_plain(scanned["error"]))
                     continue
                 magnitudes, differences, first = columns[group]
-                odd = {name: (scanned[name][0], [tuple(p) for p in scanned[name][1]]) for name in _SMALL[4:]}
+                odd = {name: (scanned[name][0], [tuple(p) for p in scanned[name][1]]) for name in ODD}
                 part = {**scanned, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
                 made[group] = joined(made[group], part)
             hashes = saved(result.folder / HASHES, np.uint64, 1)
+            first, end = plan.tasks[result.task]["examples"]
+            if len(hashes) != end - first and not all("error" in scanned for scanned in result.value["layers"]):
+                raise wrong(result, HASHES, f"{end - first:,} hashes", len(hashes))
             every[filled : filled + len(hashes)] = hashes[: max(len(every) - filled, 0)]
             filled += len(hashes)
         if not errors and filled != store.num_examples:
@@ -341,28 +329,3 @@ class Verifying(Verb):
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error
         return made
-
-
-def _is_scan(value: Any) -> bool:
-    """Whether a value is a valid scan of a layer, or an error."""
-    if not isinstance(value, dict) or "error" in value:
-        return isinstance(value, dict)
-    if (
-        not all(_is_count(value.get(name)) for name in ("rows", "nan", "infinite"))
-        or type(value.get("dtype")) is not str
-    ):
-        return False
-    return all(_is_odd(value.get(name), value["rows"]) for name in _SMALL[4:])
-
-
-def _is_odd(value: Any, rows: int) -> bool:
-    """Whether a value is a number of rows, at most ``rows``, and a list of the first ones' (example, token)."""
-    if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]) or not isinstance(value[1], list):
-        return False
-    count, places = value
-    pairs = all(isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in places)
-    return pairs and len(places) <= count <= rows
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_INT

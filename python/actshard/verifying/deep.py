@@ -17,9 +17,10 @@ from actshard.repeating import equal_examples
 from actshard.store import Store
 
 _FEW = 8
-_PLACES = 16
+PLACES = 16
 """Maximum number of positions that a scan records for each kind of problem."""
-_ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
+ODD = ("nan_rows", "infinite_rows", "zero_rows", "constant_rows")
+"""Fields of a scan with (number of rows, positions of the first :data:`PLACES` of them)."""
 _NARROWER = {
     "float32": (("bfloat16", 16, ""),),
     "float64": (("float32", 29, ", except those outside the range of float32: a conversion reports them"),),
@@ -57,9 +58,9 @@ def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any
     made = dict(before)
     for key in ("rows", "nan", "infinite"):
         made[key] += part[key]
-    for key in _ODD:
+    for key in ODD:
         (count, places), (more, others) = before[key], part[key]
-        made[key] = (count + more, [*places, *others][:_PLACES])
+        made[key] = (count + more, [*places, *others][:PLACES])
     if not part["rows"]:
         return made
     if not before["rows"]:
