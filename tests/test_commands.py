@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import actshard
 import actshard.tokens
+from actshard import _arguments
 from actshard.cli import app
 from actshard.cli._app import EXAMPLES, PANELS
 from conftest import GOLDEN
@@ -163,6 +165,10 @@ def test_a_token_cache_does_not_hide_a_dataset(tmp_path: Path) -> None:
         done = run(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], path)
         assert done.returncode == 3
         assert "is a dataset (zarr); choose another folder for the token cache" in done.stderr
+    for words in (("tokenize", "--out=~/d"), ("plan", "tokenize", "--cache=~/d"), ("tokenize", f"--out=file://{path}")):
+        done = run(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], HOME=str(tmp_path))
+        assert "is a dataset (zarr); choose another folder for the token cache" in done.stderr
+    assert not list(path.glob("*ledger*"))
     actshard.tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "cache", format="prebuilt")
     shutil.copytree(tmp_path / "cache", path, dirs_exist_ok=True)
     assert len(actshard.open(path, "zarr")) == 2
@@ -192,3 +198,14 @@ def test_completion_completes_commands_and_options() -> None:
     assert complete("actshard sta") == ["stats", "status", "stage"]
     assert complete("actshard plan st") == ["stats", "stage"]
     assert "--layer" in complete("actshard stats --la")
+
+
+def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((1, 1, 1, 4), np.float32))
+    said = " ".join(run("verify", tmp_path / "d", "--deep").stdout.split())
+    assert re.search(r"1 files|1 examples|1 rows", said) is None
+    assert re.search(r"in .*1 example\b.*, 1 row\b", said)
+    assert [_arguments.counted(n, "addresses") for n in (0, 1, 2)] == ["0 addresses", "1 address", "2 addresses"]
+    store = actshard.open(tmp_path / "d")
+    assert "1 batch of (4, 4)" in repr(store.stream(0, 4))

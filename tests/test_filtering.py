@@ -82,6 +82,7 @@ def store() -> actshard.Store:
     return quietly(GOLDEN / "lmprobe" / "fullseq_f32")
 
 
+@pytest.mark.filterwarnings("ignore:.*no example was chosen")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_choice_of_a_choice_is_a_choice_of_the_dataset(store: actshard.Store, data: st.DataObject) -> None:
@@ -224,7 +225,8 @@ def test_a_conversion_of_a_part_equals_one_of_its_examples(store: actshard.Store
 def test_an_empty_part_is_no_dataset(store: actshard.Store, tmp_path: Path) -> None:
     with pytest.raises(actshard.ArgumentError, match="at least one"):
         actshard.convert(store.filter([]), tmp_path / "none", "zarr")
-    assert list(store.filter([]).stream(store.layers[0], 4)) == []
+    with pytest.warns(actshard.ActshardWarning, match="the stream has no rows. No example was chosen"):
+        assert list(store.filter([]).stream(store.layers[0], 4)) == []
 
 
 def test_labels_of_saev_are_cut() -> None:
@@ -235,7 +237,8 @@ def test_labels_of_saev_are_cut() -> None:
     assert np.array_equal(batch.labels, part.labels[batch.examples, batch.tokens - 1])
     none = whole.filter([])
     for tokens in ("content", "all", "last"):
-        assert list(none.stream(whole.layers[0], 3, tokens=tokens, ignore_labels=[0])) == []
+        with pytest.warns(actshard.ActshardWarning, match="No example was chosen"):
+            assert list(none.stream(whole.layers[0], 3, tokens=tokens, ignore_labels=[0])) == []
         assert none.stats(whole.layers[0], tokens=tokens, ignore_labels=[0]).rows == 0
 
 
@@ -505,3 +508,39 @@ def test_columns_of_some_examples_are_those_of_the_table(path: Path) -> None:
     for bad in ([n], [-1]):
         with pytest.raises(actshard.OutOfRangeError):
             store.read_columns(names, bad)
+
+
+NOTHING: dict[str, Any] = {
+    "mask": lambda n: np.zeros(n, np.bool_),
+    "list of flags": lambda n: [False] * n,
+    "column": lambda n: pa.array([False] * n),
+    "function": lambda n: lambda table: np.zeros(len(table), np.bool_),
+    "function of numbers": lambda n: lambda table: np.flatnonzero(np.zeros(n)),
+    "expression": lambda n: pc.scalar(False),
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_condition_that_no_example_meets_warns(store: actshard.Store, kind: str) -> None:
+    n = len(store)
+    chosen = NOTHING[kind](n)
+    with pytest.warns(actshard.ActshardWarning, match=f"filter: no example was chosen of {n}") as told:
+        assert len(store.filter(chosen)) == 0
+    assert [(x.filename, getattr(x.message, "code", "")) for x in told] == [(__file__, "no-example-chosen")]
+
+
+def test_numbers_and_slices_of_no_example_do_not_warn_until_they_are_streamed(store: actshard.Store) -> None:
+    layer = store.layers[0]
+    for chosen in ([], np.empty(0, np.int64), slice(0, 0), range(0)):
+        part = store.filter(chosen)
+        joined = actshard.concat([part, part])
+        for make in (
+            lambda part=part: part.stream(layer, 4, max_norm=np.inf),
+            lambda part=part: part.sequences_stream(layer, 64),
+            lambda joined=joined: joined.stream(layer, 4),
+        ):
+            with pytest.warns(actshard.ActshardWarning, match="No example was chosen") as told:
+                assert list(make()) == []
+            assert [x.filename for x in told] == [__file__]
+    assert "0 of 26 examples" in repr(part)
+    assert "1 of 26 examples" in repr(store.filter([3]))

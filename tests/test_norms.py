@@ -212,3 +212,32 @@ def test_a_torch_dataset_has_the_same_rows(tmp_path: Path, values: list[np.ndarr
     data = Dataset(made(tmp_path / "d", values), 2, max_norm="10x median", min_token=1)
     items = [data[i] for i in range(len(data))]
     assert [(item["example"], item["token"]) for item in items] == expected(values, [0], "10x median", 1)
+
+
+def test_a_dataset_without_tokens_does_not_warn(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4) as writer:
+        writer.append([np.zeros((1, 0, 4), np.float32)])
+    store = actshard.open(tmp_path / "d")
+    assert "1 example, layers" in repr(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"max_norm": np.inf}, {"min_token": 1}, {"keep": [False]}, {}):
+            assert len(store.stream(0, 4, **options)) == 0
+
+
+@pytest.mark.parametrize("limit", [10**400, -(10**400), "9" * 400 + "x median"])
+def test_a_limit_outside_of_float64_is_refused(tmp_path: Path, values: list[np.ndarray], limit: Any) -> None:
+    store = made(tmp_path / "d", values)
+    with pytest.raises(actshard.ArgumentError, match="max_norm: expected a positive number"):
+        store.stream(2, 16, max_norm=limit)
+
+
+def test_other_integers_outside_of_float64_are_refused(tmp_path: Path, values: list[np.ndarray]) -> None:
+    store, large = made(tmp_path / "d", values), 10**400
+    for options in ({"center": large}, {"scale": [large] * 8}, {"divide": large}):
+        with pytest.raises(actshard.ArgumentError, match=f"{next(iter(options))}: expected numbers, found"):
+            store.stream(2, 16, **options)
+    with pytest.raises(actshard.ArgumentError, match="q: expected fractions"):
+        store.stats(2).norms.quantile(large)
+    with pytest.raises(actshard.ArgumentError, match=r"share of .*expected a positive number"):
+        actshard.mix([(store, large)])

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import actshard
+import actshard.tokens
 from actshard._arguments import local_path
-from conftest import refuses
+from conftest import GOLDEN, refuses
 
 
 def create(path: Any) -> None:
@@ -108,6 +109,12 @@ def test_a_url_with_one_slash_is_told_the_right_start() -> None:
         actshard.open("s3:/b/x")
     with refuses(actshard.ArgumentError, None, "found s3:/b/x with one slash: pathlib.Path removes the other one"):
         actshard.open(Path("s3://b/x"))
+    with refuses(actshard.ArgumentError, None, r"path: expected file:///..., found file:/b/x with one slash$"):
+        actshard.open("file:/b/x")
+    with refuses(
+        actshard.ArgumentError, None, "expected file:///..., found file:/b/x with one slash: pathlib.Path removes the"
+    ):
+        actshard.open(Path("file:///b/x"))
 
 
 def test_a_url_of_an_unknown_kind_lists_the_kinds_that_open() -> None:
@@ -139,3 +146,30 @@ def test_the_command_line_refuses_remote_paths_in_one_line(here: Path) -> None:
         assert "expected a local path here" in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert [p.name for p in here.iterdir()] == ["source"]
+
+
+def test_the_files_of_a_token_cache_are_named_by_file_urls(here: Path) -> None:
+    (here / "a b").mkdir()
+    for name in ("x", "y"):
+        (here / "a b" / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (here / "chat").write_text("{{ messages[0].content }}{% generation %}b{% endgeneration %}")
+    tokenizer = f"file://{GOLDEN}/levanter/tokenizers/bpe_gpt2style"
+    (here / "c.yaml").write_text(
+        f"tokenizer: {tokenizer}\ncache_dir: file://{here}/caches\ncomponents:\n  web:\n    format:\n      type: text\n"
+        f"      text_key: messages\n    source:\n      type: url\n      train_urls: ['file://{here}/t.jsonl']\n"
+    )
+    (here / "t.jsonl").write_text('{"messages": "a"}\n')
+    named = ["--tokenizer", tokenizer, "--format", "chat", "--chat-template", f"file://{here}/chat", "-q"]
+    for words in (
+        ["tokenize", f"file://{here}/a%20b/*.jsonl", "--out", f"file://{here}/urls/train", *named],
+        ["tokenize", "a b/*.jsonl", "--out", "paths/train", *named],
+        ["tokenize", "--config", f"file://{here}/c.yaml", "-q"],
+    ):
+        command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+        assert done.returncode == 0, done.stderr
+    urls, paths, web = (here / name for name in ("urls/train", "paths/train", "caches/web/train"))
+    assert [len(actshard.tokens.open_cache(path)) for path in (urls, paths, web)] == [2, 2, 1]
+    assert (urls / "shard_ledger.json").read_bytes() == (paths / "shard_ledger.json").read_bytes()
+    with refuses(actshard.ArgumentError, None, "sources: expected file:///PATH with three slashes"):
+        actshard.tokens.build_cache("file://host/a.jsonl", here / "no", format="prebuilt")

@@ -244,7 +244,7 @@ def test_long_examples_are_cut_split_or_left_out_as_told(store: Store, too_long:
     if too_long == "split":
         stream = made()
     else:
-        with pytest.warns(actshard.ActshardWarning, match=f"with {lost} tokens") as caught:
+        with pytest.warns(actshard.ActshardWarning, match=f"with {lost:,} tokens") as caught:
             stream = made()
         assert caught[0].message.code == "sequences-too-long"  # type: ignore[union-attr]
     assert stream.left_out["examples"] == (sum(n > 20 for n in counts) if too_long == "drop" else 0)

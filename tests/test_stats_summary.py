@@ -230,6 +230,12 @@ def test_equal_rows_are_one_finding_and_rows_of_embeddings_a_note(tmp_path: Path
     (found,) = (x for x in made(tmp_path / "same", same).stats("a").advice())
     assert (found.kind, found.severity) == ("equal rows", "warning")
     assert "all 60 rows are equal" in str(found)
+    same[0, 0] = np.nan
+    said = [(x.kind, str(x)) for x in made(tmp_path / "bad", same).stats("a").advice()]
+    assert [kind for kind, _ in said] == ["NaN", "constant"]
+    assert "8 of 8 dimensions are constant, apart from NaN and infinite values: 0" in said[1][1]
+    same[:] = np.nan
+    assert {x.kind for x in made(tmp_path / "nan", same).stats("a").advice()} == {"NaN", "repeats"}
     rng = np.random.default_rng(0)
     table = rng.standard_normal((10, 8))
     rows = table[rng.integers(0, 10, (20, 1, 30))].astype(np.float32)

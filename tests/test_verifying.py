@@ -335,6 +335,18 @@ def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) 
     told = {f.code: f for f in actshard.verify(tmp_path / "f", deep=True).findings}
     assert (told["constant-layer"].found, told["constant-layer"].place) == ("all 12 rows are equal", "layer 0")
     assert not {"constant-dimension", "dead-dimension"} & set(told)
+    rows[..., :4] = np.inf
+    for columns, codes in (
+        (slice(0), {"infinite", "constant-dimension"}),
+        (slice(4, 7), {"nan", "infinite", "constant-dimension"}),
+        (slice(None), {"nan"}),
+    ):
+        rows[..., columns] = np.nan
+        with actshard.create(tmp_path / f"g{columns.stop}", "zarr", layers=[0], d_model=8) as writer:
+            writer.append(rows)
+        told = {f.code: f for f in actshard.verify(tmp_path / f"g{columns.stop}", deep=True).findings}
+        assert set(told) - {"wide-dtype", "duplicate-example", "constant-row"} == codes
+    assert str(told["nan"]).count("96 NaN values")
 
 
 def test_an_example_that_is_like_another_in_one_layer_only_is_no_duplicate(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeGuard
 from urllib.parse import unquote_to_bytes
 
@@ -179,8 +179,9 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
     if not name:
         raise ArgumentError(f"{what}: expected a path, found an empty string")
     if (url := _URL.match(name)) and not name.startswith("/", url.end()):
-        why = "" if isinstance(value, str) else ": pathlib.Path removes the other one. Pass a URL as a str"
-        raise ArgumentError(f"{what}: expected {url.group()}/..., found {shown_path(name)} with one slash{why}")
+        slashes, removed = ("//", "others") if url.group().lower() == "file:/" else ("/", "other one")
+        why = f": pathlib.Path removes the {removed}. Pass a URL as a str" if isinstance(value, PurePath) else ""
+        raise ArgumentError(f"{what}: expected {url.group()}{slashes}..., found {shown_path(name)} with one slash{why}")
     if url and not is_file_url(name):
         raise ArgumentError(f"{what}: expected a local path here, found the URL {shown_path(name)}. {remedy}")
     try:
@@ -188,7 +189,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{what}: expected a path, found a lone surrogate at character {error.start}") from error
     if url:
-        name = _path_of(name, what)
+        name = path_of_url(name, what)
     if "\0" in name:
         raise ArgumentError(f"{what}: expected a path, found a null byte at character {name.index(chr(0))}")
     try:
@@ -213,8 +214,12 @@ def is_url_elsewhere(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and "://" in value and not is_file_url(value)
 
 
-def _path_of(url: str, what: str) -> str:
-    """The path of a ``file://`` URL without a host, or with the host localhost."""
+def path_of_url(url: str, what: str) -> str:
+    """Returns the path of a ``file://`` URL without a host, or with the host localhost. Decodes ``%20``.
+
+    Raises:
+        ArgumentError: another host.
+    """
     host, slash, rest = url[7:].partition("/")
     if host.lower() not in ("", "localhost") or not slash:
         raise ArgumentError(f"{what}: expected file:///PATH with three slashes, or a path, found {shown_path(url)}")
@@ -290,6 +295,16 @@ def whole(
     expected = f"of at least {least}" if most >= 1 << 60 else f"from {least} to {most}"
     kind = ArgumentError if is_integer else wrong_type
     raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
+
+
+def real(value: Any) -> float | None:
+    """Returns a Python or numpy number as float. None: another type, a bool, or an integer outside of float64's range."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def refuse_bools(values: Any, array: NDArray[Any], what: str) -> None:
@@ -415,10 +430,18 @@ def _share(out: Any) -> NDArray[Any]:
         raise ArgumentError(f"out: expected a writable buffer, found {type(out).__name__}") from error
 
 
-def many(n: int, what: str, one: str = "", several: str = "") -> str:
-    """A count with its noun: 1 error, 2 errors; and with the verb for one and for several: 1 error is, 2 errors are."""
+def many(n: int, what: str, one: str = "", several: str = "", *, plural: str = "") -> str:
+    """A count with its noun: 1 error, 2 errors; and with the verb for one and for several: 1 error is, 2 errors are.
+
+    ``plural``: of a noun that adds more than an s, such as ``"batches"``.
+    """
     verb = one if n == 1 else several
-    return f"{n:,} {what}{'' if n == 1 else 's'}{verb and ' '}{verb}"
+    return f"{n:,} {what if n == 1 else plural or f'{what}s'}{verb and ' '}{verb}"
+
+
+def counted(n: int, nouns: str) -> str:
+    """A count with a noun that is given in the plural: 1 file, 2 files; 1 address, 2 addresses."""
+    return many(n, nouns.removesuffix("es" if nouns.endswith("sses") else "s"), plural=nouns)
 
 
 def shown_bytes(count: int) -> str:

@@ -49,7 +49,8 @@ class Ragged(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"<actshard.Ragged: {len(self.offsets) - 1} examples, values {self.values.shape} {self.values.dtype}, "
+            f"<actshard.Ragged: {_arguments.many(len(self.offsets) - 1, 'example')}, values {self.values.shape} "
+            f"{self.values.dtype}, "
             f"offsets {self.offsets.dtype}>"
         )
 
@@ -221,7 +222,7 @@ class LayerArray(_Lazy):
         return self._store.num_examples
 
     def _shown(self) -> str:
-        return f"({len(self)} examples, tokens, {self._store.d_model})"
+        return f"({_arguments.many(len(self), 'example')}, tokens, {self._store.d_model})"
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))

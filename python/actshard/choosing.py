@@ -30,7 +30,7 @@ from actshard import _arguments
 from actshard.chosen import Chosen
 from actshard.errors import ActshardWarning, ArgumentError, ArgumentTypeError, ClosedError
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.stream.selection import index_of
+from actshard.stream.selection import index_of, plain_index
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,15 +122,18 @@ def check_whole_open(whole: Contents) -> None:
 
 def resolve(store: Readable, examples: Any) -> Chosen:
     """The positions that the argument of :meth:`Store.filter` chooses."""
-    if callable(examples):
+    if tests := callable(examples):
         examples = examples(store.table)
         if examples is None:
             raise ArgumentError("filter: expected a function that returns flags or integers, found None as its result")
     if isinstance(examples, range) and (not examples or 0 <= min(examples) <= max(examples) < store.num_examples):
         return Chosen.of(examples)
     if _is_expression(examples):
-        return Chosen.of(_matching(store, examples))
-    found = index_of(examples, store.num_examples, "example")
+        found, tests = _matching(store, examples), True
+    else:
+        asked = plain_index(examples)
+        tests = tests or (isinstance(asked, np.ndarray) and asked.dtype == np.bool_)
+        found = index_of(asked, store.num_examples, "example")
     if isinstance(found, slice):
         return Chosen.of(range(store.num_examples)[found])
     if isinstance(found, int):
@@ -139,6 +142,9 @@ def resolve(store: Readable, examples: Any) -> Chosen:
         )
     if found.ndim != 1:
         raise ArgumentError(f"filter: expected one dimension, found {found.ndim}")
+    if tests and not len(found) and store.num_examples:  # integers and slices are empty on purpose
+        text = f"{store.path}: filter: no example was chosen of {store.num_examples:,}"
+        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=3)
     return Chosen.of(found)
 
 
@@ -159,9 +165,6 @@ def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
         names = ", ".join(table.column_names[:20])
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"filter: {reason:.300}. The columns are: {names:.500}", path=store.path) from error
-    if not len(kept) and len(table):
-        text = f"{store.path}: filter: no example was chosen of {len(table):,}"
-        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=4)
     return np.sort(kept.to_numpy())  # evaluated by threads: the order is not guaranteed
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard._arguments import many
 from actshard.errors import ArgumentError
 from actshard.formats.tables import common_type
 from actshard.formats.target import PREVIEW, TEXTS
@@ -69,7 +70,7 @@ def compare(
                 groups = [groups[first] if g == groups[other] else g for g in groups]
             if 0 < unknown < len(found):
                 warnings.append(
-                    f"{what!r} of {unknown} examples is null in {left[0]} or {right[0]}, and was not compared"
+                    f"{what!r} of {many(unknown, 'example')} is null in {left[0]} or {right[0]}, and was not compared"
                 )
     for name, group in zip(names, groups, strict=True):
         if group != groups[0] and columns is None:
@@ -95,7 +96,7 @@ def _check_counts(stores: Sequence[Readable], names: Sequence[str]) -> None:
                 i = int(differ[0])
                 raise ArgumentError(
                     f"pair: example {i}: expected equal numbers of {what}, found {a[i]} in {names[0]} and {b[i]} in {name} "
-                    f"({len(differ)} examples differ)",
+                    f"({many(len(differ), 'example', 'differs', 'differ')})",
                     path=store.path,
                 )
 

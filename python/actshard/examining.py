@@ -118,7 +118,8 @@ def examine(
     number = _arguments.whole(example, "example", -(1 << 62))
     if not -store.num_examples <= number < store.num_examples:
         raise OutOfRangeError(
-            f"example {example} is out of range: the dataset has {store.num_examples} examples", path=store.path
+            f"example {example} is out of range: the dataset has {_arguments.many(store.num_examples, 'example')}",
+            path=store.path,
         )
     number %= store.num_examples
     if not store.layers:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from actshard._arguments import many
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
 from actshard.layers import Layer, is_one, one
@@ -242,7 +243,9 @@ class DataSource:
         numbers = numbers.astype(np.int64)
         outside = (numbers < -n) | (numbers >= n)
         if outside.any():
-            raise OutOfRangeError(f"row {numbers[outside][0]} is out of range: there are {n} rows")
+            raise OutOfRangeError(
+                f"row {numbers[outside][0]} is out of range: there {'is' if n == 1 else 'are'} {many(n, 'row')}"
+            )
         if not numbers.size:
             return []
         examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))

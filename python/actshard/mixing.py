@@ -173,7 +173,8 @@ class MixedStream(Epochs[MixedBatch]):
         for length, source in zip(lengths, sources, strict=True):
             if not length:
                 raise ArgumentError(
-                    f"batch_size: a batch needs {source.batch_size} rows of this store on each of {source.world_size} ranks, "
+                    f"batch_size: a batch needs {_arguments.many(source.batch_size, 'row')} of this store on each of "
+                    f"{_arguments.many(source.world_size, 'rank')}, "
                     f"but the store has {source.num_rows}. Use a smaller batch_size or share.",
                     path=source.store.path,
                 )
@@ -186,7 +187,8 @@ class MixedStream(Epochs[MixedBatch]):
 
     def __repr__(self) -> str:
         return (
-            f"<actshard.MixedStream of {len(self.counts)} stores: {len(self)} batches of {self.batch_shape} {self.dtype}, "
+            f"<actshard.MixedStream of {_arguments.many(len(self.counts), 'store')}: "
+            f"{_arguments.many(len(self), 'batch', plural='batches')} of {self.batch_shape} {self.dtype}, "
             f"rows {', '.join(map(str, self.counts[:8]))}{', ...' if len(self.counts) > 8 else ''}, epoch {self.epoch}>"
         )
 
@@ -341,10 +343,10 @@ def mix(
             raise ArgumentTypeError(
                 f"stores: expected open stores, found {type(store).__name__}. Open a path first: actshard.open(path)"
             )
-        number = isinstance(share, int | float | np.integer | np.floating) and not isinstance(share, bool)
-        if not number or not 0 < share < float("inf"):
+        number = _arguments.real(share)
+        if number is None or not 0 < number < float("inf"):
             raise ArgumentError(f"share of {store.path}: expected a positive number, found {share!r:.80}")
-        weights.append(Fraction(float(share)))
+        weights.append(Fraction(number))
     if not _arguments.is_one_of(exhausted, ("stop", "repeat")):
         raise ArgumentError(f'exhausted: expected "stop" or "repeat", found {exhausted!r:.80}')
     return MixedStores([store for store, _ in pairs], weights, _arguments.whole(seed, "seed"), exhausted)

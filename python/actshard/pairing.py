@@ -93,7 +93,8 @@ class PairedStores:
     def __repr__(self) -> str:
         return (
             f"<actshard.PairedStores of {', '.join(self.names[:4])}{', ...' if len(self.names) > 4 else ''}: "
-            f"{self.num_examples} examples, layers {naming.short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
+            f"{_arguments.many(self.num_examples, 'example')}, layers {naming.short(self.layers)}, d_model {self.d_model}, "
+            f"{self.dtype}>"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -198,7 +199,7 @@ class PairedStores:
                 one, another = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in both)
                 raise NotStoredError(
                     f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {one} and {other[i]} in {another} "
-                    f"({len(differ)} examples differ). Leave these examples out with filter().",
+                    f"({_arguments.many(len(differ), 'example', 'differs', 'differ')}). Leave these examples out with filter().",
                     path=self.stores[both[1][0]].path,
                 )
 

@@ -58,7 +58,7 @@ class Repeated:
     def how(self) -> str:
         """The compared values as text."""
         if self.by != "rows":
-            return f"equal {self.by} of {self.examples:,} examples, by a 64-bit hash"
+            return f"equal {self.by} of {many(self.examples, 'example')}, by a 64-bit hash"
         return "identical rows in every layer, compared byte by byte where rows of a layer repeat"
 
     def advice(self) -> list[Advice]:

@@ -172,9 +172,9 @@ class Store(StreamVerbs, SampledVerbs):
 
     def __repr__(self) -> str:
         whole = self._contents.whole
-        of = "" if whole is None else f" of {whole.num_examples}"
+        some = "" if whole is None else f"{self.num_examples:,} of "
         return (
-            f"<actshard.Store {self.format} {str(self.path)!r}: {self.num_examples}{of} examples, "
+            f"<actshard.Store {self.format} {str(self.path)!r}: {some}{_arguments.many((whole or self).num_examples, 'example')}, "
             f"layers {short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
         )
 
@@ -344,7 +344,7 @@ class Store(StreamVerbs, SampledVerbs):
         Args:
             examples: a pyarrow expression over :attr:`table` (``pc.field("label") == 1``), a function of the table, one bool per
                 example, integers in any order (repeated and negative ones as in numpy), or a slice. Examples for which
-                an expression is null are left out.
+                an expression is null are left out. A mask, a function or an expression that chooses no example warns.
 
         Raises:
             ArgumentError, OutOfRangeError: the argument has another type; a mask has the wrong length; an expression has an unknown
@@ -550,7 +550,8 @@ class Store(StreamVerbs, SampledVerbs):
     def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]
         return OutOfRangeError(
-            f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
+            f"example {bad} is out of range: the dataset has {_arguments.many(self.num_examples, 'example')}",
+            path=self.path,
         )
 
     def check_open(self) -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +385,21 @@ def test_levanters_get_batch_does_not_hold_the_event_loop(cache: tokens.TokenCac
 
     found = asyncio.run(both())
     assert np.array_equal(found[1]["input_ids"], [4, 5, 6, 7])
+
+
+def test_a_dataset_whose_examples_are_longer_than_the_cache_warns(cache: tokens.TokenCache, tmp_path: Path) -> None:
+    dataset = tokens.TokenSeqDataset(cache, 4096)
+    with pytest.warns(
+        actshard.ActshardWarning, match="no examples: TokenSeqDataset makes none of 23 documents, 138"
+    ) as told:
+        assert list(dataset.stream(8)) == []
+    assert [x.filename for x in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(tokens.TokenSeqDataset(write(tmp_path / "empty", 0), 4096).stream(8)) == []
+
+
+def test_weights_outside_of_float64_are_refused(cache: tokens.TokenCache) -> None:
+    dataset = tokens.TokenSeqDataset(cache, 4)
+    with pytest.raises(actshard.ArgumentError, match="must be finite"):
+        tokens.Mixture({"a": dataset}, {"a": 10**400})

@@ -8,7 +8,6 @@ import sys
 import warnings
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -371,7 +370,7 @@ def tokenize_command(
     option: RowOptions = None,
     chat_template: ChatTemplate = None,
     config: Annotated[
-        Path | None, typer.Option(help="Levanter's YAML file: build the caches of all components.")
+        str | None, typer.Option(help="Levanter's YAML file: build the caches of all components.")
     ] = None,
     component: Annotated[
         list[str] | None, typer.Option(help="With --config: build only this component. Repeatable.")

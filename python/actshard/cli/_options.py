@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -83,13 +82,13 @@ TextSources = Annotated[
     typer.Argument(help="JSON lines, JSON or Parquet files, plain or compressed, or globs.", show_default=False),
 ]
 TokenizerOption = Annotated[str, typer.Option(help="A folder with tokenizer.json, or the file itself.")]
-OutOption = Annotated[Path | None, typer.Option(help="The cache to create: CACHE_DIR/NAME/train.")]
+OutOption = Annotated[str | None, typer.Option(help="The cache to create: CACHE_DIR/NAME/train.")]
 RowFormatOption = Annotated[str, typer.Option("--format", help="Row format: text, chat, prebuilt or supervised.")]
 RowOptions = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", help="Option of the row format, such as text_key=body. Repeatable."),
 ]
-ChatTemplate = Annotated[Path | None, typer.Option(help="A file with a chat template.")]
+ChatTemplate = Annotated[str | None, typer.Option(help="A file with a chat template.")]
 CacheLayout = Annotated[
     str, typer.Option(help="consolidated (one array per field) or sharded (one per field and file).")
 ]

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from actshard._arguments import many
 from actshard.cli._format import duration, size
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class TaskWatch:
                 now.bytes,
                 now.bytes_total,
                 "bytes",
-                stage=f"{now.stage}, {now.files_done} of {now.files} files",
-                counts=f"{now.rows:,} docs, {now.tokens:,} tokens",
+                stage=f"{now.stage}, {now.files_done} of {many(now.files, 'file')}",
+                counts=f"{many(now.rows, 'doc')}, {many(now.tokens, 'token')}",
                 rate=f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}",
             )
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.quality import measure
 from actshard.store import Store
@@ -65,7 +66,7 @@ def show(found: dict[str, Any]) -> None:
         "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; increase --seconds for more)"
     )
     for name, value in (
-        ("read", f"{size(found['bytes'])} in {found['batches']:,} batch{'' if found['batches'] == 1 else 'es'}{part}"),
+        ("read", f"{size(found['bytes'])} in {many(found['batches'], 'batch', plural='batches')}{part}"),
         ("speed", f"{size(int(found['bytes_per_second']))}/s, {found['rows_per_second']:,.0f} rows/s"),
         ("first batch after", f"{found['first_batch_seconds']:.3f} s"),
         ("peak memory", f"{size(found['peak_memory'])} of the process, including mapped pages"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from actshard._arguments import many
+from actshard._arguments import local_path, many
 from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
@@ -19,9 +18,10 @@ from actshard.location import Location
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
+from actshard.tokens.writing import WRITE_HERE
 
 
-def format_named(name: str, words: list[str], template: Path | None) -> dict[str, Any]:
+def format_named(name: str, words: list[str], template: str | None) -> dict[str, Any]:
     """Builds the mapping of Levanter's ``format:`` block from command-line options."""
     made = {"type": name, **options_named(words)}
     if template is not None:
@@ -33,11 +33,12 @@ def format_named(name: str, words: list[str], template: Path | None) -> dict[str
 
 
 def run(
-    sources: list[str], out: Path, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
+    sources: list[str], out: str, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """Builds one cache."""
-    with progress(out.name, quiet=quiet) as watch:
-        build = Build(sources, out, tokenizer or None, form, BuildOptions(**options), watch.build)
+    folder = local_path(out, "--out", WRITE_HERE)
+    with progress(folder.name, quiet=quiet) as watch:
+        build = Build(sources, folder, tokenizer or None, form, BuildOptions(**options), watch.build)
         began = time.monotonic()
         cache = build.run()
     seconds = round(time.monotonic() - began, 2)
@@ -49,7 +50,7 @@ def run(
     }
 
 
-def run_config(file: Path, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
+def run_config(file: str, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
     """Builds all caches of a configuration."""
     config = LmDataConfig.from_yaml(file)
     made = []
@@ -62,7 +63,7 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     return made
 
 
-def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:
+def plans(file: str, components: list[str] | None) -> list[dict[str, Any]]:
     """Lists the caches of a configuration without building them."""
     chosen = LmDataConfig.from_yaml(file).plans(components or None)
     for plan in chosen:

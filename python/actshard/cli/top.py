@@ -9,6 +9,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from actshard._arguments import many
 from actshard.cli._format import console, one_line
 from actshard.cli._layers import of_store
 from actshard.cli.caches import tokenizer_of
@@ -123,7 +124,7 @@ def row(cache: TokenCache, example: int, tokenizer: str, count: int) -> dict[str
 def show_row(cache: TokenCache, found: dict[str, Any]) -> None:
     """Prints a line per token."""
     out = console()
-    out.print(f"row {found['row']} of {len(cache):,}, {found['tokens']:,} tokens")
+    out.print(f"row {found['row']} of {len(cache):,}, {many(found['tokens'], 'token')}")
     per_token = [name for name, values in found.items() if isinstance(values, list)]
     grid = Table(box=None, pad_edge=False)
     grid.add_column("token", justify="right")

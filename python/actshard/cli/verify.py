@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from actshard._arguments import many
+from actshard._arguments import counted, many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.location import Location
@@ -26,7 +26,7 @@ def show(report: Report) -> None:
         colour = _COLOURS[finding.severity]
         head, _, rest = str(finding).partition("] ")
         out.print(f"[{colour}]{escape(head + ']')}[/] {escape(rest)}", soft_wrap=True)
-    looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
+    looked = ", ".join(size(n) if what == "bytes" else counted(n, what) for what, n in report.checked.items())
     verdict = (
         "no problems"
         if report.status == 0

@@ -79,7 +79,7 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
     page.how = [
         (
             "statistics",
-            f"{which} {total:,} rows of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
+            f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
         ),
         ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518)"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
@@ -100,7 +100,7 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
 def _kept(kept: Measured, found: Measured) -> str:
     if not kept:
         return ""
-    which = "all" if len(kept) == len(found) else f"{len(kept):,} layers"
+    which = "all" if len(kept) == len(found) else many(len(kept), "layer")
     return f"; {which} read from files that actshard stats --save kept, and the dataset's files are unchanged since"
 
 

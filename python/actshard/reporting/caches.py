@@ -41,13 +41,13 @@ def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -
     page.grids = [(heading, text, grid.full()) for heading, text, grid in _grids(found, decode)]
     page.samples, page.samples_of = _samples(cache, found, count, decode), "each token has its own colour"
     some = (
-        f"{found.read_documents:,} of {found.documents:,} documents, in evenly spaced runs"
+        f"{found.read_documents:,} of {many(found.documents, 'document')}, in evenly spaced runs"
         if found.is_sample
         else "all documents"
     )
     page.how = [
         ("lengths, packing", "all documents"),
-        ("token counts, repeated documents", f"{some}; {found.read_tokens:,} tokens"),
+        ("token counts, repeated documents", f"{some}; {many(found.read_tokens, 'token')}"),
         ("packing", "whole documents in order, at most 64 per example, as actshard.tokens.PackedTokenDataset does"),
     ]
     return page
@@ -128,7 +128,7 @@ def _packing(found: CacheLook) -> Iterator[Advice]:
         yield Advice(
             "note",
             "packing",
-            f"with {worst.length:,} tokens per example, {1 - worst.fill:.0%} of positions are padding; with {best.length:,}, "
+            f"with {many(worst.length, 'token')} per example, {1 - worst.fill:.0%} of positions are padding; with {best.length:,}, "
             f"{1 - best.fill:.0%}.",
             "Windows of fixed length have no padding, but cut documents.",
             f"TokenSeqDataset(cache, {worst.length})",
@@ -211,7 +211,7 @@ def _samples(cache: TokenCache, found: CacheLook, count: int, decode: Tokenizer 
             for place, token in enumerate(ids)
         ]
         length = int(found.lengths[row])
-        made.append(ShownExample(f"document {row:,}: {length:,} tokens", "", words, length - len(words)))
+        made.append(ShownExample(f"document {row:,}: {many(length, 'token')}", "", words, length - len(words)))
     return made
 
 

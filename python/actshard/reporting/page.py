@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from actshard._arguments import many
+from actshard._arguments import counted, many
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
 from actshard.formats.report import Finding, Report
 from actshard.plot.style import inline, style
@@ -112,10 +112,10 @@ class Page:
             more = max(len(found) - MOST_ROWS, 0)
             self.checks = Grid(["severity", "code", "where", "found", "what to do"], rows, more, (0, 1, 2, 3, 4)).full()
         counts = {what: sum(x.severity == what for x in found) for what in _SEVERITIES}
-        counted = ", ".join(f"{n:,} {what}" for what, n in report.checked.items())
+        amounts = ", ".join(counted(n, what) for what, n in report.checked.items())
         depth = "every value" if report.deep else "files and metadata"
         verdict = ", ".join(many(n, what) for what, n in counts.items() if n) or "No problems"
-        self.checked = f"{verdict}. Checked {depth}" + (f": {counted}." if counted else ".")
+        self.checked = f"{verdict}. Checked {depth}" + (f": {amounts}." if amounts else ".")
         if report.errors:
             self.advice.append(
                 Advice(

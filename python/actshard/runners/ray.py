@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,6 +103,6 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
 
 
 def _amount(value: float, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ArgumentTypeError(f"{what}: expected a number of at least 0, found {value!r:.40}")
     return value

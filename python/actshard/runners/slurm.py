@@ -92,10 +92,10 @@ def execute(
         # Since Slurm 22.05, srun does not inherit --cpus-per-task from its job.
         setup = [f"export SRUN_CPUS_PER_TASK={cpus} ACTSHARD_NUM_THREADS={cpus}", *options.get("slurm_setup", ())]
         options = {**{f"slurm_{n}": value for n, value in own.items()}, **options, "slurm_setup": setup}
-    file = plan_file(plan)
+    file, folder = plan_file(plan), _arguments.local_path(logs, "logs") if logs else plan.work / "logs"
     shares = [list(tasks[i::count]) for i in range(count)]
     try:
-        executor = submitit.AutoExecutor(logs or plan.work / "logs", cluster, slurm_max_num_timeout=_MOST_REQUEUES)
+        executor = submitit.AutoExecutor(folder, cluster, slurm_max_num_timeout=_MOST_REQUEUES)
         executor.update_parameters(**options)
         with squeue.outside_of_jobs():
             jobs = executor.map_array(Element(limit), [file] * count, shares)

@@ -113,8 +113,9 @@ class Separability:
             i = int(np.nanargmax(self.accuracy))
             best = f"best in layer {plain(self.best):.80}: {self.accuracy[i]:.3f} ± {self.error[i]:.3f}"
         return (
-            f"<actshard.Separability of {what}{len(self.classes)} classes, {self.examples:,} of {self.total:,} examples, "
-            f"{len(self.layers)} layers: {best} (balanced accuracy, chance {self.chance:.3f})>"
+            f"<actshard.Separability of {what}{len(self.classes)} classes, {self.examples:,} of "
+            f"{_arguments.many(self.total, 'example')}, "
+            f"{_arguments.many(len(self.layers), 'layer')}: {best} (balanced accuracy, chance {self.chance:.3f})>"
         )
 
 
@@ -213,7 +214,8 @@ def _of_tokens(store: Readable, layers: Sequence[Layer], label: Any) -> NDArray[
     fits = table.shape[1] == most if least == most else table.shape[1] >= most
     if len(table) != store.num_examples or not (fits or not len(counts)):
         raise ArgumentError(
-            f"label: expected labels of {store.num_examples} examples and {most} content tokens, found shape {table.shape}"
+            f"label: expected labels of {_arguments.many(store.num_examples, 'example')} and "
+            f"{_arguments.many(most, 'content token')}, found shape {table.shape}"
         )
     return table
 

@@ -121,7 +121,7 @@ class Similarity:
         bad = f", {self.left_out:,} not finite left out" if self.left_out else ""
         finite = self.cka[np.isfinite(self.cka)]
         span = f"debiased linear CKA {finite.min():.3f} to {finite.max():.3f}" if finite.size else "no CKA"
-        return f"<actshard.Similarity of layers {names}, {self.rows:,} of {self.total:,} rows{bad}: {span}>"
+        return f"<actshard.Similarity of layers {names}, {self.rows:,} of {_arguments.many(self.total, 'row')}{bad}: {span}>"
 
 
 def similarity_of(
@@ -181,7 +181,7 @@ def _check_same(store: Readable, mine: Sequence[Layer], other: Readable, theirs:
     """Refuses stores whose rows are not of the same tokens, as far as their counts show."""
     if store.num_examples != other.num_examples:
         raise ArgumentError(
-            f"other: expected the same {store.num_examples} examples, found {other.num_examples}: {other.path}",
+            f"other: expected the same {_arguments.many(store.num_examples, 'example')}, found {other.num_examples}: {other.path}",
             path=store.path,
         )
     for layer in theirs if other.contents.layers_differ else theirs[:1]:
@@ -189,8 +189,10 @@ def _check_same(store: Readable, mine: Sequence[Layer], other: Readable, theirs:
         if len(differ := np.flatnonzero(first != second)):
             i = int(differ[0])
             raise NotStoredError(
-                f"other: example {i} has {first[i]} tokens in layer {plain(mine[0])} and {second[i]} in layer {plain(layer)} of "
-                f"{other.path} ({len(differ)} examples differ). Leave these examples out with filter().",
+                f"other: example {i} has {_arguments.many(first[i], 'token')} in layer {plain(mine[0])} and {second[i]} in "
+                f"layer {plain(layer)} of "
+                f"{other.path} ({_arguments.many(len(differ), 'example', 'differs', 'differ')}). Leave these examples out "
+                "with filter().",
                 path=store.path,
             )
 

@@ -106,7 +106,8 @@ class Spectrum:
         first = f", the first direction explains {self.explained[0]:.1%}" if (self.explained > 0).any() else ""
         bad = f", {self.left_out:,} not finite left out" if self.left_out else ""
         return (
-            f"<actshard.Spectrum of layer {plain(self.layer):.80}, {self.rows:,} of {self.total:,} rows{bad}: effective rank "
+            f"<actshard.Spectrum of layer {plain(self.layer):.80}, {self.rows:,} of "
+            f"{_arguments.many(self.total, 'row')}{bad}: effective rank "
             f"{self.effective_rank:.4g} of {self.d_model}, participation ratio {self.participation_ratio:.4g}{first}>"
         )
 

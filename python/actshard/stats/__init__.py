@@ -166,7 +166,7 @@ class Stats:
     def __repr__(self) -> str:
         bad = int(self.nan.sum()), int(self.inf.sum())
         return (
-            f"<actshard.Stats of {self.rows} rows of {len(self.mean)}: mean norm {self.mean_norm:.6g}, "
+            f"<actshard.Stats of {many(self.rows, 'row')} of {len(self.mean)}: mean norm {self.mean_norm:.6g}, "
             f"{bad[0]} NaN and {many(bad[1], 'infinite value')}>"
         )
 
@@ -284,18 +284,20 @@ def _outliers(stats: Stats) -> Iterator[Advice]:
 
 def _constant(stats: Stats) -> Iterator[Advice]:
     """Columns that are always 0, and other columns with one value."""
-    same = stats.min == stats.max
-    if same.all() and stats.rows > 1:
+    same, bad = stats.min == stats.max, stats.nan + stats.inf
+    if same.all() and stats.rows > 1 and not bad.any():
         text = f"all {stats.rows:,} rows are equal, and contain no information."
         yield Advice("warning", "", text, _EQUAL_ROWS, kind="equal rows")
         return
-    for what, columns in (("always 0", same & (stats.min == 0)), ("constant", same & (stats.min != 0))):
+    several = stats.rows - bad > 1
+    for what, columns in (("always 0", same & (stats.min == 0)), ("constant", same & several & (stats.min != 0))):
         found = np.flatnonzero(columns)
-        if not len(found) or (stats.rows == 1 and what == "constant"):
+        if not len(found):
             continue
+        but = ", apart from NaN and infinite values" if bad[found].any() else ""
         shown = ", ".join(map(str, found[:_SHOWN].tolist()))
         are = "is" if len(found) == 1 else "are"
-        text = f"{len(found):,} of {many(len(columns), 'dimension')} {are} {what}: {shown}{_more(len(found))}."
+        text = f"{len(found):,} of {many(len(columns), 'dimension')} {are} {what}{but}: {shown}{_more(len(found))}."
         yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind=what, size=len(found))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from actshard.errors import ArgumentError
+
 MANTISSA_BITS = 7
 """Bits of a norm's mantissa in the number of its bin; the core's ``MANTISSA_BITS``."""
 BAND_BITS = 3
@@ -82,9 +84,12 @@ class Norms:
 
 
 def _fractions(q: ArrayLike) -> NDArray[np.float64]:
-    wanted = np.asarray(q, np.float64)
+    try:
+        wanted = np.asarray(q, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        wanted = np.array(np.nan)
     if not ((wanted >= 0) & (wanted <= 1)).all():
-        raise ValueError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
+        raise ArgumentError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
     return wanted
 
 
@@ -135,7 +140,7 @@ class NormsByPosition:
         """Norms at the fractions ``q`` of each range's rows, float64 ``(*q.shape, ranges)``, each within 1/16.
 
         Raises:
-            ValueError: a fraction is not from 0 to 1.
+            ArgumentError: a fraction is not from 0 to 1.
         """
         wanted = _fractions(q)
         made = np.full((*wanted.shape, len(self.first)), np.nan)

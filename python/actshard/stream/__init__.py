@@ -21,6 +21,7 @@ from actshard.errors import (
     ArgumentError,
     OverflowWarning,
 )
+from actshard.formats.contents import Contents
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.location import Location
 from actshard.logs import LOG
@@ -46,6 +47,8 @@ _DOORS = frozenset({"state", "loop", "afresh", "batches_from", "resumes"})
 
 def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
     """All stored rows of a layer in stored order, in blocks of about 8 MiB."""
+    if not store.tokens_in(layer).any():
+        return  # a stream without rows would warn
     rows = max(1, _BLOCK // (8 * store.d_model or 1))
     for batch in Stream(store, layer, rows, tokens="all", dtype=np.float64):
         yield batch.activations
@@ -69,8 +72,8 @@ def select_rows(
     left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
     if not first and limit is None:
         selection = select(store, layers, tokens, ignore_labels, keep)
-        if keep is not None and not _native.count_selected(store.num_examples, selection):
-            _warn_of_nothing(store, tokens, "keep leaves out all")
+        if not _native.count_selected(store.num_examples, selection):
+            _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
         return selection, left_out
     keep, stored = asked(store, keep), stored_tokens(store, layers)
     steps = {"min_token": positions(stored) >= first}
@@ -85,17 +88,43 @@ def select_rows(
         after = _native.count_selected(store.num_examples, selection)
         left_out[name], before = (before - after) * each, after
     if not before:
-        each_of = [f"{name} {n:,}" for name, n in left_out.items() if n]
-        _warn_of_nothing(store, tokens, f"left out: {', '.join(each_of)}" if each_of else "none are chosen")
+        _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
     LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
     return selection, left_out
 
 
-def _warn_of_nothing(store: Readable, tokens: Tokens, why: str) -> None:
+def _warn_of_nothing(
+    store: Readable,
+    layers: Sequence[Layer],
+    tokens: Tokens,
+    ignore_labels: Sequence[int],
+    keep: Mask,
+    left_out: dict[str, int],
+) -> None:
     """Warns that no row is left, unless the dataset has none."""
-    if store.num_examples:
-        text = f"{store.path}: the stream has no rows. Of the rows of tokens={tokens!r}: {why}."
-        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=5)
+    if not _has_rows(store.contents):
+        return
+    numbers = [f"{name} {n:,}" for name, n in left_out.items() if n]
+    masks = ["ignore_labels"] * (np.size(ignore_labels) > 0) + ["keep"] * (keep is not None)
+    if not store.num_examples:
+        why = "No example was chosen."
+    elif numbers:
+        why = f"Of the rows of tokens={tokens!r}: left out: {', '.join(numbers)}."
+    elif masks:
+        leave = "leaves" if len(masks) == 1 else "leave"
+        why = f"Of the rows of tokens={tokens!r}: {' and '.join(masks)} {leave} out all."
+    else:
+        why = f"Layers {short(layers)} have no rows of tokens={tokens!r}."
+    text = f"{store.path}: the stream has no rows. {why}"
+    warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=5)
+
+
+def _has_rows(contents: Contents) -> bool:
+    """Whether the datasets that ``contents`` are part of have rows."""
+    whole = contents.whole or contents
+    if whole.parts:
+        return any(_has_rows(part.contents) for part in whole.parts)
+    return bool(whole.token_counts().any())
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -278,7 +307,8 @@ class Stream(Epochs[Batch]):
 
     def __repr__(self) -> str:
         return (
-            f"<actshard.Stream of {self.store.path}: {len(self)} batches of {self._shape} {self.dtype}, "
+            f"<actshard.Stream of {self.store.path}: {_arguments.many(len(self), 'batch', plural='batches')} of "
+            f"{self._shape} {self.dtype}, "
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 

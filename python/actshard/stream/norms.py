@@ -8,6 +8,7 @@ bitwise equal on all machines. Rows whose squares overflow or underflow float64 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import weakref
@@ -68,12 +69,11 @@ def parsed(max_norm: Any) -> tuple[float, bool] | None:
     if max_norm is None:
         return None
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
-    plain = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
-    number = float(found[1]) if found else float(max_norm) if plain else 0.0
-    if not number > 0:
+    number = _arguments.real(float(found[1]) if found else max_norm)
+    if number is None or not number > 0 or (found and math.isinf(number)):
         raise ArgumentError(
             'max_norm: expected a positive number, "10x median", or infinity (only rows with NaN or infinite values are left '
-            f"out), found {max_norm!r}"
+            f"out), found {max_norm!r:.80}"
         )
     return number, found is not None
 

@@ -209,8 +209,8 @@ def vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.floa
         array = np.asarray(value, np.float64)
     except ArgumentError:
         raise
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}: {error!s:.80}") from error
     if array.ndim == 0:
         array = np.broadcast_to(array, (d_model,))
     if array.shape not in ((d_model,), (layers, d_model)):

@@ -125,7 +125,7 @@ def memory_for_flags(store: Readable) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        detail = f"not enough memory for the flags of {store.num_examples} examples"
+        detail = f"not enough memory for the flags of {_arguments.many(store.num_examples, 'example')}"
         raise FileAccessError(detail, path=store.path) from error
 
 
@@ -199,7 +199,8 @@ def stored_tokens(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]
         if len(differ := np.flatnonzero(first != other)):
             i = int(differ[0])
             raise NotStoredError(
-                f"example {i} has {first[i]} tokens in layer {plain(layers[0])} and {other[i]} in layer {plain(layer)}: "
+                f"example {i} has {_arguments.many(first[i], 'token')} in layer {plain(layers[0])} and {other[i]} in layer "
+                f"{plain(layer)}: "
                 "these layers cannot be streamed together; use one stream per layer",
                 path=store.path,
             )

@@ -88,7 +88,8 @@ class SequenceBatch:
 
     def __repr__(self) -> str:
         return (
-            f"<actshard.SequenceBatch: {len(self)} sequences, {int(self.offsets[-1])} tokens, "
+            f"<actshard.SequenceBatch: {_arguments.many(len(self), 'sequence')}, "
+            f"{_arguments.many(int(self.offsets[-1]), 'token')}, "
             f"{tuple(self.activations.shape)} {self.activations.dtype}, layers {short(self.layers.tolist())}>"
         )
 
@@ -184,7 +185,8 @@ class SequenceStream(Epochs[SequenceBatch]):
             first, count = int(examples[long][0]), int(long.sum())
             if too_long == "error":
                 raise ArgumentError(
-                    f"batch_tokens: example {first} has {counts[first]} tokens, and {count} of {len(examples)} examples more than "
+                    f"batch_tokens: example {first} has {_arguments.many(counts[first], 'token')}, and {count} of "
+                    f"{_arguments.many(len(examples), 'example')} more than "
                     f'{most}. Raise batch_tokens, or pass too_long="truncate", "split" or "drop".',
                     path=self.store.path,
                 )
@@ -199,8 +201,11 @@ class SequenceStream(Epochs[SequenceBatch]):
                 gone = int(lengths[long].sum()) - (0 if dropped else count * most)
                 self.left_out = {"examples": count if dropped else 0, "tokens": gone}
                 examples, lengths = (examples[~long], lengths[~long]) if dropped else (examples, lengths.clip(max=most))
-                did = f"{count} examples are left out" if dropped else f"{count} examples are cut"
-                text = f"{self.store.path}: {did}, with {gone} tokens: longer than batch_tokens={most} (too_long={too_long!r})"
+                did = f"{_arguments.many(count, 'example', 'is', 'are')} {'left out' if dropped else 'cut'}"
+                text = (
+                    f"{self.store.path}: {did}, with {_arguments.many(gone, 'token')}: longer than batch_tokens={most} "
+                    f"(too_long={too_long!r})"
+                )
                 warnings.warn(ActshardWarning(text, code="sequences-too-long"), stacklevel=4)
         self._examples, self._lengths = examples, lengths
 
@@ -255,8 +260,10 @@ class SequenceStream(Epochs[SequenceBatch]):
     def __repr__(self) -> str:
         how = "packed" if self.pack else "padded"
         return (
-            f"<actshard.SequenceStream of {self.store.path}: {len(self)} batches of {self.batch_tokens} tokens, {how}, "
-            f"{self.num_sequences} sequences, {self.dtype}, shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
+            f"<actshard.SequenceStream of {self.store.path}: {_arguments.many(len(self), 'batch', plural='batches')} of "
+            f"{_arguments.many(self.batch_tokens, 'token')}, {how}, "
+            f"{_arguments.many(self.num_sequences, 'sequence')}, {self.dtype}, shuffle={self.shuffle!r}, seed={self.seed}, "
+            f"epoch {self.epoch}>"
         )
 
     def _count(self) -> int:

@@ -140,19 +140,21 @@ class TokenCache:
         counts = {name: field.num_rows for name, field in self._fields.items()}
         if not counts:
             if counted:
-                raise FormatError(f"the ledger counts {counted} rows, but the cache has no fields", path=self.path)
+                raise FormatError(
+                    f"the ledger counts {_arguments.many(counted, 'row')}, but the cache has no fields", path=self.path
+                )
             return 0
         if len(set(counts.values())) > 1:
             raise FormatError(f"fields have different numbers of rows: {counts}", path=self.path)
         rows = next(iter(counts.values()))
         if rows == 0 and counted:
             raise FormatError(
-                f"the ledger counts {counted} rows, but offsets contain none: their chunks are missing or empty",
+                f"the ledger counts {_arguments.many(counted, 'row')}, but offsets contain none: their chunks are missing or empty",
                 path=self.path,
             )
         notes = []
         if rows != counted:
-            notes.append(f"the ledger counts {counted} rows, but offsets[0] is {rows}; using {rows}")
+            notes.append(f"the ledger counts {_arguments.many(counted, 'row')}, but offsets[0] is {rows}; using {rows}")
         for name, elements in self.ledger.field_counts.items():
             if name in self._fields and self._fields[name].num_elements != elements:
                 held = self._fields[name].num_elements

@@ -6,6 +6,7 @@ Field names, defaults and cache paths are Levanter's, so that both can use the s
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from actshard._arguments import local_path
+from actshard._arguments import local_path, many
 from actshard._json import show
 from actshard.errors import (
     ActshardWarning,
@@ -156,7 +157,7 @@ class LmDataConfig:
             object.__setattr__(self, "train_weights", dict.fromkeys(self.components, 1.0))
         for weights in self._stages():
             for name, weight in weights.items():
-                if not 0 <= weight < float("inf"):
+                if not 0 <= weight <= sys.float_info.max:
                     raise ArgumentError(f"train_weights.{name}: expected a number of at least 0, found {weight}")
                 if name not in self.components:
                     raise ArgumentError(f"train_weights: unknown component '{name}'{nearest(name, self.components)}")
@@ -384,7 +385,7 @@ class LmDataConfig:
                     raise ArgumentError("max_train_batches: expected batch_size=, found none")
                 if batches * batch_size > len(made[name]):
                     raise ArgumentError(
-                        f"max_train_batches: {batches} batches of '{name}' exceed its {len(made[name])} examples"
+                        f"max_train_batches: {batches} batches of '{name}' exceed its {many(len(made[name]), 'example')}"
                     )
                 made[name] = Sliced(made[name], 0, batches * batch_size)
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -264,7 +264,7 @@ def _normalized(weights: Mapping[str, float], datasets: Mapping[str, Any]) -> di
     for name, weight in weights.items():
         if name not in datasets:
             raise ArgumentError(f"weights: unknown dataset '{name}'; expected one of {', '.join(datasets)}")
-        if not weight >= 0 or math.isinf(weight):
+        if not 0 <= weight <= sys.float_info.max:
             raise ArgumentError(f"the weight of '{name}' must be finite and at least 0, not {weight}")
     total = sum(weights.values())
     if total == 0:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from actshard._arguments import is_file_url
+from actshard._arguments import is_file_url, path_of_url
 from actshard.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
 from actshard.location import Location
 from actshard.storage import Entry
@@ -21,13 +21,16 @@ _MAGIC = re.compile(r"[*?[]")
 def matching(given: str) -> list[str]:
     """Returns the file of this name, or the files that match the pattern, sorted by name.
 
+    Args:
+        given: a path, a ``file://`` URL, or a pattern of either. A URL is decoded first: ``%2A`` is a ``*`` of the pattern.
+
     Raises:
         MissingFileError: nothing matches.
-        NotAFileError: it is a folder. ArgumentError: it is a URL.
+        NotAFileError: it is a folder. ArgumentError: it is the URL of another machine.
     """
     if is_file_url(given):
-        raise ArgumentError(f"sources: {given} is a URL; pass the path without file://")
-    if "://" in given:
+        given = path_of_url(given, "sources")
+    elif "://" in given:
         raise ArgumentError(f"sources: {given} is a URL; download it and pass the local path")
     path = os.path.expanduser(given)  # noqa: PTH111 -- Path normalizes the string, which shard names are derived from
     kind = Location.at(path).kind()

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
+from actshard._arguments import many
 from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError
+from actshard.errors import ActshardError, ActshardWarning, ArgumentError, ArgumentTypeError
+from actshard.tokens.cache import TokenCache
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 
 TokenShuffle = Literal["block", "feistel", "linear"] | Permutation | None
@@ -126,7 +129,20 @@ class TokenStream(Epochs[Any]):
         self._ordered: tuple[int, Permutation | None] = (0, self._order)
         self._batches = self._shared()
         self._identity: str | None = None
+        if not self.num_examples:
+            self._warn_of_nothing()
         super().__init__(_arguments.whole(epoch, "epoch"))
+
+    def _warn_of_nothing(self) -> None:
+        """Warns that a finite dataset has no examples, unless its cache is empty."""
+        cache = getattr(self.dataset, "cache", None)
+        if self.num_examples is None or not isinstance(cache, TokenCache) or not len(cache):
+            return
+        text = (
+            f"{cache.path}: the stream has no examples: {type(self.dataset).__name__} makes none of "
+            f"{many(len(cache), 'document')}, {many(cache.num_tokens, 'token')}"
+        )
+        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=4)
 
     def _first_order(self) -> Permutation | None:
         """The permutation of epoch 0."""
@@ -142,7 +158,7 @@ class TokenStream(Epochs[Any]):
             return permutation(self.shuffle, self.num_examples, prng_key(self.seed))
         if len(self.shuffle) != self.num_examples:
             raise ArgumentError(
-                f"shuffle: an order of {len(self.shuffle)} indices does not fit a dataset of {self.num_examples} examples"
+                f"shuffle: an order of {len(self.shuffle):,} indices does not fit a dataset of {many(self.num_examples, 'example')}"
             )
         if self.seed != 0:
             raise ArgumentError("seed: must be 0 when shuffle= is a permutation, which has its own key")
@@ -157,7 +173,8 @@ class TokenStream(Epochs[Any]):
         batches = n // together if self.drop_last else -(-n // together)
         if batches * ranks > n:
             raise ArgumentError(
-                f"{n} examples are too few for {ranks} ranks with {batches} batches of 1 to {self.batch_size} examples each; pass "
+                f"{many(n, 'example', 'is', 'are')} too few for {ranks} ranks with {batches} batches of 1 to "
+                f"{self.batch_size} examples each; pass "
                 "drop_last=True to leave out the examples that do not fill a batch"
             )
         return batches
@@ -172,10 +189,10 @@ class TokenStream(Epochs[Any]):
         return self._batches != 0
 
     def __repr__(self) -> str:
-        count = "endless" if self._batches is None else f"{self._batches}"
+        count = "endless batches" if self._batches is None else many(self._batches, "batch", plural="batches")
         shuffle = "an order" if isinstance(self.shuffle, Permutation) else repr(self.shuffle)
         return (
-            f"<actshard.tokens.TokenStream of {type(self.dataset).__name__}: {count} batches of {self.batch_size}, "
+            f"<actshard.tokens.TokenStream of {type(self.dataset).__name__}: {count} of {self.batch_size}, "
             f"shuffle={shuffle}, seed={self.seed}, epoch {self.epoch}>"
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from actshard._arguments import local_path
+from actshard._arguments import is_file_url, local_path
 from actshard._json import read_json, show
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
 from actshard.location import Location
@@ -178,7 +178,9 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
 
 
 def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
-    local_path(given, "tokenizer")  # rejects strings that cannot be file names
+    found = local_path(given, "tokenizer")  # rejects strings that cannot be file names
+    if is_file_url(given):
+        given = found
     path = Path(given).expanduser()
     is_folder = Location.at(path).kind() == "folder"
     file = path / "tokenizer.json" if is_folder else path

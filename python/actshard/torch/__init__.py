@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from actshard._arguments import many
 from actshard.epochs import Epochs
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
 from actshard.layers import Layer
@@ -273,7 +274,8 @@ class Dataset(data.Dataset):
         n = len(self)
         if numbers.size and (numbers.min() < -n or numbers.max() >= n):
             raise OutOfRangeError(
-                f"row {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n} rows"
+                f"row {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there {'is' if n == 1 else 'are'} "
+                f"{many(n, 'row')}"
             )
         examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
         rows = tensor(self.store.gather(self.layer, examples, tokens, dtype=self.dtype))

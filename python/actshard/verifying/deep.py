@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many
+from actshard._arguments import many, numpy_type
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
@@ -136,11 +136,13 @@ def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> 
 
 def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
     magnitudes, differences = found["magnitudes"], found["differences"]
-    if found["rows"] > 1 and magnitudes.any() and not differences.any():
+    finite = not found["nan"] and not found["infinite"]
+    if finite and found["rows"] > 1 and magnitudes.any() and not differences.any():
         report.add("constant-layer", store.path, f"all {found['rows']:,} rows are equal", place=f"layer {plain(layer)}")
         return
     dead = np.flatnonzero(magnitudes == 0)
-    constant = np.flatnonzero((differences == 0) & (magnitudes != 0)) if found["rows"] > 1 else np.zeros(0, np.int64)
+    same = (differences == 0) & (magnitudes != 0) & (found["rows"] > 1)
+    constant = np.flatnonzero(same if finite else same & _are_finite(magnitudes, found["dtype"]))
     for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):
         if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
             report.add(
@@ -159,6 +161,13 @@ def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) 
                 f"all {dtype} values are exactly representable in {narrower}{exceptions}",
                 place=f"layer {plain(layer)}",
             )
+
+
+def _are_finite(bits: NDArray[np.uint64], dtype: str) -> NDArray[np.bool_]:
+    """Whether values are finite, given their bits without the sign."""
+    kind = numpy_type(dtype, "dtype ")
+    values: NDArray[np.bool_] = np.isfinite(bits.astype(f"u{kind.itemsize}").view(kind))
+    return values
 
 
 def _list(columns: NDArray[np.int64]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from actshard._arguments import many
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
@@ -65,7 +66,8 @@ def _refuse_beside(root: Path, target: Target) -> None:
     journal = unfinished(root)
     if journal is not None:
         raise UnfinishedError(
-            f"contains {journal.examples} examples of an unfinished dataset that is not in parts. Finish it (create or convert "
+            f"contains {many(journal.examples, 'example')} of an unfinished dataset that is not in parts. Finish it (create "
+            "or convert "
             "with resume continues it), or choose another folder.",
             path=root,
         )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -77,7 +78,8 @@ class Sink:
         if self.journal.exists() and not resume:
             self.journal.read()
             raise ExistsError(
-                f"contains {self.journal.examples} examples of an unfinished dataset. Pass resume=True (--resume) to continue it, "
+                f"contains {many(self.journal.examples, 'example')} of an unfinished dataset. Pass resume=True (--resume) to "
+                "continue it, "
                 "or remove the folder.",
                 path=target.root,
             )

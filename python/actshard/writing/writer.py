@@ -101,7 +101,9 @@ class Writer:
         return True
 
     def __repr__(self) -> str:
-        state = "complete" if self.complete else f"{self._appended} examples appended, {self.committed} committed"
+        state = (
+            "complete" if self.complete else f"{many(self._appended, 'example')} appended, {self.committed} committed"
+        )
         return f"<actshard.Writer {self.format} {str(self.path)!r}: {state}>"
 
     def __enter__(self) -> Self:
@@ -224,7 +226,8 @@ class Writer:
         if not self._truncate:
             i = int(np.flatnonzero(tokens > most[0])[0])
             raise ArgumentError(
-                f"example {self._appended + i} has {tokens[i]} tokens, {most[1]}. truncate=True to create() cuts longer ones."
+                f"example {self._appended + i} has {many(tokens[i], 'token')}, {most[1]}. truncate=True to create() cuts "
+                "longer ones."
             )
         return np.minimum(tokens, most[0])
 
@@ -367,7 +370,8 @@ class Writer:
         if missing:
             warnings.warn(
                 ActshardWarning(
-                    f"{self.path}: pad=True: an earlier release did not record the lengths of {missing} examples, so their padding "
+                    f"{self.path}: pad=True: an earlier release did not record the lengths of {many(missing, 'example')}, so "
+                    "their padding "
                     "counts as content. If any were padded, write the dataset again.",
                     code="unknown-lengths",
                 ),
