@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import actshard
 from actshard.sampled.rows import places, spread
 from actshard.sampled.separability import predicted
-from actshard.sampled.similarity import BATCH, u_centred
+from actshard.sampled.similarity import minibatches, u_centred
 from actshard.sampled.spectrum import decomposed
 from conftest import GOLDEN
 from served import served
@@ -262,10 +262,11 @@ def test_cka_is_that_of_its_definition(tmp_path: Path, shape: tuple[int, int, in
     assert found.rows == min(1000, shape[0] * shape[1])
     every = spread(shape[0] * shape[1], 1000, 0)
     flat = [store.layer(name).rows()[:].astype(np.float64)[every] for name in store.layers]
-    batches = -(-len(every) // BATCH)
+    batches = list(minibatches(len(every), 0))
+    assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(len(every)))
     for i, x in enumerate(flat):
         for j, y in enumerate(flat):
-            expected = 1 if i == j else naive([(x[k::batches], y[k::batches]) for k in range(batches)])
+            expected = 1 if i == j else naive([(x[batch], y[batch]) for batch in batches])
             assert found.cka[i, j] == pytest.approx(np.clip(expected, -1, 1), abs=1e-6)
             unit = [z / np.linalg.norm(z, axis=1, keepdims=True) for z in (x, y)]
             assert found.cosine[i, j] == pytest.approx((unit[0] * unit[1]).sum(1).mean(), abs=1e-6)
@@ -274,6 +275,22 @@ def test_cka_is_that_of_its_definition(tmp_path: Path, shape: tuple[int, int, in
                 means[0] @ means[1] / np.linalg.norm(means[0]) / np.linalg.norm(means[1]), abs=1e-6
             )
     assert np.array_equal(found.cka, found.cka.T)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("period", [2, 3, 8, 64])
+def test_cka_does_not_depend_on_the_order_of_rows(tmp_path: Path, period: int, seed: int) -> None:
+    """Classes that alternate, and first tokens of large norm: minibatches of every n-th row had rows of one kind only."""
+    alternating = np.where(np.arange(1920) % period == 0, 6.0, -6.0)[:, None]
+    a = normal(1920, 16) + alternating * normal(1, 16, seed=1)
+    b = normal(1920, 16, seed=2) + alternating * normal(1, 16, seed=3)
+    layers = {"a": a.reshape(-1, period, 16).astype(np.float32), "b": b.reshape(-1, period, 16).astype(np.float32)}
+    found = made(tmp_path, layers).similarity(seed=seed).cka[0, 1]
+    assert found == pytest.approx(naive([(a, b)]), abs=0.05)
+    shuffled = np.random.default_rng(0).permutation(1920)
+    (tmp_path / "mixed").mkdir()
+    mixed = {name: rows.reshape(1920, 1, 16)[shuffled] for name, rows in layers.items()}
+    assert made(tmp_path / "mixed", mixed).similarity(seed=seed).cka[0, 1] == pytest.approx(found, abs=0.05)
 
 
 def test_cka_ignores_rotation_scale_and_shift_and_noise_is_not_similar(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ authors' code, around 0 for independent noise, so it may be a little below 0:
     HSIC(K, L) = (1 / (n (n - 3))) sum over i != j of K'_ij L'_ij
 
 K' is the U-centred K: without diagonal, every row and column has the sum 0. As in Nguyen et al. ("Do wide and deep networks learn
-the same things?", ICLR 2021) HSIC is the mean over minibatches of up to 512 rows, each spread over the whole dataset. So memory
-does not grow with the number of rows. With up to 512 rows there is one batch.
+the same things?", ICLR 2021) HSIC is the mean over random minibatches of up to 512 rows. So memory does not grow with the number of
+rows. With up to 512 rows there is one batch. Batches must be random: every second row of labels that alternate, or every eighth of
+examples of eight tokens, would compare rows of one class or one position only.
 
 Rows that have a NaN or infinite value in one of the layers are left out of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
+from actshard.choosing import scrambled
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.layers import Layer, plain, several, short
 from actshard.sampled.rows import Places, RowsRead, count_of, exact, exponent, numbers, places
@@ -150,9 +152,8 @@ def similarity_of(
     if other is not None:
         sources += [(other, name) for name in theirs]
     sums = Compared(sources)
-    batches = -(-len(at) // BATCH)
-    for number in range(batches):
-        sums.add(at[number::batches], lambda done: progress is not None and progress(done, len(at) * len(sources)))
+    for batch in minibatches(len(at), seed):
+        sums.add(at[batch], lambda done: progress is not None and progress(done, len(at) * len(sources)))
     n, first = len(mine), 0 if other is None else len(mine)
     cosine, means = sums.cosines()
     part = slice(0, n), slice(first, first + len(theirs))
@@ -169,6 +170,14 @@ def similarity_of(
         _mean_cosine=None if means is None else np.ascontiguousarray(means[part]),
         _widths=(store.d_model, store.d_model if other is None else other.d_model),
     )
+
+
+def minibatches(count: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Random batches of ``count`` rows, of nearly equal sizes up to :data:`BATCH`; each is ascending, as rows are read."""
+    order = np.argsort(scrambled(count, f"similarity:{seed}"), kind="stable")
+    batches = -(-count // BATCH)
+    for number in range(batches):
+        yield np.sort(order[number::batches])
 
 
 def _names(store: Any, layers: Any) -> tuple[Layer, ...]:
