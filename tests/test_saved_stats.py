@@ -284,6 +284,41 @@ def test_names_mean_the_rows_that_the_stream_has(data: Path) -> None:
     np.testing.assert_allclose(rows.mean(0), 0, atol=1e-12)
 
 
+LEAVING_OUT: list[dict[str, Any]] = [
+    {"min_token": 1},
+    {"max_norm": "1.05x median"},
+    {"max_norm": "1.3x median", "min_token": 1},
+    {"max_norm": float("inf")},
+    {"min_token": 1, "tokens": "all", "keep": [True, False, True, True]},
+]
+
+
+@pytest.mark.parametrize("options", LEAVING_OUT, ids=str)
+@pytest.mark.parametrize("layer", [3, [3, 5]])
+def test_names_leave_out_what_the_stream_leaves_out(data: Path, layer: Any, options: dict[str, Any]) -> None:
+    """The mean of all rows, sinks included, moved the rows that remained away from 0."""
+    store = actshard.open(data)
+    for each in np.atleast_1d(layer).tolist():
+        store.stats(each, save=True)
+    rows = stacked(store, layer, **options)
+    assert 3 < len(rows) <= 21
+    np.testing.assert_allclose(stacked(store, layer, center="mean", **options), rows - rows.mean(0), atol=1e-12)
+    both = rows - rows.mean(0)
+    for named in ({"normalize": "stats"}, {"center": "mean", "divide": "std"}):
+        np.testing.assert_allclose(stacked(store, layer, **named, **options), both / both.std(0), rtol=1e-9)
+    scaled = stacked(store, layer, center="mean", scale="mean-sqrt-d", **options)
+    np.testing.assert_allclose((scaled**2).sum(-1).mean(0), 6, rtol=1e-12)
+    if layer == 3:
+        stats = store.stats(3, **options)
+        assert stats.rows == len(rows)
+        np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
+        with pytest.raises(actshard.ArgumentError, match=r"save: (saved statistics are those of all rows|not supported)"):
+            store.stats(3, save=True, **options)
+        if "keep" not in options:
+            whole = [b.activations for b in store.sequences_stream(3, 16, center="mean", dtype=np.float64, **options)]
+            np.testing.assert_allclose(np.concatenate(whole).sum(0), 0, atol=1e-10)
+
+
 def test_a_named_stream_resumes_and_pickles(data: Path) -> None:
     store = actshard.open(data)
     stream = store.stream(3, 4, center="mean", shuffle="exact", seed=1)

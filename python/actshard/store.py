@@ -38,7 +38,9 @@ from actshard.layers import Layer, is_one, one, plain, short, stored
 from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
-from actshard.stream.selection import COMPARED, Mask, Tokens, column, memory_for_flags, select
+from actshard.stream import selected
+from actshard.stream.norms import Limit
+from actshard.stream.selection import COMPARED, Mask, Tokens, column, memory_for_flags
 from actshard.stream.verbs import StreamVerbs
 
 if TYPE_CHECKING:
@@ -573,6 +575,8 @@ class Store(StreamVerbs, SampledVerbs):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         rows: int | None = None,
         seed: int = 0,
         save: bool | str | os.PathLike[str] = False,
@@ -590,39 +594,51 @@ class Store(StreamVerbs, SampledVerbs):
             tokens: as in :meth:`stream`.
             ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
             rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
                 there are fewer. None: all rows. Takes up to 9 bytes of memory for each row of the layer.
             seed: another seed gives another sample.
             save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
-                that folder is not writable. Or a folder. Not supported with ``keep`` and ``rows``.
+                that folder is not writable. Or a folder. Only for all rows that ``tokens`` and
+                ``ignore_labels`` select.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
-        if rows is not None and save is not False:
-            raise ArgumentError("save: saved statistics are those of all rows. Leave out rows= or save=.")
+        for name, given in (("rows", rows), ("max_norm", max_norm), ("min_token", min_token or None)):
+            if given is not None and save is not False:
+                raise ArgumentError(f"save: saved statistics are those of all rows. Leave out {name}= or save=.")
         if save is not False:
             from actshard.saved import kept_or_made
 
             make = functools.partial(self.stats, layer, tokens=tokens, ignore_labels=ignore_labels, progress=progress)
             return kept_or_made(self, self.layers[self._group(layer)], (tokens, ignore_labels, keep), save, make)
-        group = self._group(layer)
-        selection = select(self, [layer], tokens, ignore_labels, keep)
+        self._group(layer)  # raises for an unknown layer
+        selection, _ = selected(self, [layer], tokens, ignore_labels, keep, max_norm, min_token)
         if rows is not None:
             from actshard.sampled.rows import count_of, thinned
 
             sample = count_of(rows, "rows"), _arguments.whole(seed, "seed")
             with memory_for_flags(self):
                 selection = thinned(selection, self.num_examples, *sample)
-        total = _native.count_selected(self.num_examples, selection)
+        return self._stats(layer, selection, progress)
+
+    def _stats(self, layer: Layer, selection: Any, progress: Callable[[int, int], object] | None) -> Stats:
+        group, total = self._group(layer), _native.count_selected(self.num_examples, selection)
         report = None if progress is None else lambda done: progress(done, total)
         return Stats.of(self._open_rows().stats(group, selection, report), self.layers[group])
 
-    def known_stats(self, layer: Layer, tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> Stats:
-        """Returns saved statistics of a layer if they are still valid; otherwise computes them without saving. Internal."""
+    def known_stats(self, layer: Layer, tokens: Tokens, ignore_labels: Sequence[int], keep: Mask, chosen: Any) -> Stats:
+        """Returns saved statistics of a layer if they are still valid; otherwise computes them without saving. Internal.
+
+        ``chosen``: the rows, if these are fewer than ``tokens``, ``ignore_labels`` and ``keep`` select; None: all of these.
+        """
         from actshard.saved import kept
 
+        if chosen is not None:
+            return self._stats(layer, chosen, None)
         found = None if keep is not None else kept(self, layer, tokens, ignore_labels)
         if found is not None:
             return found

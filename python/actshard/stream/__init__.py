@@ -27,7 +27,16 @@ from actshard.location import Location
 from actshard.logs import LOG
 from actshard.stream.norms import Limit, parsed, position_floor, positions, within
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Center, Divide, Normalize, Scale, layers_of, rescaling, settings_of
+from actshard.stream.rescaling import (
+    Center,
+    Divide,
+    Normalize,
+    Scale,
+    layers_of,
+    names_statistics,
+    rescaling,
+    settings_of,
+)
 from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
 
 Shuffle = Literal["window", "exact"] | None
@@ -64,6 +73,23 @@ def select_rows(
     min_token: Any,
     each: int = 1,
 ) -> tuple[Any, dict[str, int]]:
+    """As :func:`selected`; warns if no row is left."""
+    selection, left_out = selected(store, layers, tokens, ignore_labels, keep, max_norm, min_token, each)
+    if not _native.count_selected(store.num_examples, selection):
+        _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
+    return selection, left_out
+
+
+def selected(
+    store: Readable,
+    layers: Sequence[Layer],
+    tokens: Tokens,
+    ignore_labels: Sequence[int],
+    keep: Mask,
+    max_norm: Any,
+    min_token: Any,
+    each: int = 1,
+) -> tuple[Any, dict[str, int]]:
     """Returns a stream's selection, and the numbers of rows that ``min_token`` and ``max_norm`` leave out.
 
     ``each``: rows per token, which is the number of layers of an interleaved stream.
@@ -71,10 +97,7 @@ def select_rows(
     first, limit = position_floor(min_token), parsed(max_norm)
     left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
     if not first and limit is None:
-        selection = select(store, layers, tokens, ignore_labels, keep)
-        if not _native.count_selected(store.num_examples, selection):
-            _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
-        return selection, left_out
+        return select(store, layers, tokens, ignore_labels, keep), left_out
     keep, stored = asked(store, keep), stored_tokens(store, layers)
     steps = {"min_token": positions(stored) >= first}
     selection = select(store, layers, tokens, ignore_labels, keep)
@@ -87,8 +110,6 @@ def select_rows(
         selection = select(store, layers, tokens, ignore_labels, keep, flags)
         after = _native.count_selected(store.num_examples, selection)
         left_out[name], before = (before - after) * each, after
-    if not before:
-        _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
     LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
     return selection, left_out
 
@@ -229,8 +250,11 @@ class Stream(Epochs[Batch]):
             "dtype": name,
             "descr": asked,
             "given": dtype is not None,
-            **rescaling(store, self._layers, center, scale, divide, normalize, (tokens, ignore_labels, keep)),
         }
+        values = (center, scale, divide, normalize)
+        named = names_statistics(*values)
+        if not named:  # its errors come before rows are read for max_norm
+            self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep))
         self._selection, self.left_out = select_rows(
             store,
             self._layers,
@@ -241,6 +265,9 @@ class Stream(Epochs[Batch]):
             min_token,
             each=len(groups) if interleave else 1,
         )
+        if named:
+            chosen = self._selection if any(self.left_out.values()) else None
+            self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep), chosen)
         self._native = store.native_stream(self._selection, self._options)
         item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:

@@ -47,6 +47,13 @@ def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) 
     return [one(x) if is_one(x) else x for x in names]
 
 
+def names_statistics(center: Center, scale: Scale, divide: Divide, normalize: Normalize) -> bool:
+    """Whether an argument is the name of a statistic of the stream's rows, such as ``"mean"``."""
+    return any(isinstance(given, str) for given in (center, divide, normalize)) or _arguments.is_one_of(
+        scale, ("mean-sqrt-d",)
+    )
+
+
 def rescaling(
     store: Readable,
     layers: Sequence[Layer],
@@ -55,17 +62,19 @@ def rescaling(
     divide: Divide,
     normalize: Normalize,
     selection: tuple[Any, Sequence[int], Any],
+    chosen: Any = None,
 ) -> dict[str, Any]:
     """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
-    ``selection``: tokens, ignored labels and mask of the stream, used if an argument is a name such as ``"mean"``.
+    ``selection``: tokens, ignored labels and mask of the stream, used if an argument is a name such as ``"mean"``. ``chosen``: its
+    rows, if ``min_token`` or ``max_norm`` leave out some.
 
     Raises:
         ArgumentError: an argument is invalid, or two of them exclude each other.
         Errors of :meth:`actshard.Store.stats`, if named statistics were not saved.
     """
     d_model, n = store.d_model, len(layers)
-    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, selection)
+    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, (*selection, chosen))
     if normalize is not None:
         for name, value in (("center", center), ("scale", scale), ("divide", divide)):
             if value is not None:
@@ -107,7 +116,7 @@ def _named(
     scale: Any,
     divide: Any,
     normalize: Any,
-    selection: tuple[Any, Sequence[int], Any],
+    selection: tuple[Any, Sequence[int], Any, Any],
 ) -> tuple[Any, Any, Any, Any]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
     for name, value, known in (

@@ -27,7 +27,16 @@ from actshard.stream import Shuffle, select_rows
 from actshard.stream.norms import Limit
 from actshard.stream.percolumn import BatchColumns
 from actshard.stream.readable import Readable
-from actshard.stream.rescaling import Center, Divide, Normalize, Scale, layers_of, rescaling, settings_of
+from actshard.stream.rescaling import (
+    Center,
+    Divide,
+    Normalize,
+    Scale,
+    layers_of,
+    names_statistics,
+    rescaling,
+    settings_of,
+)
 from actshard.stream.selection import Mask
 
 TooLong = Literal["error", "truncate", "split", "drop"]
@@ -158,9 +167,15 @@ class SequenceStream(Epochs[SequenceBatch]):
             "groups": groups, "stacked": not is_one(layer) or layer == "all", "interleaved": False,
             "batch_size": 1, "shuffle": None, "seed": 0, "drop_last": False, "rank": 0, "world_size": 1,
             "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
-            **rescaling(store, self._layers, center, scale, divide, normalize, (tokens, (), keep)),
         }  # fmt: skip
+        values = (center, scale, divide, normalize)
+        named = names_statistics(*values)
+        if not named:
+            self._options |= rescaling(store, self._layers, *values, (tokens, (), keep))
         self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
+        if named:
+            chosen = self._selection if any(rows.values()) else None
+            self._options |= rescaling(store, self._layers, *values, (tokens, (), keep), chosen)
         self._columns = BatchColumns(store, columns)
         self._native = store.native_stream(self._selection, self._options)
         before = self._native.before()

@@ -80,9 +80,9 @@ class StreamVerbs:
                 ``batch_size * world_size`` is the same, the first k batches of all ranks together contain the same rows for any
                 ``world_size``, except with ``shuffle="window"``.
             dtype: dtype of the batches, as in :meth:`Store.gather`.
-            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row. ``"mean"``: each layer's mean over the rows
-                that ``tokens``, ``ignore_labels`` and ``keep`` select, as computed by :meth:`Store.stats`, or saved earlier by
-                ``store.stats(layer, save=True)``. The names of statistics below work in the same way.
+            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row. ``"mean"``: each layer's mean over the
+                stream's rows, as computed by :meth:`Store.stats`; or, if ``keep``, ``max_norm`` and ``min_token`` leave out none,
+                saved earlier by ``store.stats(layer, save=True)``. The names of statistics below work in the same way.
             scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
                 ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model); rows of zeros, and rows with NaN or infinite
                 values, are unchanged. ``"mean-sqrt-d"``: one factor per layer, so that the mean squared norm of its rows minus
