@@ -312,7 +312,9 @@ def test_names_leave_out_what_the_stream_leaves_out(data: Path, layer: Any, opti
         stats = store.stats(3, **options)
         assert stats.rows == len(rows)
         np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
-        with pytest.raises(actshard.ArgumentError, match=r"save: (saved statistics are those of all rows|not supported)"):
+        with pytest.raises(
+            actshard.ArgumentError, match=r"save: (saved statistics are those of all rows|not supported)"
+        ):
             store.stats(3, save=True, **options)
         if "keep" not in options:
             whole = [b.activations for b in store.sequences_stream(3, 16, center="mean", dtype=np.float64, **options)]

@@ -174,6 +174,21 @@ def test_findings_name_what_is_odd_and_where(stats: Stats) -> None:
         assert text in said, said
 
 
+def test_a_nearly_constant_dimension_is_found_and_can_be_limited(tmp_path: Path) -> None:
+    rows = np.random.default_rng(4).standard_normal((20, 30, 8)).astype(np.float32)
+    rows[:, :, 5] *= np.float32(1e-9)
+    rows[:, :, 6] = 0
+    store = made(tmp_path / "a", rows)
+    stats = store.stats("a")
+    (found,) = [each for each in stats.advice() if each.kind == "nearly constant"]
+    assert "1 of 8 dimensions is nearly constant: 5 (1e-09)" in found.text
+    limited = eval(found.code.removeprefix("divide="), {"np": np, "stats": stats})
+    stream = store.stream("a", 600, center=stats.mean, divide=limited, dtype="float64")
+    assert [float(f"{x:.1g}") for x in next(iter(stream)).activations.std(0)] == [1, 1, 1, 1, 1, 0.001, 0, 1]
+    rows[:, :, 5] *= np.float32(1e9)
+    assert not [each for each in made(tmp_path / "b", rows).stats("a").advice() if each.kind == "nearly constant"]
+
+
 def test_a_sink_after_a_special_token_is_found(tmp_path: Path) -> None:
     """Content begins at token 1: ``min_token=2`` leaves the first content token out."""
     rng = np.random.default_rng(3)

@@ -28,6 +28,8 @@ SINK = 10
 """Times the median norm from which the mean norm of first tokens is a finding."""
 _REPEATED = 0.01
 """The fraction of repeated rows from which it is a finding."""
+NEARLY = 1e-6
+"""Columns of a smaller standard deviation than this share of the median column's are nearly constant: standardizing enlarges noise."""
 _SHOWN = 3
 _STANDARDIZE = ("Standardize dimensions, or leave these out.", "center=stats.mean, scale=stats.inverse_std")
 """What to do about large dimensions."""
@@ -245,6 +247,7 @@ def _advice(stats: Stats) -> Iterator[Advice]:
         )
         yield Advice("warning", "", text, "Centre before training.", "center=stats.mean", "gamma", gamma)
     yield from _constant(stats)
+    yield from _nearly_constant(stats)
     if columns := stats.massive_columns:
         median = float(np.median(stats.rms))
         each = (f"{c.column} ({c.magnitude:.4g} at example {c.example}, token {c.token})" for c in columns[:_SHOWN])
@@ -299,6 +302,26 @@ def _constant(stats: Stats) -> Iterator[Advice]:
         are = "is" if len(found) == 1 else "are"
         text = f"{len(found):,} of {many(len(columns), 'dimension')} {are} {what}{but}: {shown}{_more(len(found))}."
         yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind=what, size=len(found))
+
+
+def _nearly_constant(stats: Stats) -> Iterator[Advice]:
+    """Columns whose small variance would become as large as that of the others."""
+    std = np.sqrt(np.nan_to_num(stats.variance))
+    varied = std > 0
+    if not varied.any():
+        return
+    median = float(np.median(std[varied]))
+    found = np.flatnonzero(varied & (std < NEARLY * median))
+    if not len(found):
+        return
+    shown = ", ".join(f"{k} ({std[k]:.2g})" for k in found[:_SHOWN].tolist())
+    are = "is" if len(found) == 1 else "are"
+    text = (
+        f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median dimension's "
+        f"standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
+    )
+    code = f"divide=np.maximum(stats.std, {NEARLY:g} * np.median(stats.std))"
+    yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(found))
 
 
 def _first_token(stats: Stats) -> int:
