@@ -29,7 +29,7 @@ SINK = 10
 _REPEATED = 0.01
 """The fraction of repeated rows from which it is a finding."""
 NEARLY = 1e-6
-"""Columns of a smaller standard deviation than this share of the median column's are nearly constant: standardizing enlarges noise."""
+"""Columns with a standard deviation below this share of the median column's are nearly constant."""
 _SHOWN = 3
 _STANDARDIZE = ("Standardize dimensions, or leave these out.", "center=stats.mean, scale=stats.inverse_std")
 """What to do about large dimensions."""
@@ -317,8 +317,8 @@ def _nearly_constant(stats: Stats) -> Iterator[Advice]:
     shown = ", ".join(f"{k} ({std[k]:.2g})" for k in found[:_SHOWN].tolist())
     are = "is" if len(found) == 1 else "are"
     text = (
-        f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median dimension's "
-        f"standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
+        f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median "
+        f"dimension's standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
     )
     code = f"divide=np.maximum(stats.std, {NEARLY:g} * np.median(stats.std))"
     yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(found))
