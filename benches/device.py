@@ -1,4 +1,4 @@
-"""Batches on a GPU, compared with the link's rate and with a DataLoader. Runs only where torch finds a CUDA device."""
+"""Batches on a GPU, and the training of a sparse autoencoder with them. Runs only where torch finds a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from benches.measure import Row, median
 from benches.sizes import size
 
 BATCH = size(16_384, 256)
+FEATURES = size(16_384, 64)
+"""Of the sparse autoencoder that is trained."""
+_STEPS = 64
+"""Steps of training that are timed at a time."""
 
 
 def handing(repeats: int) -> Iterator[Row]:
@@ -66,3 +70,85 @@ def handing(repeats: int) -> Iterator[Row]:
         theirs = median(rates[peer])
         yield Row(what, "hot", peer, theirs, ours, "MB/s", ours / theirs, f">= {target:g}x", ours / theirs >= target,
                   torch.cuda.get_device_name(), rates)  # fmt: skip
+
+
+def training(repeats: int) -> Iterator[Row]:
+    """Steps of a sparse autoencoder of 768 by 16,384 in bfloat16, compared with rows that are on the device already."""
+    what, target = "stream: an SAE trained on a GPU", 0.95
+    peer = "rows on the device already"
+    try:
+        import torch
+    except ImportError:
+        yield Row(what, "hot", peer, None, None, "steps/s", None, f">= {target}x", None, "torch is not installed")
+        return
+    if not torch.cuda.is_available():
+        yield Row(what, "hot", peer, None, None, "steps/s", None, f">= {target}x", None, "not measured: no CUDA device")
+        return
+    rates = training_rates(repeats, "cuda")
+    theirs, ours = median(rates[peer]), median(rates["actshard"])
+    yield Row(what, "hot", peer, theirs, ours, "steps/s", ours / theirs, f">= {target}x", ours / theirs >= target,
+              f"{torch.cuda.get_device_name()}; DataLoader(pin_memory=True): {median(rates['DataLoader(pin_memory=True)']):.4g}",
+              rates)  # fmt: skip
+
+
+def training_rates(repeats: int, device: str) -> dict[str, list[float]]:
+    """Steps per second with rows on the device, a DataLoader and ``to_device``. The steps cross the ends of epochs."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import actshard.torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(data.saev())
+    for file in data.saev().glob("acts*.bin"):
+        file.read_bytes()
+    d_model = store.d_model
+    encoder, decoder = (torch.nn.Linear(*shape).to(device) for shape in ((d_model, FEATURES), (FEATURES, d_model)))
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-4)
+
+    def step(rows: Any) -> None:
+        rows = rows.to(device, non_blocking=True)
+        with torch.autocast(device, torch.bfloat16):
+            features = torch.relu(encoder(rows))
+            loss = (decoder(features) - rows).square().mean() + 1e-3 * features.mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    def stream() -> actshard.Stream:
+        return store.stream(7, BATCH, shuffle="window", drop_last=True)
+
+    def endless(batches: Any) -> Iterator[Any]:
+        while True:
+            yield from batches
+
+    def done() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(batches: Iterator[Any]) -> float:
+        done()
+        began = time.perf_counter()
+        for _ in range(size(_STEPS, 2)):
+            step(next(batches)["activations"])
+        done()
+        return size(_STEPS, 2) / (time.perf_counter() - began)
+
+    held = [
+        {"activations": torch.from_numpy(batch.activations.copy()).to(device)}
+        for _, batch in zip(range(4), stream(), strict=False)
+    ]
+    loader = DataLoader(actshard.torch.IterableDataset(stream()), batch_size=None, pin_memory=device == "cuda")
+    sources = {
+        "rows on the device already": endless(held),
+        "DataLoader(pin_memory=True)": endless(loader),
+        "actshard": endless(actshard.torch.to_device(stream(), device)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in sources}
+    for turn in range(min(repeats, 7) + 1):
+        for name, batches in sources.items():
+            rate = timed(batches)
+            if turn:  # the first compiles and fills buffers
+                rates[name].append(rate)
+    return rates

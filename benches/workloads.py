@@ -484,6 +484,7 @@ ALL = {
     "stream_others": streams.others,
     "compat_lmprobe": streams.compat_lmprobe,
     "to_device": device.handing,
+    "to_device_training": device.training,
     "write_saev": writing.saev,
     "write_zarr": writing.zarr,
     "write_processes": writing.processes,
