@@ -117,7 +117,9 @@ class HostSlot:
             pinned = self.rows if written else self.others[name]
             held[name] = pinned[:size].view(value.dtype).view(value.shape)
             if not written:
-                held[name].copy_(value)
+                # Not copy_(): torch's threads would wait for cores on which the reader works. For the 0.5 MB of numbers of 65,536
+                # rows this took 16 ms on 16 cores, three times as long as the batch itself.
+                np.copyto(pinned[:size].numpy(), value.reshape(-1).view(torch.uint8).numpy())
         return held
 
 
