@@ -236,6 +236,7 @@ def test_the_command_writes_files(store: actshard.Store, tmp_path: Path) -> None
         (["norms", "-o", "x.pdf"], "svg or .png"),
         (["other", "-o", "x.svg"], "one of the plots norms"),
         (["packing", "-o", "x.svg"], "expected a plot of a dataset of activations (norms"),
+        (["dimensions", "-o", "x.svg", "--layer", "0,1"], "--layer: expected one layer for dimensions, found '0,1'"),
     ],
 )
 def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: actshard.Store, tmp_path: Path) -> None:
@@ -244,6 +245,25 @@ def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: 
     assert isinstance(told.exception, actshard.ArgumentError)
     assert match in str(told.exception)
     assert not (tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--layer", "--layer: token caches have no layers"), ("--tokens", "--tokens: plots of a token cache cover all")],
+)
+def test_plots_of_token_caches_refuse_options_of_layers(option: str, text: str, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["plot", str(CACHE), "packing", "-o", str(tmp_path / "x.svg"), option, "last"])
+    assert isinstance(told.exception, actshard.ArgumentError)
+    assert text in str(told.exception)
+
+
+def test_the_help_names_the_layers_that_each_plot_draws(store: actshard.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = CliRunner().invoke(app, ["plot", "--help"], env={"COLUMNS": "400", "TERM": "dumb"})
+    assert (
+        "for histogram, positions and spectrum the first, the middle and the last; for dimensions the last"
+        in told.output
+    )
+    assert "Default: all." not in told.output
 
 
 def test_without_matplotlib_tables_work_and_plots_name_the_extra(
