@@ -79,7 +79,7 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
             "statistics",
             f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
         ),
-        ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518)"),
+        ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518); infinite if no column varies"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
         ("massive dimensions", f"largest magnitude above {MASSIVE} times the median dimension's root mean square"),
         ("outlier dimensions", f"root mean square above {OUTLIER} times the median dimension's"),
