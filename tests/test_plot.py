@@ -15,7 +15,7 @@ from actshard import plot
 from actshard.cli import app
 from actshard.cli._options import PLOTS, PLOTS_OF_CACHES
 from actshard.plot.activations import thinned
-from actshard.plot.norms import QUANTILES, bars, least_shift
+from actshard.plot.norms import QUANTILES, bars, density, least_shift
 from actshard.plot.sampled import compared
 from actshard.plot.style import labels, number
 from actshard.stats.summary import Norms
@@ -102,6 +102,8 @@ def test_tables_have_the_numbers_of_the_statistics(store: actshard.Store) -> Non
     bins = plot.histogram(store, store.layers[0], table=True).to_pydict()
     for low, high, n in zip(bins["low"], bins["high"], bins["rows"], strict=True):
         assert n == np.count_nonzero((low <= sizes) & (sizes < high))
+    widths = np.subtract(bins["high"], bins["low"])
+    assert bins["density"] == pytest.approx((bins["rows"] / widths).tolist(), rel=1e-15)
     by_position = plot.positions(store, store.layers[0], table=True).to_pydict()
     assert (by_position["first"], by_position["end"]) == ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5])
     assert by_position["mean_norm"] == pytest.approx(sizes.reshape(30, 5).mean(0).tolist(), rel=1e-12)
@@ -143,6 +145,52 @@ def test_bars_are_whole_bins_and_have_all_rows() -> None:
         expected, _ = np.histogram(sizes[sizes > 0], edges)
         assert rows.tolist() == expected.tolist()
     assert bars(Norms.of([]), 0)[1].sum() == 0
+
+
+def test_histograms_have_no_step_where_bins_double_in_width(tmp_path: Path) -> None:
+    """Norms that are uniform from 4 to 16: bars from 8 on are twice as wide and have twice the rows."""
+    rows = np.linspace(4, 16, 24_000, endpoint=False, dtype=np.float32)[:, None, None, None]
+    with actshard.create(tmp_path / "run", "zarr", layers=[0], d_model=1) as writer:
+        writer.append(rows)
+    ax = plot.histogram(tmp_path / "run")
+    heights, edges, _ = ax.patches[0].get_data()
+    assert len({round(x, 6) for x in np.diff(edges)}) == 2
+    assert heights == pytest.approx(np.full(len(heights), 2_000), rel=0.01)
+    assert ax.get_ylabel() == "rows per unit of norm"
+    assert 0 < ax.get_ylim()[0] < 2_000
+
+
+def test_densities_are_finite_and_low_bars_are_seen() -> None:
+    edges = np.array([0, 5e-324, 1.0, 1e300])
+    high = density(edges, np.array([3, 0, 2]))
+    assert high.tolist() == [1e300, 0, 2 / 1e300]
+
+
+@pytest.mark.parametrize(("tokens", "ticks"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (12, [0, 2, 4, 6, 8, 10])])
+def test_positions_are_marked_at_whole_numbers(tokens: int, ticks: list[int], tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(9, 1, tokens, 4)).astype(np.float32)
+    with actshard.create(tmp_path / "run", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(rows)
+    for ax in (plot.positions(tmp_path / "run"), plot.dimensions(tmp_path / "run")):
+        low, high = ax.get_xlim()
+        seen = [x for x in ax.get_xticks().tolist() if low <= x <= high]
+        assert seen == ([0, 1, 2, 3] if ax.get_xlabel() == "dimension" else ticks)
+
+
+def test_errors_of_separability_are_drawn_within_0_and_1(tmp_path: Path) -> None:
+    """Also of a layer where all examples are right: its error is not 0."""
+    labels = np.arange(40) % 2
+    rows = np.stack([labels, np.zeros(40), labels], 1)[:, :, None, None].astype(np.float32) * np.ones(3, np.float32)
+    with actshard.create(tmp_path / "run", "zarr", layers=[0, 1, 2], d_model=3) as writer:
+        writer.append(rows, columns={"label": labels.tolist()})
+    found = actshard.open(tmp_path / "run").separability("label")
+    assert (found.accuracy + found.error).max() > 1
+    ax = plot.separability(tmp_path / "run", found=found)
+    bars = np.array([x[:, 1] for x in ax.containers[0].lines[2][0].get_segments()])
+    assert bars.min() >= 0
+    assert bars.max() <= 1
+    assert bars[:, 0].tolist() == pytest.approx((found.accuracy - found.error).tolist())
+    assert "standard error" in ax.get_legend_handles_labels()[1][1]
 
 
 def test_given_axes_are_drawn_into(store: actshard.Store) -> None:
@@ -188,6 +236,7 @@ def test_the_command_writes_files(store: actshard.Store, tmp_path: Path) -> None
         (["norms", "-o", "x.pdf"], "svg or .png"),
         (["other", "-o", "x.svg"], "one of the plots norms"),
         (["packing", "-o", "x.svg"], "expected a plot of a dataset of activations (norms"),
+        (["dimensions", "-o", "x.svg", "--layer", "0,1"], "--layer: expected one layer for dimensions, found '0,1'"),
     ],
 )
 def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: actshard.Store, tmp_path: Path) -> None:
@@ -196,6 +245,25 @@ def test_wrong_requests_name_what_there_is(words: list[str], match: str, store: 
     assert isinstance(told.exception, actshard.ArgumentError)
     assert match in str(told.exception)
     assert not (tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--layer", "--layer: token caches have no layers"), ("--tokens", "--tokens: plots of a token cache cover all")],
+)
+def test_plots_of_token_caches_refuse_options_of_layers(option: str, text: str, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["plot", str(CACHE), "packing", "-o", str(tmp_path / "x.svg"), option, "last"])
+    assert isinstance(told.exception, actshard.ArgumentError)
+    assert text in str(told.exception)
+
+
+def test_the_help_names_the_layers_that_each_plot_draws(store: actshard.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = CliRunner().invoke(app, ["plot", "--help"], env={"COLUMNS": "400", "TERM": "dumb"})
+    assert (
+        "for histogram, positions and spectrum the first, the middle and the last; for dimensions the last"
+        in told.output
+    )
+    assert "Default: all." not in told.output
 
 
 def test_without_matplotlib_tables_work_and_plots_name_the_extra(

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typer.testing import CliRunner
 import actshard
 from actshard.cli import app
 from actshard.examining import massive_rows
-from actshard.reporting.page import Grid, Page, colour_of
+from actshard.reporting.caches import _packing
+from actshard.reporting.page import Grid, Page, colour_of, quoted
 from actshard.stats.across import advice_of, together
 from actshard.stats.advice import Advice
-from actshard.tokens import CacheWriter
+from actshard.tokens import CacheWriter, open_cache
+from actshard.tokens.looking import Fill, look
 from conftest import GOLDEN, SAEV, refuses
 
 pytest.importorskip("matplotlib")
@@ -118,7 +121,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-PARTS = ("statistics", "plots", "samples", "check of the files")
+PARTS = ("opening", "statistics", "plots", "samples", "tables and texts", "check of the files", "other")
 """Parts of the work whose times a report names."""
 DEFECTS = {
     "gamma": ("layer 2", ["gamma is 8", "Centre before training"], "center=stats.mean"),
@@ -304,6 +307,36 @@ def test_findings_of_a_token_cache(tmp_path: Path) -> None:
     assert "1 of 7 documents do not end with id 9" in text
 
 
+@pytest.mark.parametrize(
+    ("fills", "text"),
+    [
+        (
+            [(512, 0.89, 8280), (4096, 0.7, 400), (8192, 0.6, 0)],
+            "with 8,192 tokens per example, 40% of positions are padding and 0 of tokens are cut off; with 4,096, 30% and 4.00%.",
+        ),
+        (
+            [(512, 0.89, 8280), (8192, 0.6, 120)],
+            "with 8,192 tokens per example, 40% of positions are padding and 1.20% of tokens are cut off; "
+            "lengths with less padding cut off over 5% of tokens.",
+        ),
+        (
+            [(512, 0.6, 120)],
+            "with 512 tokens per example, 40% of positions are padding and 1.20% of tokens are cut off.",
+        ),
+    ],
+)
+def test_the_finding_of_packing_recommends_no_length_that_cuts_much(
+    fills: list[tuple[int, float, int]], text: str, tmp_path: Path
+) -> None:
+    with CacheWriter(tmp_path / "train", {"input_ids": np.int64}) as writer:
+        writer.append([{"input_ids": np.arange(5)}])
+    found = replace(
+        look(open_cache(tmp_path / "train")), fills=tuple(Fill(n, 1, fill, lost) for n, fill, lost in fills)
+    )
+    (advice,) = _packing(replace(found, tokens=10_000))
+    assert advice.text == text
+
+
 def test_datasets_without_rows_have_a_report(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "train", {"input_ids": np.int64}):
         pass
@@ -333,6 +366,42 @@ def test_damaged_datasets_have_a_report_of_the_damage(data: Path, tmp_path: Path
         actshard.report(tmp_path / "none", tmp_path / "r.html")
 
 
+@pytest.mark.parametrize("harm", ["cut", "missing"])
+def test_layers_that_can_be_read_are_reported_if_others_cannot(data: Path, tmp_path: Path, harm: str) -> None:
+    shard = min(data.rglob("*layer005*.safetensors"))
+    if harm == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    page = read(actshard.report(data, tmp_path / "r.html"))
+    assert "error layer 5: cannot be read, the report covers the other layers: " in page.text
+    assert shard.name in page.text
+    assert "rows of 2 layers" in page.text
+    assert re.findall(r"Dimensions of layer (\d)", page.text) == ["2", "8"]
+    table = page.text[page.text.index("Layers Norms are L2 norms") :]
+    assert " 2 720 " in table
+    assert " 8 720 " in table
+    assert " 5 720 " not in table
+    assert "layer 8; norm of a token" in page.text
+    assert "warning layer 8: 60 massive rows" in page.text
+
+
+def test_layers_with_the_same_damage_are_one_finding(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = actshard.Store.stats
+
+    def stats(store: actshard.Store, layer: Any, **options: Any) -> Any:
+        if layer != 5:
+            raise actshard.FormatError("damaged", path=data)
+        return compute(store, layer, **options)
+
+    monkeypatch.setattr(actshard.Store, "stats", stats)
+    page = read(actshard.report(data, tmp_path / "r.html"))
+    assert page.text.count("cannot be read") == 1
+    assert "error layers 2, 8: cannot be read" in page.text
+
+
 def test_every_golden_dump_has_a_report(tmp_path: Path) -> None:
     for dump in (*SAEV[:3], *sorted((GOLDEN / "llamascopium").iterdir()), *sorted((GOLDEN / "zarr").iterdir())[:3]):
         read(actshard.report(dump, tmp_path / "r.html", examples=1))
@@ -345,8 +414,15 @@ def test_wrong_requests(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         actshard.report(data, tmp_path / "r.html", examples=-1)
     with pytest.raises(actshard.MissingFileError):
         actshard.report(tmp_path / "none", tmp_path / "r.html")
-    with pytest.raises(actshard.ArgumentError, match="a token cache has none"):
-        actshard.report(CACHE, tmp_path / "r.html", layers=2)
+    for option, value in (("layers", 2), ("rows", 5), ("tokens", "last")):
+        with refuses(
+            actshard.ArgumentError, open_cache(CACHE / "cache/train").path, rf"{option}: .* Leave {option}= out\.$"
+        ):
+            actshard.report(CACHE, tmp_path / "r.html", **{option: value})
+    for name in ("r.pdf", "r", "html"):
+        with refuses(actshard.ArgumentError, None, r"out: expected a name that ends with \.html or \.htm, found"):
+            actshard.report(data, tmp_path / name)
+        assert not (tmp_path / name).exists()
     assert not (tmp_path / "r.html").exists()
     for module in ("matplotlib", "jinja2"):
         with monkeypatch.context() as patch:
@@ -361,6 +437,33 @@ def test_the_command(data: Path, tmp_path: Path) -> None:
     assert (told.exit_code, told.stdout.strip()) == (0, str(file))
     assert "all 720 rows of 1 layer," in read(file).text
     assert "Writes" not in told.stdout
+    told = CliRunner().invoke(app, ["report", str(data), "-o", str(tmp_path / "r.HTM"), "--layer", "5,8", "--json"])
+    made = json.loads(told.output)
+    assert (made["path"], made["bytes"]) == (str(tmp_path / "r.HTM"), (tmp_path / "r.HTM").stat().st_size)
+    assert made["layers"] == [5, 8]
+    assert made["seconds"] > 0
+    assert {"severity", "where", "kind", "text", "do", "code"} == set(made["findings"][0])
+    stats = json.loads(CliRunner().invoke(app, ["stats", str(data), "--layer", "8", "--json"]).output)["8"]["findings"]
+    assert stats
+    for each in stats:
+        assert each["kind"] in {found["kind"] for found in made["findings"]}
+    assert {**stats[0], "where": "layer 8"} in made["findings"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--layer", "3"], "--layer: token caches have no layers. Leave it out."),
+        (["--rows", "5", "--deep"], "--rows: token caches have no rows of layers to sample. Leave it out."),
+        (["--tokens", "last"], "--tokens: the report of a token cache covers all tokens. Leave it out."),
+        (["-o", "x.pdf"], "--out: expected a name that ends with .html or .htm, found 'x.pdf'"),
+    ],
+)
+def test_the_command_refuses_options_without_a_use(words: list[str], text: str, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["report", str(CACHE), "-o", str(tmp_path / "r.html"), *words])
+    assert isinstance(told.exception, actshard.ArgumentError)
+    assert str(told.exception).endswith(text)
+    assert not list(tmp_path.iterdir())
 
 
 def test_findings_of_one_kind_in_many_layers_are_one() -> None:
@@ -407,8 +510,11 @@ def test_kept_statistics_are_used_while_they_are_true(
     page = read(actshard.report(data, tmp_path / "r.html"))
     assert computed == [8]
     assert "2 layers read from files that actshard stats --save kept" in page.text
-    parts = "".join(rf"{sep} {name} \d+\.\d s" for sep, name in zip(":,,,", PARTS, strict=True))
-    assert re.search(rf"took \d+\.\d s{parts}", page.text)
+    parts = "".join(rf"{sep} {name} \d+\.\d s" for sep, name in zip(":,,,,,,", PARTS, strict=True))
+    took = re.search(rf"took \d+\.\d s{parts}", page.text)
+    assert took is not None
+    total, *each = map(float, re.findall(r"\d+\.\d", took[0]))
+    assert total == pytest.approx(sum(each), abs=0.05 * len(PARTS) + 0.05)
     told = CliRunner().invoke(app, ["stats", str(data), "--layer", "2,5", "--json"])
     assert told.exit_code == 0, told.output
     assert actshard.plot.dimensions(store, 5, table=True).num_rows == 32
@@ -453,3 +559,47 @@ def test_a_report_of_a_sample_is_marked(tmp_path: Path) -> None:
     marked = "a sample of at most 3 rows of each layer"
     assert marked in actshard.report(RUN, tmp_path / "sample.html", rows=3).read_text()
     assert "a sample of at most" not in actshard.report(RUN, tmp_path / "all.html").read_text()
+
+
+def test_whitespace_of_tokens_is_seen(tmp_path: Path) -> None:
+    assert quoted(" ") == "' '"
+    assert quoted(" " * 32) == "' ' x 32"
+    assert quoted("\n\n") == r"'\n\n'"
+    assert quoted("  a") == "'  a'"
+    page = read(actshard.report(CACHE, tmp_path / "r.html", tokenizer=TOKENIZER))
+    common = page.text[page.text.index("Commonest tokens") :]
+    assert "1,099 ' ' x 32 784" in common
+    assert "226 ' ' 287" in common
+    assert "td.text { white-space: pre; }" in page.raw
+
+
+def test_the_table_of_layers_counts_rows_and_dimensions(data: Path, tmp_path: Path) -> None:
+    page = read(actshard.report(data, tmp_path / "r.html"))
+    cells = page.text[page.text.index("massive rows massive dims constant dims NaN infinite") :].split()[8:56]
+    assert [cells[i] for i in (0, 16, 32)] == ["2", "5", "8"]
+    assert [cells[i + 11 : i + 16] for i in (0, 16, 32)] == [
+        ["0", "0", "0", "0", "0"],
+        ["0", "1", "2", "1", "1"],
+        ["60", "0", "0", "0", "0"],
+    ]
+
+
+def test_gamma_of_equal_rows_is_infinite(tmp_path: Path) -> None:
+    rows = np.zeros((6, 2, 3, 4), np.float32)
+    rows[:, 1] = [1, 2, 3, 4]
+    with actshard.create(tmp_path / "run", "zarr", layers=[0, 1], d_model=4) as writer:
+        writer.append(rows)
+    text = read(actshard.report(tmp_path / "run", tmp_path / "r.html")).text
+    assert "0 18 0 0 0 - 0 " in text
+    assert re.search(r" 1 18 5.477 5.48\d 5.48\d infinite 0 1 4 ", text)
+
+
+def test_wide_tables_show_that_they_scroll(data: Path, tmp_path: Path) -> None:
+    """By shadows at their sides, on phones by a line above them too, and their first column stays in place."""
+    page = read(actshard.report(data, tmp_path / "r.html"))
+    assert page.text.count("16 columns: scroll sideways") == 1
+    assert "var(--shade)" in page.raw
+    assert page.raw.index('<div class="scroll names"') > page.raw.index("<h2>Layers</h2>")
+    assert "hint" not in page.raw[page.raw.index("<h2>Repeated examples</h2>") : page.raw.index("Texts, coloured")]
+    assert Grid(list("abcde"), [["x" * 40, *"bcde"]]).has_short_names is False
+    assert Grid(list("abc"), [list("abc")]).has_short_names is False

@@ -95,6 +95,21 @@ def test_a_row_of_a_token_cache(tmp_path: Path) -> None:
     assert "--tokenizer DIR" in top(cache)
 
 
+def test_options_without_a_use_are_refused(data: Path) -> None:
+    cache = GOLDEN / "levanter/supervised_llama3style"
+    for words, text in (
+        (["top", str(cache), "--layer", "3"], "--layer: token caches have no layers."),
+        (["top", str(cache), "--largest", "3"], "--largest: token caches have no layers."),
+        (
+            ["head", str(data), "--tokenizer", "/nope"],
+            "--tokenizer: expected a token cache, found a dataset of activations.",
+        ),
+    ):
+        told = CliRunner().invoke(app, words)
+        assert isinstance(told.exception, actshard.ArgumentError)
+        assert text in str(told.exception)
+
+
 def test_wrong_requests_name_the_argument(data: Path) -> None:
     store = actshard.open(data)
     for example in (3, -4):

@@ -173,6 +173,7 @@ def head_command(
     from actshard.cli import head as verb
 
     store = actshard.open(at, format, layout=layout)
+    verb.check_tokenizer(store, tokenizer)
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 
@@ -183,8 +184,9 @@ def top_command(
     layer: Annotated[str, typer.Option(help="A layer's name. Default: the last layer.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to print.")] = 100,
     largest: Annotated[
-        int, typer.Option(min=0, max=20, help="Number of largest dimensions to print for each token.")
-    ] = 3,
+        int | None,
+        typer.Option(min=0, max=20, help="Number of largest dimensions to print for each token.", show_default="3"),
+    ] = None,
     tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json, to print the text of tokens.")] = "",
     format: FormatOption = None,
     storage_option: StorageOption = None,
@@ -198,11 +200,11 @@ def top_command(
     at = _place(path, storage_option, cache)
     rows = None if layout is not None else _cache_at(at, format)
     if rows is not None:
-        found = verb.row(rows, example, tokenizer, tokens)
+        found = verb.row(rows, example, (layer, largest), tokenizer, tokens)
         output(json, lambda: found, lambda: verb.show_row(rows, found))
         return
     store = actshard.open(at, format, layout=layout)
-    seen = verb.look(store, example, layer, tokenizer, largest)
+    seen = verb.look(store, example, layer, tokenizer, 3 if largest is None else largest)
     output(json, seen.as_dict, lambda: verb.show(store, seen, tokens))
 
 

@@ -25,10 +25,22 @@ from actshard.cli._output import output
 _OF_TOKENS = f"; of a token cache: {', '.join(PLOTS_OF_CACHES)}"
 TokenizerFolder = Annotated[str, typer.Option(help="A folder with tokenizer.json, to show the text of tokens.")]
 
+PlotLayers = Annotated[
+    str,
+    typer.Option(
+        help="Layers: comma-separated names; one for dimensions and shuffle, and at most 6 are drawn by histogram, positions and "
+        "spectrum. Default: all; for histogram, positions and spectrum the first, the middle and the last; for dimensions the last "
+        "and for shuffle the first.",
+        show_default=False,
+    ),
+]
+
 
 def report_command(
     path: PathArgument,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write.")] = "report.html",
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="The file to write: .html or .htm.")
+    ] = "report.html",
     layer: StatsLayers = "",
     tokens: StatsTokens = "content",
     rows: StatsRows = None,
@@ -45,7 +57,7 @@ def report_command(
     """Write one HTML file about a dataset or token cache: findings with advice, plots, layers, texts coloured by norm."""
     from actshard.cli import report as verb
 
-    file = verb.run(
+    made = verb.run(
         path,
         out,
         layer,
@@ -60,7 +72,7 @@ def report_command(
         cache=cache or None,
         layout=layout,
     )
-    output(json, lambda: {"path": str(file)}, lambda: typer.echo(str(file)))
+    output(json, made.as_dict, lambda: typer.echo(str(made.path)))
 
 
 def plot_command(
@@ -75,7 +87,7 @@ def plot_command(
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FILE", help="The file to write: .svg or .png.", show_default=False)
     ],
-    layer: StatsLayers = "",
+    layer: PlotLayers = "",
     tokens: StatsTokens = "content",
     label: Annotated[
         str,

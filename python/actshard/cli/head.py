@@ -10,6 +10,7 @@ from rich.table import Table
 
 from actshard._arguments import many
 from actshard.cli._format import console, one_line
+from actshard.errors import ArgumentError
 from actshard.layers import plain
 from actshard.store import Store
 
@@ -42,6 +43,19 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
             values, times = np.unique(store.labels[i], return_counts=True)
             row["labels"] = {int(v): int(t) for v, t in zip(values, times, strict=True)}
     return made
+
+
+def check_tokenizer(store: Store, tokenizer: str) -> None:
+    """Checks that no tokenizer is named: only rows of token caches are decoded.
+
+    Raises:
+        ArgumentError: one is named.
+    """
+    if tokenizer:
+        raise ArgumentError(
+            "--tokenizer: expected a token cache, found a dataset of activations. Leave it out; `actshard top` decodes tokens.",
+            path=store.path,
+        )
 
 
 def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:

@@ -15,7 +15,7 @@ from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.activations import measured
 from actshard.plot.norms import spread
 from actshard.plot.sampled import named_label
-from actshard.plot.style import FORMATS, library
+from actshard.plot.style import FORMATS, check_name, library
 from actshard.store import Store
 from actshard.tokens.looking import look
 
@@ -40,8 +40,7 @@ def run(
     file = _arguments.local_path(out, "--out")
     if what not in PLOTS:
         raise ArgumentError(f"expected one of the plots {', '.join(PLOTS)}, found {what!r:.80}")
-    if file.suffix.lower() not in FORMATS:
-        raise ArgumentError(f"--out: expected a name that ends with .svg or .png, found {file.name!r:.80}")
+    check_name(file, FORMATS, "--out")
     if of is not None and what != "separability":
         raise ArgumentError(f"--label: expected the plot separability, found {what}")
     if what == "separability" and tokens != "content":
@@ -53,6 +52,10 @@ def run(
         others = [x for x in PLOTS if (x in PLOTS_OF_CACHES) == (cache is not None)]
         kind = "a token cache" if cache is not None else "a dataset of activations"
         raise ArgumentError(f"expected a plot of {kind} ({', '.join(others)}), found {what}", path=at)
+    if cache is not None and layer:
+        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=at)
+    if cache is not None and tokens != "content":
+        raise ArgumentError("--tokens: plots of a token cache cover all tokens. Leave it out.", path=at)
     draw = getattr(plot, what)
     with plot.style(), progress(what, quiet=quiet, unit="tokens") as watch:
         if cache is not None:
@@ -62,7 +65,7 @@ def run(
             names = of_store(layer, store.layers, "--layer") if layer else None
             if what in _ONE_LAYER:
                 if names is not None and len(names) != 1:
-                    raise ArgumentError(f"--layer: expected one layer, found {layer!r:.200}")
+                    raise ArgumentError(f"--layer: expected one layer for {what}, found {layer!r:.200}")
                 ax = draw(store, names[0] if names else None, tokens=tokens)
             else:
                 if what in _FEW_LAYERS and names is None:

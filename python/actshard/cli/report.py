@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from actshard import _arguments
 from actshard.cli._layers import of_store, several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
-from actshard.opening import open_quietly
-from actshard.reporting import report
+from actshard.errors import ArgumentError
+from actshard.finding import existing_anywhere
+from actshard.opening import open_quietly, token_cache_at
+from actshard.plot.style import check_name
+from actshard.reporting import ENDS, WrittenReport, written
 
 
-def run(path: str, out: str, layer: str, *, quiet: bool, storage_option: Sequence[str] | None, **options: Any) -> Path:
+def run(
+    path: str, out: str, layer: str, *, quiet: bool, storage_option: Sequence[str] | None, **options: Any
+) -> WrittenReport:
     """Writes a report and shows progress."""
+    check_name(Path(_arguments.local_path(out, "--out")), ENDS, "--out")
     options["storage_options"] = options_named(storage_option) or None
+    if layer or options["rows"] is not None or options["tokens"] != "content":
+        _refuse_caches(path, layer, options)
     layers = None
     if layer:
         layers = several(layer, "--layer")
@@ -23,4 +32,20 @@ def run(path: str, out: str, layer: str, *, quiet: bool, storage_option: Sequenc
             given = {name: options[name] for name in ("storage_options", "cache", "layout")}
             layers = of_store(layer, open_quietly(path, options["format"], "auto", **given).layers, "--layer")
     with progress("report", quiet=quiet) as watch:
-        return report(path, out, layers=layers, progress=watch.stage, **options)
+        return written(path, out, layers=layers, progress=watch.stage, **options)
+
+
+def _refuse_caches(path: str, layer: str, options: dict[str, Any]) -> None:
+    """Checks that the options have a use.
+
+    Raises:
+        ArgumentError: they are those of datasets, and there is a token cache.
+    """
+    at = existing_anywhere(path, options["storage_options"], options["cache"])
+    if options["layout"] is not None or token_cache_at(at, options["format"]) is None:
+        return
+    if layer:
+        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=at)
+    if options["rows"] is not None:
+        raise ArgumentError("--rows: token caches have no rows of layers to sample. Leave it out.", path=at)
+    raise ArgumentError("--tokens: the report of a token cache covers all tokens. Leave it out.", path=at)

@@ -108,8 +108,18 @@ def _notes(store: Store, found: Examined, count: int) -> list[str]:
     return made
 
 
-def row(cache: TokenCache, example: int, tokenizer: str, count: int) -> dict[str, Any]:
-    """Returns a row of a token cache: ids, texts if there is a tokenizer, and other fields with one value per token."""
+def row(
+    cache: TokenCache, example: int, of_layers: tuple[str, int | None], tokenizer: str, count: int
+) -> dict[str, Any]:
+    """Returns a row of a token cache: ids, texts if there is a tokenizer, and other fields with one value per token.
+
+    Raises:
+        ArgumentError: ``of_layers``, the options ``--layer`` and ``--largest``, has values.
+        Errors of reading the row.
+    """
+    for option, given in (("--layer", of_layers[0] != ""), ("--largest", of_layers[1] is not None)):
+        if given:
+            raise ArgumentError(f"{option}: token caches have no layers. Leave it out.", path=cache.path)
     found, decode = cache[example], tokenizer_of(cache, tokenizer)
     ids = found[cache.token_field].reshape(-1)
     made: dict[str, Any] = {"row": example, "tokens": len(ids), "ids": ids[:count].tolist()}

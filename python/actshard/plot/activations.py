@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from actshard import saved
 from actshard.layers import Layer, several
 from actshard.plot.opened import Plotted, store_of
-from actshard.plot.style import axes, below, label, labels, log, style
+from actshard.plot.style import axes, below, label, labels, log, style, whole
 from actshard.quality import distances
 from actshard.stats import Stats
 from actshard.store import Store
@@ -271,6 +271,7 @@ def dimensions(
         if top > 0:
             least = min(float(x[x > 0].min(initial=top)) for x in lines.values())
             ax.set_ylim(max(top / _DECADES, least / 2), top * 2)
+        whole(ax)
         ax.set_xlabel("dimension")
         ax.set_ylabel("absolute value")
         ax.set_title(f"Dimensions of layer {label(name)}")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from actshard.layers import Layer
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
 from actshard.plot.opened import Plotted, store_of
-from actshard.plot.style import axes, below, labels, log
+from actshard.plot.style import axes, below, labels, log, whole
 from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.store import Store
 
@@ -95,14 +95,16 @@ def histogram(
 ) -> Any:
     """Histogram of the L2 norms of rows; of one layer with the median and the 99.9 % quantile.
 
+    Draws the density, rows divided by the width of their bar, because bars of larger norms are wider.
+
     Args:
         store: an open store, or the path or URL of a dataset.
         layers: names; None: the first, the middle and the last. At most 6 are drawn.
         stats: as for :func:`norms`.
         tokens: as for :func:`norms`.
         ax: axes to draw into.
-        table: return a table with columns ``layer``, ``low``, ``high`` (norms from low to below high) and ``rows``. Bins are those
-            of the statistics: 128 for each power of two.
+        table: return a table with columns ``layer``, ``low``, ``high`` (norms from low to below high), ``rows`` and ``density``
+            (rows divided by high - low). Bins are those of the statistics: 128 for each power of two.
 
     Returns:
         Matplotlib axes, or a ``pyarrow.Table``.
@@ -116,16 +118,20 @@ def histogram(
             low=np.concatenate([x.edges[:-1] for x in found.values()]),
             high=np.concatenate([x.edges[1:] for x in found.values()]),
             rows=np.concatenate([x.counts for x in found.values()]),
+            density=np.concatenate([density(x.edges, x.counts) for x in found.values()]),
         )
     with style_unless(ax):
         ax = axes(ax)
         drawn = {layer: made[layer] for layer in list(made)[:_LINES]}
         names, _ = labels(list(drawn), 20)
         shift = least_shift([x.norms for x in drawn.values()])
+        least = np.inf
         for i, x in enumerate(drawn.values()):
             edges, rows = bars(x.norms, shift)
             one = len(drawn) == 1
-            ax.stairs(rows, edges, color=f"C{i}", fill=one, alpha=0.85 if one else 1, label=f"layer {names[i]}")
+            high = density(edges, rows)
+            least = min(least, high[high > 0].min(initial=np.inf))
+            ax.stairs(high, edges, color=f"C{i}", fill=one, alpha=0.85 if one else 1, label=f"layer {names[i]}")
         if len(drawn) == 1 and next(iter(drawn.values())).norms.rows:
             for i, (name, q) in enumerate((("median", 0.5), ("99.9 %", 0.999)), 1):
                 norm = float(next(iter(drawn.values())).norms.quantile(q))
@@ -134,9 +140,10 @@ def histogram(
         if 0 < _WIDE * low < high:
             log(ax, "x")
         log(ax, "y")
-        ax.set_ylim(bottom=0.7)  # a single row is seen
+        if np.isfinite(least):
+            ax.set_ylim(bottom=0.7 * least)  # the lowest bar is seen
         ax.set_xlabel("L2 norm of a row")
-        ax.set_ylabel("rows")
+        ax.set_ylabel("rows per unit of norm")
         ax.set_title("Histogram of norms")
         below(ax, ncols=3)
         return ax
@@ -167,6 +174,13 @@ def bars(found: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int6
     np.add.at(rows, wide - wide[0], counts)
     edges = (np.arange(wide[0], wide[-1] + 2) << (shift + _LOW_BITS)).view(np.float64)
     return np.minimum(edges, _MOST), rows
+
+
+def density(edges: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Rows divided by the widths of their bins, at most 1e300."""
+    with np.errstate(over="ignore"):
+        made: NDArray[np.float64] = np.minimum(rows / np.diff(edges), _MOST)
+    return made
 
 
 def positions(
@@ -232,6 +246,8 @@ def positions(
         if most > 2 * _EXACT:
             log(ax, "x", "symlog", linthresh=_EXACT, linscale=1.5)
             ax.set_xticks([0, 16, 32, *(4**k for k in range(3, 20) if 4**k < most)])
+        else:
+            whole(ax)
         scaled(ax, np.concatenate(drawn))
         ax.set_xlabel("position of the token in the example")
         ax.set_ylabel("L2 norm of a row")

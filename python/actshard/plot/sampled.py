@@ -178,6 +178,9 @@ def separability(
 ) -> Any:
     """Balanced accuracy of a linear probe on held-out examples, by layer, with its standard error and the accuracy of chance.
 
+    Bars end at 0 and 1. Their length is :attr:`actshard.Separability.error`: one right and one wrong example are added to each
+    class, so a layer where all examples are right has an error too, and layers with equal accuracies have nearly equal errors.
+
     Args:
         store: an open store, or the path or URL of a dataset.
         layers: names; None: all.
@@ -208,7 +211,14 @@ def separability(
         ax = axes(ax)
         at = np.arange(len(found.layers))
         ax.errorbar(
-            at, found.accuracy, found.error, marker="o", markersize=3.5, capsize=2, color="C0", label="held out"
+            at,
+            found.accuracy,
+            np.minimum([found.error] * 2, [found.accuracy, 1 - found.accuracy]),  # an accuracy is from 0 to 1
+            marker="o",
+            markersize=3.5,
+            capsize=2,
+            color="C0",
+            label="held out, ± standard error",
         )
         ax.axhline(found.chance, color="C1", linewidth=1, linestyle="--", label=f"chance, {len(found.classes)} classes")
         name_layers(ax, list(found.layers))

@@ -152,15 +152,35 @@ def log(ax: Any, which: str, scale: str = "log", **options: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def whole(ax: Any) -> None:
+    """Gives the x axis marks at whole numbers; a single one has space on both sides."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = ax.dataLim.intervalx
+    if low == high:
+        ax.set_xlim(low - 0.5, high + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def check_name(file: Path, ends: Sequence[str], argument: str) -> None:
+    """Checks the end of a file's name.
+
+    Raises:
+        ArgumentError: the name has none of these ends.
+    """
+    if file.suffix.lower() not in ends:
+        expected = " or ".join(ends)
+        raise ArgumentError(f"{argument}: expected a name that ends with {expected}, found {file.name!r:.80}")
+
+
 def save(ax: Any, file: Path) -> None:
     """Writes the figure of axes as SVG or PNG. The same figure gives the same bytes with the same matplotlib.
 
     Raises:
         ArgumentError: the file's name ends with neither ``.svg`` nor ``.png``.
     """
+    check_name(file, FORMATS, "out")
     kind = file.suffix.lower()
-    if kind not in FORMATS:
-        raise ArgumentError(f"out: expected a name that ends with .svg or .png, found {file.name!r:.80}")
     made = io.BytesIO()
     # Without the version and the date.
     none = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +22,18 @@ from actshard.formats.format import Tell
 from actshard.formats.target import environment_time
 from actshard.layers import Layer
 from actshard.opening import open_quietly, token_cache_at
-from actshard.plot.style import library
+from actshard.plot.style import check_name, library
 from actshard.reporting import activations, caches
 from actshard.reporting.activations import ReportedRows
-from actshard.reporting.page import OF_DATA, Page, steps
-from actshard.stats.advice import cut
+from actshard.reporting.page import FEW_COLUMNS, OF_DATA, Page, steps
+from actshard.stats.advice import Advice, cut
 from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.verifying import verify
 from actshard.work.files import write_bytes
+
+ENDS = (".html", ".htm")
+"""What the name of a report ends with."""
 
 
 def report(
@@ -52,12 +56,12 @@ def report(
 
     One HTML file below 1.5 MB that needs no network. Reads all rows of the layers once, or the statistics that
     ``store.stats(save=True)`` kept, if they are still true. The same dataset gives the same file
-    but for the time that it took; with the environment variable ``SOURCE_DATE_EPOCH`` that is left out. A damaged dataset has a
-    report of what can be read, and of the damage.
+    but for the time that it took; with the environment variable ``SOURCE_DATE_EPOCH`` that is left out. The report of a damaged
+    dataset covers the layers that can be read, and names the others and the damage.
 
     Args:
         path: path or URL of a dataset or token cache, as for :func:`actshard.open`; or a store.
-        out: the file to write; an existing one is replaced.
+        out: the file to write, with a name that ends with ``.html`` or ``.htm``; an existing one is replaced.
         layers: names of the layers to report on; None: all.
         tokens: as for :meth:`actshard.Store.stats`.
         rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all. Not for token caches.
@@ -75,32 +79,94 @@ def report(
 
     Raises:
         MissingExtraError: ``pip install 'actshard[report]'``.
+        ArgumentError: ``out`` has another ending; ``layers``, ``rows`` or ``tokens`` with a token cache.
         Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
     """
+    return written(
+        path,
+        out,
+        layers=layers,
+        tokens=tokens,
+        rows=rows,
+        examples=examples,
+        tokenizer=tokenizer,
+        progress=progress,
+        deep=deep,
+        format=format,
+        storage_options=storage_options,
+        cache=cache,
+        layout=layout,
+    ).path
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report that was written.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        seconds: the time that it took.
+        layers: names of the layers that it covers.
+        findings: its findings, worst first.
+    """
+
+    path: Path
+    bytes: int
+    seconds: float
+    layers: list[Layer]
+    findings: list[Advice]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        names = ("severity", "where", "kind", "text", "do", "code")
+        findings = [{name: getattr(each, name) for name in names} for each in self.findings]
+        return {
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 3),
+            "layers": self.layers,
+            "findings": findings,
+        }
+
+
+def written(
+    path: str | os.PathLike[str] | Store,
+    out: str | os.PathLike[str],
+    *,
+    layers: Any,
+    tokens: Any,
+    rows: int | None,
+    examples: int,
+    tokenizer: Any,
+    progress: Tell | None,
+    **given: Any,
+) -> WrittenReport:
+    """See :func:`report`. ``given``: the options of :func:`actshard.open`, and ``deep``."""
     library()
     render = _template()
     file = _arguments.local_path(out, "out")
+    check_name(Path(file), ENDS, "out")
     if progress is not None and not callable(progress):
         raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
     count = _arguments.whole(examples, "examples", 0, 20)
     tell = progress or (lambda what, done, total: None)
     decode = load_tokenizer(tokenizer) if tokenizer is not None else None
     began = time.monotonic()
-    given = {"format": format, "deep": deep, "layout": layout, "storage_options": storage_options, "cache": cache}
     if isinstance(path, Store):
-        if any(x is not None for x in (format, storage_options, cache, layout)):
+        if any(value is not None for name, value in given.items() if name != "deep"):
             raise ArgumentError("format, storage_options, cache, layout: expected none of them with an open store")
         page = activations.page_of(path, layers, (tokens, rows), count, decode, tell)
-        given = {"deep": deep}
+        given = {"deep": given["deep"]}
     else:
         page = _of_path(path, given, layers, (tokens, rows), count, decode, tell)
-    checking = time.monotonic()
-    checked = verify(path, progress=tell, **given)  # type: ignore[arg-type]  # the options of verify, by name
-    page.verified(checked)
-    page.took.append(("check of the files", time.monotonic() - checking))
+    with page.timed("check of the files"):
+        page.verified(verify(path, progress=tell, **given))
     seconds = time.monotonic() - began
-    write_bytes(Path(file), render(page=page, steps=steps(), **_made_at(seconds)).encode("utf-8", "replace"))
-    return Path(file)
+    page.took.append(("other", seconds - sum(part for _, part in page.took)))
+    made = render(page=page, steps=steps(), few=FEW_COLUMNS, **_made_at(seconds)).encode("utf-8", "replace")
+    write_bytes(Path(file), made)
+    return WrittenReport(Path(file), len(made), time.monotonic() - began, page.layers, page.sorted_advice())
 
 
 def _of_path(
@@ -112,6 +178,7 @@ def _of_path(
     decode: Tokenizer | None,
     tell: Tell,
 ) -> Page:
+    began = time.monotonic()
     at = existing_anywhere(path, given["storage_options"], given["cache"])
     try:
         held = None if given["layout"] is not None else token_cache_at(at, given["format"])
@@ -122,19 +189,25 @@ def _of_path(
         page = Page(cut(at.place.name or at.place, 80), "damaged dataset", [("path", cut(at.place, 200))])
         page.damaged("cannot be opened", error)
         return page
+    opening = ("opening", time.monotonic() - began)
     if store is not None:
-        return activations.page_of(store, layers, selected, count, decode, tell)
+        page = activations.page_of(store, layers, selected, count, decode, tell)
+        page.took.insert(0, opening)
+        return page
     assert held is not None
     if layers is not None:
-        raise ArgumentError("layers: a token cache has none", path=held.path)
+        raise ArgumentError("layers: a token cache has no layers. Leave layers= out.", path=held.path)
     if selected[1] is not None:
-        raise ArgumentError("rows: not for token caches, found a token cache", path=held.path)
+        raise ArgumentError("rows: a token cache has no rows of layers to sample. Leave rows= out.", path=held.path)
+    if selected[0] != "content":
+        raise ArgumentError("tokens: a report of a token cache covers all tokens. Leave tokens= out.", path=held.path)
     try:
-        return caches.page_of(held, count, decode, tell)
+        page = caches.page_of(held, count, decode, tell)
     except OF_DATA as error:
         page = Page(cut(held.path.name or held.path, 80), "token cache", [("path", cut(held.path, 200))])
         page.damaged("cannot be read", error)
-        return page
+    page.took.insert(0, opening)
+    return page
 
 
 def _template() -> Callable[..., str]:

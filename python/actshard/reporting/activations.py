@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from actshard import plot
 from actshard._arguments import many, shown_bytes
-from actshard.errors import DtypeError, NotStoredError
+from actshard.errors import ActshardError, DtypeError, NotStoredError
 from actshard.examining import Examined, examine, massive_rows, text_of
-from actshard.layers import listing, plain, several
+from actshard.layers import Layer, listing, plain, several
 from actshard.plot.activations import Measured, kept_of, measured
 from actshard.plot.norms import spread
 from actshard.repeating import Repeated, repeated_examples
@@ -28,9 +27,10 @@ from actshard.reporting.page import (
     Word,
     colour_of,
     figure,
+    quoted,
     share,
 )
-from actshard.stats import MASSIVE, OUTLIER
+from actshard.stats import MASSIVE, OUTLIER, Stats
 from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice, cut
 from actshard.store import Store
@@ -48,32 +48,30 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
         page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
         return page
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
-    began = time.monotonic()
     kept = {} if rows is not None else kept_of(store, names, tokens)
     try:
-        found = measured(store, names, tokens=tokens, rows=rows, kept=kept, progress=tell)
+        with page.timed("statistics"):
+            found = _readable(page, store, names, selected, kept, tell)
     except DtypeError as error:  # such as float8 without scales
         page.advice.append(Advice("note", "dataset", f"has no statistics: {cut(error.detail)}."))
         return page
-    except OF_DATA as error:
-        page.damaged("cannot be read", error)
+    if not found:
         return page
-    page.took.append(("statistics", time.monotonic() - began))
+    page.layers = list(found)
     if rows is not None:
         text = f"statistics are of a sample of at most {rows:,} rows of each layer: rare NaN values and large rows may be missing."
         page.advice.append(Advice("note", "dataset", text))
     page.advice += advice_of(found)
     page.advice += [Advice("warning", "dataset", cut(text)) for text in store.warnings]
-    began = time.monotonic()
-    _draw(page, store, found)
-    page.took.append(("plots", time.monotonic() - began))
-    began = time.monotonic()
-    sampled.add(page, store, found, tokens, tell)
-    page.took.append(("samples", time.monotonic() - began))
-    page.grids.append(("Layers", _LAYERS, _table(found)))
-    page.grids += _massive(store, found, decode)
-    repeated = _repeated(page, store, found, tell)
-    page.samples, page.samples_of = _samples(store, found, count, decode, tell)
+    with page.timed("plots"):
+        _draw(page, store, found)
+    with page.timed("samples"):
+        sampled.add(page, store, found, tokens, tell)
+    with page.timed("tables and texts"):
+        page.grids.append(("Layers", _LAYERS, _table(found)))
+        page.grids += _massive(store, found, decode)
+        repeated = _repeated(page, store, found, tell)
+        page.samples, page.samples_of = _samples(store, found, count, decode, tell)
     which = "all" if rows is None else f"a sample of at most {rows:,} rows of each layer:"
     total = sum(stats.rows for stats in found.values())
     page.how = [
@@ -81,7 +79,7 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
             "statistics",
             f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
         ),
-        ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518)"),
+        ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518); infinite if no column varies"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
         ("massive dimensions", f"largest magnitude above {MASSIVE} times the median dimension's root mean square"),
         ("outlier dimensions", f"root mean square above {OUTLIER} times the median dimension's"),
@@ -95,6 +93,32 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
     if repeated is not None:
         page.how.append(("repeated examples", repeated.how))
     return page
+
+
+def _readable(
+    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, kept: Measured, tell: Any
+) -> dict[Layer, Stats]:
+    """The statistics of the layers that can be read. Adds the errors of the others."""
+    tokens, rows = selected
+    found: dict[Layer, Stats] = {}
+    errors: dict[str, tuple[ActshardError, list[Layer]]] = {}
+    for number, name in enumerate(names):
+
+        def told(what: str, done: int, total: int, before: int = number) -> None:
+            tell(what, before * total + done, len(names) * total)
+
+        known = {name: kept[name]} if name in kept else {}
+        try:
+            found |= measured(store, name, tokens=tokens, rows=rows, kept=known, progress=told)
+        except OF_DATA as error:
+            errors.setdefault(str(error), (error, []))[1].append(name)
+    for first, layers in errors.values():
+        if not found:
+            page.damaged("cannot be read", first)
+            break
+        where = f"{'layer' if len(layers) == 1 else 'layers'} {cut(listing(layers), 80)}"
+        page.damaged("cannot be read, the report covers the other layers", first, where)
+    return found
 
 
 def _kept(kept: Measured, found: Measured) -> str:
@@ -144,13 +168,14 @@ def _draw(page: Page, store: Store, found: Measured) -> None:
 
 _LAYERS = (
     "Norms are L2 norms of rows. Over all dimensions: std is the root of the mean variance, min and max the extremes, zeros the "
-    "share of values equal to 0; repeated is the share of rows that equal an earlier one."
+    "share of values equal to 0; repeated is the share of rows that equal an earlier one. Dims are numbers of "
+    "dimensions, NaN and infinite numbers of values."
 )
 
 
 def _table(found: Measured) -> Grid:
     columns = ["layer", "rows", "mean norm", "median", "99.9 %", "gamma", "std", "min", "max", "zeros"]
-    columns += ["repeated", "massive", "constant", "NaN", "infinite"]
+    columns += ["repeated", "massive rows", "massive dims", "constant dims", "NaN", "infinite"]
     rows = []
     for layer, stats in list(found.items())[:MOST_ROWS]:
         variance = stats.variance[np.isfinite(stats.variance)]
@@ -162,12 +187,13 @@ def _table(found: Measured) -> Grid:
                 figure(stats.mean_norm),
                 figure(stats.norms.median),
                 figure(float(stats.norms.quantile(0.999))),
-                figure(stats.gamma),
+                _gamma(stats),
                 figure(float(np.sqrt(variance.mean())) if variance.size else float("nan")),
                 figure(float(stats.min.min(initial=np.inf))),
                 figure(float(stats.max.max(initial=-np.inf))),
                 share(int(stats.zeros.sum()) / values),
                 share(stats.repeats.fraction),
+                f"{_massive_rows(stats):,}",
                 f"{len(stats.massive_columns):,}",
                 f"{int(np.count_nonzero(stats.min == stats.max)):,}",
                 f"{int(stats.nan.sum()):,}",
@@ -175,6 +201,20 @@ def _table(found: Measured) -> Grid:
             ]
         )
     return Grid(columns, rows, max(len(found) - MOST_ROWS, 0))
+
+
+def _gamma(stats: Stats) -> str:
+    """Gamma in a table: infinite for rows that are equal and not 0."""
+    if not np.isnan(stats.gamma):
+        return figure(stats.gamma)
+    return "infinite" if np.nan_to_num(stats.mean).any() else "-"
+
+
+def _massive_rows(stats: Stats) -> int:
+    """The number of massive rows. All are counted; ``stats.massive_rows`` are at most 16."""
+    kept = len(stats.massive_rows)
+    bound = MASSIVE * stats.norms.median
+    return max(kept, int(stats.norms.counts[stats.norms.edges[:-1] > bound].sum())) if kept else 0
 
 
 def _massive(store: Store, found: Measured, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:
@@ -210,7 +250,7 @@ def _massive(store: Store, found: Measured, decode: Tokenizer | None) -> Iterato
                 f"{x.token:,}",
                 figure(x.norm),
                 f"{x.times:,.0f}",
-                cut(repr(x.text), 40) if x.text is not None else f"id {x.id}" if x.id is not None else "-",
+                quoted(x.text) if x.text is not None else f"id {x.id}" if x.id is not None else "-",
                 cut(x.context, 40) if x.context is not None else "-",
             ]
             for x in rows

@@ -11,7 +11,7 @@ from actshard import plot
 from actshard._arguments import many
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.location import Location
-from actshard.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word
+from actshard.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word, quoted, share
 from actshard.stats.advice import Advice, cut
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.looking import CacheLook, look
@@ -24,6 +24,8 @@ _SPECIAL = 50
 _REPEATED = 0.01
 """Share of repeated documents from which on they are a finding."""
 _FILL = 0.9
+_CUT = 0.05
+"""Share of tokens cut off, up to which a length of examples is recommended."""
 _ENDS = 0.5
 """Share of documents that end with one token, from which on the others are a finding."""
 
@@ -31,15 +33,19 @@ _ENDS = 0.5
 def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -> Page:
     """The parts of a report that come from the cache."""
     decode = given or _own(cache)
-    found = look(cache, progress=lambda done, total: tell("tokens", done, total))
-    page = Page(cut(cache.path.name or cache.path, 80), "token cache", list(_facts(cache, found)))
+    page = Page(cut(cache.path.name or cache.path, 80), "token cache", [])
+    with page.timed("counts of tokens"):
+        found = look(cache, progress=lambda done, total: tell("tokens", done, total))
+    page.facts = list(_facts(cache, found))
     page.advice = [*_advice(found, decode), *(Advice("warning", "cache", cut(text)) for text in cache.warnings)]
     if found.tokens:
-        page.plot("lengths", "Lengths of documents", lambda: plot.lengths(found))
-        page.plot("frequency", "Token frequency", lambda: plot.frequency(found))
-        page.plot("packing", "Packing of whole documents", lambda: plot.packing(found))
-    page.grids = [(heading, text, grid.full()) for heading, text, grid in _grids(found, decode)]
-    page.samples, page.samples_of = _samples(cache, found, count, decode), "each token has its own colour"
+        with page.timed("plots"):
+            page.plot("lengths", "Lengths of documents", lambda: plot.lengths(found))
+            page.plot("frequency", "Token frequency", lambda: plot.frequency(found))
+            page.plot("packing", "Packing of whole documents", lambda: plot.packing(found))
+    with page.timed("tables and texts"):
+        page.grids = [(heading, text, grid.full()) for heading, text, grid in _grids(found, decode)]
+        page.samples, page.samples_of = _samples(cache, found, count, decode), "each token has its own colour"
     some = (
         f"{found.read_documents:,} of {many(found.documents, 'document')}, in evenly spaced runs"
         if found.is_sample
@@ -86,12 +92,12 @@ def _advice(found: CacheLook, decode: Tokenizer | None) -> Iterator[Advice]:
     empty = int(np.count_nonzero(found.lengths == 0))
     if empty:
         yield Advice("note", "documents", f"{many(empty, 'empty document')}.")
-    share = found.repeated / max(found.read_documents, 1)
-    if share >= _REPEATED:
+    repeated = found.repeated / max(found.read_documents, 1)
+    if repeated >= _REPEATED:
         yield Advice(
             "warning",
             "documents",
-            f"{share:.1%} of the documents repeat an earlier one ({found.repeated:,}). A model memorizes repeated texts.",
+            f"{repeated:.1%} of the documents repeat an earlier one ({found.repeated:,}). A model memorizes repeated texts.",
             "Remove duplicates from the sources.",
         )
     if found.outside:
@@ -119,31 +125,44 @@ def _advice(found: CacheLook, decode: Tokenizer | None) -> Iterator[Advice]:
 
 
 def _packing(found: CacheLook) -> Iterator[Advice]:
-    """The length with the best packing, if a common one is bad. Longer examples than the whole cache are no choice."""
+    """The length with the most padding, if that is much, compared with the best length that cuts off few tokens.
+
+    Longer examples than the whole cache are no choice.
+    """
     known = [fill for fill in found.fills if fill.examples and fill.length <= found.tokens]
-    if not known:
+    worst = min(known, key=lambda x: x.fill, default=None)
+    if worst is None or worst.fill >= _FILL:
         return
-    worst, best = min(known, key=lambda x: x.fill), max(known, key=lambda x: x.fill)
-    if worst.fill < _FILL:
-        yield Advice(
-            "note",
-            "packing",
-            f"with {many(worst.length, 'token')} per example, {1 - worst.fill:.0%} of positions are padding; with {best.length:,}, "
-            f"{1 - best.fill:.0%}.",
-            "Windows of fixed length have no padding, but cut documents.",
-            f"TokenSeqDataset(cache, {worst.length})",
-        )
+    lost = {x.length: x.cut / found.tokens for x in known}
+    fuller = [x for x in known if x.fill > worst.fill]
+    text = (
+        f"with {many(worst.length, 'token')} per example, {1 - worst.fill:.0%} of positions are padding and "
+        f"{share(lost[worst.length])} of tokens are cut off"
+    )
+    best = max((x for x in fuller if lost[x.length] <= _CUT), key=lambda x: x.fill, default=None)
+    if best is not None:
+        text += f"; with {best.length:,}, {1 - best.fill:.0%} and {share(lost[best.length])}"
+    elif fuller:
+        text += f"; lengths with less padding cut off over {_CUT:.0%} of tokens"
+    yield Advice(
+        "note",
+        "packing",
+        f"{text}.",
+        "Windows of fixed length have no padding and keep long documents, but split them.",
+        f"TokenSeqDataset(cache, {worst.length})",
+        "packing",
+    )
 
 
 def _name(token: int, decode: Tokenizer | None) -> str:
     """A token id with its text."""
     if decode is None or not 0 <= token < decode.vocab_size:
         return f"id {token:,}"
-    return f"{cut(repr(decode.decode([token])), 40)} (id {token:,})"
+    return f"{quoted(decode.decode([token]))} (id {token:,})"
 
 
 def _text(token: int, decode: Tokenizer | None) -> str:
-    return "" if decode is None or not 0 <= token < decode.vocab_size else cut(repr(decode.decode([token])), 40)
+    return "" if decode is None or not 0 <= token < decode.vocab_size else quoted(decode.decode([token]))
 
 
 def _grids(found: CacheLook, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from actshard._arguments import counted, many
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
 from actshard.formats.report import Finding, Report
+from actshard.layers import Layer
 from actshard.plot.style import inline, style
 from actshard.stats.advice import Advice, cut
 
@@ -19,6 +22,9 @@ MOST_ROWS = 150
 MOST_MASSIVE = 40
 MOST_TOKENS = 160
 """Tokens that are shown of an example."""
+FEW_COLUMNS = 4
+"""Columns that most phones show without scrolling."""
+_SHORT = 14
 _SEVERITIES = ("error", "warning", "note")
 _STEPS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 100.0)
 """Norms divided by the median at which the colour of a token changes."""
@@ -56,6 +62,11 @@ class Grid:
     more: int = 0
     texts: tuple[int, ...] = (0,)
 
+    @property
+    def has_short_names(self) -> bool:
+        """Whether the first column is narrow enough to stay in place while the others are scrolled."""
+        return len(self.columns) > FEW_COLUMNS and all(len(row[0]) <= _SHORT for row in self.rows)
+
     def full(self) -> Grid:
         """The table without columns whose cells are all empty."""
         kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
@@ -71,8 +82,11 @@ class Page:
     title: str
     kind: str
     facts: list[tuple[str, str]]
+    layers: list[Layer] = field(default_factory=list)
+    """Names of the layers that the report covers."""
     advice: list[Advice] = field(default_factory=list)
-    plots: list[str] = field(default_factory=list)
+    plots: list[tuple[str, str]] = field(default_factory=list)
+    """SVG elements and captions."""
     grids: list[tuple[str, str, Grid]] = field(default_factory=list)
     """Headings, explanations and tables."""
     samples: list[ShownExample] = field(default_factory=list)
@@ -84,21 +98,23 @@ class Page:
     checks: Grid | None = None
     checked: str = ""
 
-    def plot(self, name: str, title: str, draw: Callable[[], Any]) -> None:
+    def plot(self, name: str, title: str, draw: Callable[[], Any], caption: str = "") -> None:
         """Adds a plot."""
         with style(page=True):
-            self.plots.append(inline(draw(), f"p{len(self.plots)}", escape(title)))
+            self.plots.append((inline(draw(), f"p{len(self.plots)}", escape(title)), caption))
 
-    def damaged(self, what: str, error: ActshardError) -> None:
-        """Adds an error of the dataset, and that the report has no more than verify's findings."""
-        self.advice.append(
-            Advice(
-                "error",
-                "dataset",
-                f"{what}: {cut(error).removesuffix('.')}.",
-                "Mend what the check of the files names, below.",
-            )
-        )
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time of a part of the work."""
+        began = time.monotonic()
+        yield
+        self.took.append((what, time.monotonic() - began))
+
+    def damaged(self, what: str, error: ActshardError, where: str = "dataset") -> None:
+        """Adds an error of the dataset, or of some layers."""
+        text = f"{what}: {cut(error).removesuffix('.')}."
+        do = "Mend what the check of the files names, below."
+        self.advice.append(Advice("error", where, text, do, kind="damage"))
 
     def sorted_advice(self) -> list[Advice]:
         """The advice, worst first, in the order in which it was found."""
@@ -124,6 +140,7 @@ class Page:
                     f"verify found {many(len(report.errors), 'error')}, listed below. Reads may fail or return other data.",
                     "See the remedy of each.",
                     "actshard verify --deep",
+                    kind="verify",
                 )
             )
 
@@ -151,6 +168,13 @@ def steps() -> Sequence[tuple[int, str]]:
     """Colours and their meaning, for the legend."""
     low = [f"< {_STEPS[0]:g}", *(f"{a:g}" for a in _STEPS)]
     return [*enumerate(low), (10, "not finite")]
+
+
+def quoted(text: str, most: int = 40) -> str:
+    """A text in quotes, cut; of several spaces one and their number."""
+    if len(text) > 1 and not text.strip(" "):
+        return f"{' '!r} x {len(text):,}"
+    return cut(repr(text), most)
 
 
 def figure(value: float) -> str:

@@ -79,7 +79,13 @@ def _separability(page: Page, store: Store, label: Any, names: list[Any], tell: 
     except _NOT:  # values that are no classes
         return
     if np.isfinite(found.accuracy).any():
-        page.plot("separability", "Linear separability of the label", lambda: plot.separability(store, found=found))
+        page.plot(
+            "separability",
+            "Linear separability of the label",
+            lambda: plot.separability(store, found=found),
+            "Bars: standard error from the number of held-out rows, within 0 and 1. One right and one wrong row are added to each "
+            "class, so it is not 0 where all are right.",
+        )
         fitted, tested = int(found.train.sum()), int(found.test.sum())
         if found.pool == "token":
             rows = f"{fitted:,} tokens, balanced accuracy on {tested:,} tokens of other examples"
