@@ -204,6 +204,34 @@ def test_detecting_imports_no_writer() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
+def test_opening_a_dataset_does_not_import_pandas() -> None:
+    """It takes a second in each new process, such as a command or a task of a plan."""
+    code = f"""
+        import importlib.abc, sys
+        from pathlib import Path
+        import actshard
+
+        class Refused(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "pandas":
+                    asked.append(name)
+
+        asked = []
+        sys.meta_path.insert(0, Refused())
+        opened = 0
+        for path in sorted(Path({str(GOLDEN)!r}).glob("*/*")):
+            try:
+                store = actshard.open(path)
+            except actshard.ActshardError:
+                continue
+            opened += 1
+            len(store.token_counts)
+            assert not asked, path
+        assert opened > 50, opened
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+
+
 def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
     code = """
         import sys

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._columns import array_of
 from actshard._json import parse_json, show
 from actshard._native import Addresses
 from actshard.codes import Remark
@@ -431,7 +432,7 @@ def int64_of(
         if ends is not None:
             first = int(np.searchsorted(ends, first, "right")) - 1
         raise FormatError(f"column '{name}': row {row + first} {'is' if ends is None else 'holds a'} null", path=part)
-    numbers = column.to_numpy(zero_copy_only=False)
+    numbers = array_of(column)
     if numbers.dtype == np.uint64 and numbers.size and numbers.max() > np.iinfo(np.int64).max:
         raise FormatError(f"column '{name}': {numbers.max()} is out of range", path=part)
     return np.ascontiguousarray(numbers, dtype=np.int64)
@@ -443,7 +444,7 @@ def lists_of(column: pa.Array, name: str, part: Location, row: int) -> tuple[NDA
 
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise FormatError(f"column '{name}': expected lists of integers, found {column.type}", path=part)
-    ends = column.offsets.to_numpy().astype(np.int64)
+    ends = array_of(column.offsets).astype(np.int64)
     first, last = int(ends[0]), int(ends[-1])
     ends -= first
     values = int64_of(column.values.slice(first, last - first), name, part, row, ends)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
+from actshard._columns import array_of
 from actshard._json import read_json, show
 from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
@@ -205,11 +206,11 @@ def lists_of(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     if not listed or not pa.types.is_integer(column.type.value_type) or column.null_count:
         raise FormatError(f"column {name!r}: expected lists of integers without nulls, found {column.type}", path=path)
-    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    lengths = array_of(pc.list_value_length(column)).astype(np.int64)
     values = pc.list_flatten(column)
     if values.null_count:
         raise FormatError(f"column {name!r}: expected integers, found nulls", path=path)
-    return np.concatenate([[0], np.cumsum(lengths)]), values.to_numpy().astype(np.int64)
+    return np.concatenate([[0], np.cumsum(lengths)]), array_of(values).astype(np.int64)
 
 
 def _open_requests(path: Location, options: Options) -> Contents:
