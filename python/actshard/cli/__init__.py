@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import warnings
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import typer.completion as shells
 
 import actshard
 from actshard._arguments import many
-from actshard.cli._app import COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
+from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._options import (
     CacheFolder,
@@ -681,15 +682,32 @@ def _cache_at(at: Any, format: str | None) -> Any:
 def main() -> None:
     """Runs the command. Prints an ActshardError to stderr without a traceback.
 
-    Exit status: 0 success; 1 warnings found or work left; 2 errors found; 3 the command could not run.
+    Exit status: 0 success; 1 warnings found or work left; 2 errors found; 3 the command could not run; 141 closed pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Names and texts come from files: escape characters that the terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     try:
+        _run()
+    except (BrokenPipeError, SystemExit) as error:
+        # `actshard info ... | head` closed the pipe. rich and typer exit with 1 then, which here means warnings.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        for stream in (sys.stdout, sys.stderr):  # Python flushes them at exit, and would print another error
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(CLOSED_PIPE) from None
+
+
+def _run() -> None:
+    try:
         with boundary(None, "run the command"):
-            app()
+            try:
+                app()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
     except UnknownFormatError as error:
         from rich.markup import escape
 
@@ -703,9 +721,7 @@ def main() -> None:
     except TruncatedData as truncated:
         _fail(str(truncated.error))
     except BrokenPipeError:
-        # `actshard info ... | head` closed the pipe. Without this, Python prints another error at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+        raise
     except Exception:
         # A bug. Python's own status would be 1, which means warnings.
         import traceback

@@ -12,6 +12,7 @@ import typer.core
 from actshard.errors import ActshardError
 
 FINE, WARNINGS, ERRORS, COULD_NOT_RUN = 0, 1, 2, 3
+CLOSED_PIPE = 141
 """Exit statuses of all commands."""
 
 PANELS: dict[str, tuple[str, ...]] = {
