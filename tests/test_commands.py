@@ -143,13 +143,9 @@ def test_exit_statuses(line: str, states: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line",
     [
-        "--help",
-        "stats --help",
-        "completion bash",
-        "convert",
-        *(f"{name} {{}}" for name in ("info", "head", "top", "stats")),
-    ]
-    + ["stats {} --json", "verify {}", "convert {} --dry-run", "stats {}/missing"],
+        *("--help", "stats --help", "completion bash", "convert", "info {}", "head {}", "top {}", "stats {}"),
+        *("stats {} --json", "verify {}", "convert {} --dry-run", "stats {}/missing"),
+    ],
 )
 def test_a_closed_pipe_exits_with_141(line: str) -> None:
     """1 means warnings. The reading end is closed before the command prints, as that of ``| head`` may be."""

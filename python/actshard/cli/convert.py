@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from actshard._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
+from actshard.cli._tables import TableColumn, show_table
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
 from actshard.location import Location
@@ -79,11 +79,11 @@ def previews(source: Location | Store, target: str, format: str | None, own: Map
 
 
 def show_previews(found: Sequence[Preview]) -> None:
-    """Prints a line per possible format, which fits in 80 columns; then all losses, and why other formats are not possible."""
+    """Prints a line per possible format; then all losses, and why other formats are not possible."""
     out = console()
     possible = [p for p in found if not p.refused]
     if possible:
-        out.print(_compared(possible))
+        _compared(out, possible)
     for text, names in _alike((str(loss), p.format) for p in possible for loss in p.losses):
         out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
     if possible:
@@ -92,18 +92,17 @@ def show_previews(found: Sequence[Preview]) -> None:
         out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 
-def _compared(found: Sequence[Preview]) -> Group:
-    """A table of formats below what they have in common."""
+def _compared(out: Console, found: Sequence[Preview]) -> None:
+    """Prints a table of formats below what they have in common."""
     common: list[str] = []
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    grid.add_column("format", no_wrap=True)
+    columns = [TableColumn("format", left=True)]
     cells = [[p.format] for p in found]
 
     def add(name: str, values: Sequence[str], shared: str = "") -> None:
         if shared and len({*values}) == 1:
             common.append(shared)
             return
-        grid.add_column(name, justify="right", no_wrap=True)
+        columns.append(TableColumn(name))
         for row, value in zip(cells, values, strict=True):
             row.append(value)
 
@@ -114,9 +113,9 @@ def _compared(found: Sequence[Preview]) -> Group:
     add("files", [f"{p.files:,}" for p in found])
     add("bytes", [size(p.bytes) for p in found])
     add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in found])
-    for row in cells:
-        grid.add_row(*row)
-    return Group(", ".join(common), grid) if common else Group(grid)
+    if common:
+        out.print(", ".join(common))
+    show_table(out, columns, cells)
 
 
 def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
