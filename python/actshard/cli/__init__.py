@@ -18,6 +18,7 @@ import actshard
 from actshard._arguments import many
 from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._looking_commands import plot_command, report_command
+from actshard.cli._messages import OF_CACHES, message
 from actshard.cli._options import (
     CacheFolder,
     CacheLayout,
@@ -64,6 +65,7 @@ from actshard.cli._options import (
 from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
+from actshard.location import Location
 from actshard.runners import ENGINES
 
 
@@ -712,14 +714,14 @@ def _run() -> None:
         from rich.markup import escape
 
         if not error.candidates:
-            _fail(str(error))
+            _fail(_of_token_cache(error) or message(error))
         lines = [f"{error.path}: is not a dataset, but contains {len(error.candidates)}. Open one:"]
         lines += [f"  {escape(str(path))}  ({name})" for path, name in error.candidates]
         _fail("\n".join(lines))
     except ActshardError as error:
-        _fail(str(error))
+        _fail(message(error))
     except TruncatedData as truncated:
-        _fail(str(truncated.error))
+        _fail(message(truncated.error))
     except BrokenPipeError:
         raise
     except Exception:
@@ -730,6 +732,17 @@ def _run() -> None:
         raise SystemExit(COULD_NOT_RUN) from None
 
 
-def _fail(message: str) -> None:
-    typer.echo(f"actshard: {message}", err=True)
+def _of_token_cache(error: UnknownFormatError) -> str | None:
+    """The message if a command that reads activations was given a folder that contains a token cache."""
+    if error.path is None or error.ambiguous:
+        return None
+    with suppress(ActshardError, OSError):
+        found = _cache_at(Location.at(error.path), None)
+        if found is not None:
+            return f"{error.path}: expected activations, found a token cache in {found.path}. {OF_CACHES}."
+    return None
+
+
+def _fail(text: str) -> None:
+    typer.echo(f"actshard: {text}", err=True)
     raise SystemExit(COULD_NOT_RUN)

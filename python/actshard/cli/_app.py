@@ -9,6 +9,7 @@ from typing import Any
 import typer
 import typer.core
 
+from actshard.cli._messages import calling
 from actshard.errors import ActshardError
 
 FINE, WARNINGS, ERRORS, COULD_NOT_RUN = 0, 1, 2, 3
@@ -60,6 +61,13 @@ class Commands(typer.core.TyperGroup):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parses the arguments up to a subcommand's name."""
         return _usage(lambda: super(Commands, self).make_context(*args, **kwargs))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command with a name, and remembers it for its messages."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, Commands):
+            calling(command)
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Parses the arguments of a subcommand and runs it."""

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from actshard._arguments import many
 from actshard.cli._format import console, size
+from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
 from actshard.converting import Conversion, Preview, convert, preview
@@ -84,11 +85,11 @@ def show_previews(found: Sequence[Preview]) -> None:
     possible = [p for p in found if not p.refused]
     if possible:
         _compared(out, possible)
-    for text, names in _alike((str(loss), p.format) for p in possible for loss in p.losses):
+    for text, names in _alike((spelled(loss), p.format) for p in possible for loss in p.losses):
         out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
     if possible:
         out.print("[dim]bytes are before compression; nothing was written[/]")
-    for text, names in _alike((p.refused, p.format) for p in found if p.refused):
+    for text, names in _alike((spelled(p.refused), p.format) for p in found if p.refused):
         out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 
@@ -142,7 +143,7 @@ def show(done: Conversion) -> None:
         soft_wrap=True,
     )
     for loss in done.losses:
-        out.print(f"[yellow]lost[/] {escape(str(loss))}", soft_wrap=True)
+        out.print(f"[yellow]lost[/] {escape(spelled(loss))}", soft_wrap=True)
     if done.verified:
         cast = any(x.what == "dtype" for x in done.losses)
         over = next((x for x in done.losses if x.what == "overflow"), None)

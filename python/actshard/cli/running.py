@@ -13,6 +13,7 @@ from rich.markup import escape
 from actshard import runners
 from actshard._arguments import many
 from actshard.cli._format import console, duration
+from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.plan import Plan, Status
@@ -123,7 +124,7 @@ def _details(now: Status) -> Iterator[str]:
     for task, error in now.failed.items():
         alike.setdefault(str(error), []).append(task)
     for text, tasks in list(alike.items())[:_SHOWN]:
-        yield f"[red]failed[/] {ranges(tasks)}: {escape(text)}"
+        yield f"[red]failed[/] {ranges(tasks)}: {escape(spelled(text))}"
     yield from _more(alike, "errors")
     if now.missing:
         yield f"missing {ranges(now.missing)}"

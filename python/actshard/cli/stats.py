@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -113,6 +114,13 @@ def _examples(store: Store, found: dict[Layer, Stats]) -> list[Advice]:
     return repeated.advice() if repeated is not None else []
 
 
+def _in_words(advice: Advice) -> str:
+    """An advice as text. Its code is an argument of ``store.stream``, or a command."""
+    if not re.match(r"[a-z_]+=", advice.code):
+        return str(advice)
+    return str(replace(advice, code=f"in Python, store.stream(..., {advice.code})"))
+
+
 def _without_text(found: dict[Layer, Stats]) -> list[MassiveRow]:
     return [
         MassiveRow(layer, row.example, row.token, row.norm, row.norm / stats.norms.median, None, None, None)
@@ -129,9 +137,7 @@ def _print(
     if rows is not None:
         out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
     for advice in sorted([*advice_of(found), *examples], key=lambda advice: list(_COLOURS).index(advice.severity)):
-        line = (
-            f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
-        )
+        line = f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(_in_words(advice))}"
         out.print(line, soft_wrap=True)
     if massive:
         out.print("massive rows:", style="bold")
