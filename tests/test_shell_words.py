@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import inputs
 from actshard.cli import main
+from actshard.cli._layers import of_store
 from actshard.cli._messages import Spelling
 from conftest import GOLDEN
 from test_commands import leaves
@@ -149,3 +153,108 @@ def test_a_token_cache_is_named_with_its_commands(
     text = said(capsys, monkeypatch, *command.split(), folder)
     assert "expected activations, found a token cache" in text
     assert "Commands for token caches: info, head, top, report; plot lengths, frequency or packing" in text
+
+
+@pytest.mark.parametrize("words", ["0-2", "0..2", "0-2,1", "[0, 1, 2]"])
+def test_a_range_names_stored_layers(
+    words: str,
+    data: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = json.loads(said(capsys, monkeypatch, "stats", data["d"], "--layer", words, "--json"))
+    assert list(found) == ["0", "1", "2"]
+    said(capsys, monkeypatch, "convert", data["d"], tmp_path / "c", "--to", "npy", "-q", "--layer", words)
+    assert actshard.open(tmp_path / "c").layers == (0, 1, 2)
+    said(capsys, monkeypatch, "stage", data["d"], tmp_path / "s", "-q", "--layers", words)
+    assert actshard.open(tmp_path / "s").layers == (0, 1, 2)
+    for command in (("convert", data["d"], tmp_path / "p", "--to", "npy", "--layer"), ("stats", data["d"], "--layer")):
+        said(capsys, monkeypatch, "plan", *command, words, "--out", tmp_path / f"{command[0]}.json", "--no-measure")
+        plan = actshard.plan.load(tmp_path / f"{command[0]}.json")
+        assert len(plan.arguments["layers"]) == 3
+
+
+def test_ranges_without_layers_and_empty_texts_are_refused(
+    data: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = said(capsys, monkeypatch, "stats", data["d"], "--layer", "6-8")
+    assert "--layer: the range 6-8 contains no stored layer; the layers are [0, 1, 2, 5, 9]" in text
+    for command, option in (("stats", "--layer"), ("top", "--layer"), ("convert", "--layer"), ("report", "--layer")):
+        assert "expected names of layers, found an empty text" in said(
+            capsys, monkeypatch, command, data["d"], f"{option}="
+        )
+    assert of_store("0-3", ("0-3", "0", "1"), "--layer") == ["0-3"]
+    assert of_store("0-3", ("0", "1", "x"), "--layer") == ["0", "1"]
+
+
+def test_o_is_an_output_file_or_name_value(
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, command in leaves().items():
+        longest = {max(p.opts, key=len) for p in command.params if "-o" in p.opts}
+        assert longest <= {"--out", "--option"}, name
+    assert "No such option: -o" in said(capsys, monkeypatch, "stats", data["d"], "-o", "x.json")
+    text = said(capsys, monkeypatch, "convert", data["d"], tmp_path / "x", "--to", "npy", "-o", "x.json")
+    assert "-o, --option: expected name=value, an option of the target format, found 'x.json'" in text
+    text = said(capsys, monkeypatch, "run", data["plan"], "-o", "x.json")
+    assert "an option of the engine, found 'x.json'" in text
+
+
+def test_commands_say_where_results_are_kept(
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data["d"], tmp_path / "d")
+    text = said(capsys, monkeypatch, "stats", tmp_path / "d", "--save", "-q")
+    assert f"saved in {tmp_path / 'd.stats'}" in text
+    said(
+        capsys,
+        monkeypatch,
+        "plan",
+        "stats",
+        tmp_path / "d",
+        "--out",
+        tmp_path / "p.json",
+        "--no-measure",
+        "--work",
+        tmp_path / "w",
+    )
+    text = said(capsys, monkeypatch, "run", tmp_path / "p.json", "-q")
+    assert f"result kept in {tmp_path / 'w.json'}: another commit prints it again" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("stats", "d", "--rows", "0"), "Invalid value for '--rows': expected at least 1, found '0'"),
+        (("stats", "d", "--rows", "x"), "Invalid value for '--rows': expected an integer, found 'x'"),
+        (("top", "d", "--largest", "99"), "Invalid value for '--largest': expected at most 20, found '99'"),
+        (("run", "d", "--cpus", "x"), "Invalid value for '--cpus': expected a number, found 'x'"),
+        (("completion",), "Missing argument 'SHELL': expected one of bash, zsh, fish"),
+        (("completion", "csh"), "expected one of 'bash', 'zsh', 'fish', found 'csh'"),
+        (("plot",), "[OPTIONS] PATH WHAT"),
+    ],
+)
+def test_errors_of_the_parser_are_plain(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = said(capsys, monkeypatch, *words)
+    assert expected in text
+    assert not re.search(r"Input should|Value error|[{}]", text)
+
+
+@pytest.mark.parametrize("name", leaves())
+def test_help_has_no_types_of_python(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = said(capsys, monkeypatch, *name.split(), "--help")
+    assert not re.search(r"<(int|str|float)|\{\w+\}", text)
+
+
+def test_changed_inputs_are_shown_with_times() -> None:
+    told = inputs.told_versions(1795662543555631970, 1795663230815570888)
+    assert told == "expected modification time 2026-11-26T03:09:03Z, found 2026-11-26T03:20:30Z"
+    told = inputs.told_versions(1795662543555631970, 1795662543555631971)
+    assert told.endswith("03:09:03.555631970Z, found 2026-11-26T03:09:03.555631971Z")
+    assert inputs.told_versions('"a1"', '"b2"') == 'expected ETag "a1", found "b2"'

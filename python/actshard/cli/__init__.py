@@ -37,7 +37,6 @@ from actshard.cli._options import (
     JsonOption,
     KeepShards,
     LayoutOption,
-    LongStorageOption,
     OutOption,
     PadOption,
     PartOption,
@@ -50,6 +49,7 @@ from actshard.cli._options import (
     SaveOption,
     ShardBytes,
     SkipErrors,
+    StagedLayers,
     StatsLayers,
     StatsRows,
     StatsTokens,
@@ -61,6 +61,7 @@ from actshard.cli._options import (
     TokensPerExample,
     ToOption,
     TruncateOption,
+    layers_option,
 )
 from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
@@ -183,7 +184,7 @@ def head_command(
 def top_command(
     path: PathArgument,
     example: Annotated[int, typer.Option("--example", "-e", help="The example's number; -1 is the last.")] = 0,
-    layer: Annotated[str, typer.Option(help="A layer's name. Default: the last layer.")] = "",
+    layer: Annotated[str, layers_option("A layer's name. Default: the last layer.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to print.")] = 100,
     largest: Annotated[
         int, typer.Option(min=0, max=20, help="Number of largest dimensions to print for each token.")
@@ -237,6 +238,8 @@ def stats_command(
         quiet=quiet or json,
     )
     output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found, rows))
+    if save and not json:
+        verb.show_folders(store, found, tokens)
 
 
 app.command("report", **about("report"))(report_command)
@@ -247,7 +250,7 @@ app.command("plot", **about("plot"))(plot_command)
 def bench_stream_command(
     path: PathArgument,
     layer: Annotated[
-        str, typer.Option(help="A layer's name, comma-separated names, or all. Default: the first layer.")
+        str, layers_option("A layer's name, comma-separated names, a range (0-3), or all. Default: the first layer.")
     ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16_384,
     shuffle: Annotated[str, typer.Option(help="Shuffle: none, window or exact.")] = "window",
@@ -316,7 +319,7 @@ def convert_command(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept an existing finished result.")] = False,
     format: FormatOption = None,
-    storage_option: LongStorageOption = None,
+    storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
     target_option: Annotated[
@@ -331,7 +334,7 @@ def convert_command(
 ) -> None:
     """Convert a dataset to another format. Resumable. --dry-run lists all losses; it exits with 2 if --to is not possible."""
     from actshard.cli import convert as verb
-    from actshard.cli._layers import renamed
+    from actshard.cli._layers import has_range, renamed
     from actshard.cli._places import options_named
 
     own = {
@@ -344,9 +347,11 @@ def convert_command(
         "truncate": truncate,
         "tokens_per_example": tokens_per_example or None,
         "shard_bytes": shard_bytes or None,
-        **verb.options_named(option or []),
+        **verb.options_named(option or [], "the target format"),
     }
     at = verb.source_named(_place(source, storage_option, cache), format, layout)
+    if has_range(layer):
+        own["layers"] = verb.layers_of(at, format, layer)
     own["src_format"] = format if layout is None else None
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
@@ -515,7 +520,7 @@ def run_command(
     from actshard.cli.convert import options_named
 
     found = actshard.plan.load(plan)
-    options = options_named(option or []) | verb.engine_options(
+    options = options_named(option or [], "the engine") | verb.engine_options(
         workers=workers,
         partition=partition,
         account=account,
@@ -583,9 +588,7 @@ def stage_command(
     folder: Annotated[
         str, typer.Argument(metavar="DIR", help="The local folder to create, such as $TMPDIR/run.", show_default=False)
     ],
-    layer: Annotated[
-        str, typer.Option("--layers", "--layer", help="Layers to copy: comma-separated names. Default: all.")
-    ] = "",
+    layer: StagedLayers = "",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Accept a complete copy without checking the source for changes.")
     ] = False,

@@ -28,6 +28,18 @@ _ALIASES = {
 OF_CACHES = "Commands for token caches: info, head, top, report; plot lengths, frequency or packing"
 _CALLS = {"Use actshard.tokens.open_cache": OF_CACHES}
 """Python calls in messages, and the commands."""
+_PLAIN = (
+    (r"Value error, ", ""),
+    (r"Input should be greater than or equal to (\S+)", r"expected at least \1"),
+    (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
+    (r"Input should be a valid integer(?:, .*)?", "expected an integer"),
+    (r"Input should be a valid number(?:, .*)?", "expected a number"),
+    (r"Input should be a valid boolean(?:, .*)?", "expected true or false"),
+    (r"('[^']*') is not one of (.*)\.$", r"expected one of \2, found \1"),
+    (r"\. Choose from:\s+", ": expected one of "),
+    (r",\s+", ", "),
+)
+"""Phrases of the parsers of command lines and values, and plainer ones."""
 _PLACEHOLDERS = ("name", "old", "key")
 
 _CALLED: ContextVar[Spelling | None] = ContextVar("called", default=None)
@@ -227,3 +239,14 @@ def message(error: ActshardError) -> str:
     if isinstance(error, ArgumentError | DtypeError | OutOfRangeError):
         detail = called.named(detail)
     return where + called.spelled(detail)
+
+
+def of_usage(error: Any) -> str:
+    """The message of an error of the command line's parser."""
+    text = plain = str(error.format_message())
+    for phrase, instead in _PLAIN:
+        plain = re.sub(phrase, instead, plain)
+    causes: list[Any] = getattr(error.__cause__, "errors", list)()
+    if plain != text and causes and ", found" not in plain:
+        plain += f", found {causes[0].get('input')!r:.80}"
+    return plain

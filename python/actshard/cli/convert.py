@@ -11,11 +11,13 @@ from rich.markup import escape
 
 from actshard._arguments import many
 from actshard.cli._format import console, size
+from actshard.cli._layers import of_store
 from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
+from actshard.layers import Layer
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -51,13 +53,21 @@ def examples_named(words: str) -> slice | list[int] | None:
         raise ArgumentError(f"--examples: expected first:last or integers, found {words!r}") from None
 
 
-def options_named(words: Sequence[str]) -> dict[str, Any]:
-    """Parses ``--option name=value``; values are JSON if valid, else strings."""
+def options_named(words: Sequence[str], of: str, *, short: bool = True) -> dict[str, Any]:
+    """Parses ``--option name=value``; values are JSON if valid, else strings.
+
+    Args:
+        words: the values of the option.
+        of: whose options they are, for messages.
+        short: whether the command also calls it ``-o``, which is an output file in other commands.
+    """
     made: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ArgumentError(f"--option: expected name=value, found {word!r}")
+            raise ArgumentError(
+                f"{'-o, ' * short}--option: expected name=value, an option of {of}, found {word!r:.200}"
+            )
         if name == "protocol":
             made[name] = value
             continue
@@ -71,6 +81,12 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
 def source_named(at: Location, format: str | None, layout: str | None) -> Location | Store:
     """Returns the dataset to convert: opened already if a layout describes it."""
     return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
+
+
+def layers_of(source: str | Location | Store, format: str | None, words: str) -> list[Layer]:
+    """Parses ``--layer`` with a range, such as ``0-3``: stored layers of the source."""
+    store = source if isinstance(source, Store) else open_quietly(source, format, "pread", "160MiB")
+    return of_store(words, store.layers, "--layer")
 
 
 def previews(source: Location | Store, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:

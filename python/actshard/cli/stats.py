@@ -20,7 +20,7 @@ from actshard.examining import MassiveRow, massive_rows
 from actshard.layers import Layer, plain
 from actshard.opening import open_quietly
 from actshard.repeating import repeated_examples
-from actshard.saved import kept
+from actshard.saved import kept, kept_in
 from actshard.stats import Stats
 from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice
@@ -91,6 +91,15 @@ def _number(value: float) -> float | None:
 def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> None:
     """Prints a row per layer: statistics over its columns. ``rows``: the size of the sample, if it was one."""
     _print(found, _examples(store, found), massive_rows(store, found, most=_MASSIVE), rows)
+
+
+def show_folders(store: Store, found: dict[Layer, Stats], tokens: str) -> None:
+    """Prints where statistics are saved."""
+    folders = {folder for layer in found if (folder := kept_in(store, layer, tokens)) is not None}
+    for folder in sorted(folders):
+        console().print(f"saved in {escape(str(folder))}; reused while the dataset is unchanged", soft_wrap=True)
+    if not folders:
+        console().print("[yellow]not saved:[/] the dataset's files changed while they were read")
 
 
 def show_committed(given: Mapping[str, Any], found: dict[Layer, Stats]) -> None:

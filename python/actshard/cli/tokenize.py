@@ -22,9 +22,9 @@ from actshard.tokens.config import CachePlan, LmDataConfig
 from actshard.tokens.writing import WRITE_HERE
 
 
-def format_named(name: str, words: list[str], template: str | None) -> dict[str, Any]:
+def format_named(name: str, words: list[str], template: str | None, *, short: bool = True) -> dict[str, Any]:
     """Builds the mapping of Levanter's ``format:`` block from command-line options."""
-    made = {"type": name, **options_named(words)}
+    made = {"type": name, **options_named(words, "the row format", short=short)}
     if template is not None:
         try:
             made["chat_template"] = Location.of(template).read_utf8()
