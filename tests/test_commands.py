@@ -140,6 +140,25 @@ def test_exit_statuses(line: str, states: dict[str, Path], tmp_path: Path) -> No
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--help", "stats --help", "completion bash", "convert", "info {}", "head {}", "top {}", "stats {}"),
+        *("stats {} --json", "verify {}", "convert {} --dry-run", "stats {}/missing"),
+    ],
+)
+def test_a_closed_pipe_exits_with_141(line: str) -> None:
+    """1 means warnings. The reading end is closed before the command prints, as that of ``| head`` may be."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *line.format(FINE).split()]
+        done = subprocess.run(command, stdout=writing, stderr=writing, check=False, timeout=120)
+    finally:
+        os.close(writing)
+    assert done.returncode == 141
+
+
 @pytest.mark.parametrize("command", [*leaves(), "plan", "cache", "none-of-these"])
 def test_usage_errors_exit_with_3(command: str) -> None:
     done = CliRunner().invoke(app, [*command.split(), "--no-such-option"])

@@ -375,10 +375,10 @@ def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch
     ]
     refused = command("run", file, "--partition", "cpu")
     assert refused.returncode == 3
-    assert "partition: expected an option of on='local': workers; it is an option of on='slurm'" in refused.stderr
+    assert "--partition: expected an option of --on local: workers; it is an option of --on slurm" in refused.stderr
     refused = command("run", file, "--on", "dask", "--cpus", 2)
     assert refused.returncode == 3
-    assert refused.stderr.endswith("in_flight; it is an option of on='slurm' and on='ray'\n")
+    assert refused.stderr.endswith("in_flight; it is an option of --on slurm and --on ray\n")
     unknown = command("run", file, "-o", "partitoin=cpu")
     assert unknown.stderr.endswith("partitoin: expected an option of on='local': workers\n")
 

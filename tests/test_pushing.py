@@ -534,7 +534,7 @@ def test_a_folder_above_the_dataset_is_pushed_whole(server: Served, tmp_path: Pa
 
 
 def test_the_command_pushes(server: Served, tmp_path: Path) -> None:
-    options = [word for name, value in server.keys.items() for word in ("-o", f"{name}={value}")]
+    options = [word for name, value in server.keys.items() for word in ("--storage-option", f"{name}={value}")]
     command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", "push", str(SAEV), "s3://bucket/run", *options]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["sent_files"] == len(contents(SAEV)), done.stderr

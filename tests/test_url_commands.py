@@ -137,7 +137,7 @@ def command(*words: str, status: int = 0, **environment: str) -> subprocess.Comp
     return done
 
 
-def words_of(server: Served, option: str = "-o") -> list[str]:
+def words_of(server: Served, option: str = "--storage-option") -> list[str]:
     return [word for name, value in server.options.items() for word in (option, f"{name}={str(value).lower()}")]
 
 
@@ -227,15 +227,19 @@ def test_stats_prints_a_row_per_layer_or_json(tmp_path: Path) -> None:
 
 def test_options_that_are_wrong_are_told_without_their_values(server: Served) -> None:
     (server.root / "bucket").mkdir(parents=True)
-    for words in (["-o", "hushhush"], ["-o", "=hushhush"], ["-o", "secret=hushhush", "-o", "secret=hushhush"]):
+    for words in (
+        ["--storage-option", "hushhush"],
+        ["--storage-option", "=hushhush"],
+        ["--storage-option", "secret=hushhush", "--storage-option", "secret=hushhush"],
+    ):
         said = command("info", "s3://bucket/x", *words, status=3).stderr
         assert "--storage-option: expected" in said
         assert "hushhush" not in said
-    said = command("info", "s3://bucket/x", "-o", "regoin=x", status=3).stderr
+    said = command("info", "s3://bucket/x", "--storage-option", "regoin=x", status=3).stderr
     assert "regoin" in said
     said = command("verify", "s3://bucket/x", *words_of(server), status=3).stderr
     assert said == "actshard: s3://bucket/x: expected a dataset, found nothing\n"
-    said = command("info", str(SAEV), "-o", "region=x", status=3).stderr
+    said = command("info", str(SAEV), "--storage-option", "region=x", status=3).stderr
     assert "expected a URL" in said
 
 

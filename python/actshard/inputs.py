@@ -8,6 +8,7 @@ import json
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,8 +143,18 @@ def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
             return file, f"expected no file, as when the plan was made, found one of {now.size:,} bytes."
         if now.size != old.size:
             return file, f"expected {old.size:,} bytes, as when the plan was made, found {now.size:,}."
-        return file, f"was written again since the plan was made: expected version {old.version}, found {now.version}."
+        return file, f"was written again since the plan was made: {told_versions(old.version, now.version)}."
     return None
+
+
+def told_versions(before: int | str | None, now: int | str | None) -> str:
+    """Two versions of a file for a message: modification times in nanoseconds as ISO text, or ETags."""
+    if not (isinstance(before, int) and isinstance(now, int)):
+        return f"expected ETag {before}, found {now}"
+    first, second = (datetime.fromtimestamp(time // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S") for time in (before, now))
+    if first == second:
+        first, second = (f"{text}.{time % 10**9:09}" for text, time in ((first, before), (second, now)))
+    return f"expected modification time {first}Z, found {second}Z"
 
 
 def fingerprint(store: Readable) -> str:

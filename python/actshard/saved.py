@@ -184,6 +184,12 @@ def kept(store: Readable, layer: Layer, tokens: str = "content", ignored: Sequen
     return Place(store, layer, tokens, ignored).read() if not _has_parts(store) else None
 
 
+def kept_in(store: Readable, layer: Layer, tokens: str = "content") -> Path | None:
+    """The folder that contains saved statistics of a layer, valid or not; None if there is none."""
+    place = Place(store, layer, tokens, ())
+    return next((folder for folder in place.folders if Location.at(folder / f"{place.name}.json").exists()), None)
+
+
 def _has_parts(store: Readable) -> bool:
     return bool((store.contents.whole or store.contents).parts)
 

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import warnings
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -15,8 +16,9 @@ import typer.completion as shells
 
 import actshard
 from actshard._arguments import many
-from actshard.cli._app import COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
+from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._looking_commands import plot_command, report_command
+from actshard.cli._messages import OF_CACHES, message
 from actshard.cli._options import (
     CacheFolder,
     CacheLayout,
@@ -35,7 +37,6 @@ from actshard.cli._options import (
     JsonOption,
     KeepShards,
     LayoutOption,
-    LongStorageOption,
     OutOption,
     PadOption,
     PartOption,
@@ -48,6 +49,7 @@ from actshard.cli._options import (
     SaveOption,
     ShardBytes,
     SkipErrors,
+    StagedLayers,
     StatsLayers,
     StatsRows,
     StatsTokens,
@@ -59,10 +61,12 @@ from actshard.cli._options import (
     TokensPerExample,
     ToOption,
     TruncateOption,
+    layers_option,
 )
 from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
+from actshard.location import Location
 from actshard.runners import ENGINES
 
 
@@ -181,7 +185,7 @@ def head_command(
 def top_command(
     path: PathArgument,
     example: Annotated[int, typer.Option("--example", "-e", help="The example's number; -1 is the last.")] = 0,
-    layer: Annotated[str, typer.Option(help="A layer's name. Default: the last layer.")] = "",
+    layer: Annotated[str, layers_option("A layer's name. Default: the last layer.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to print.")] = 100,
     largest: Annotated[
         int | None,
@@ -236,6 +240,8 @@ def stats_command(
         quiet=quiet or json,
     )
     output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found, rows))
+    if save and not json:
+        verb.show_folders(store, found, tokens)
 
 
 app.command("report", **about("report"))(report_command)
@@ -246,7 +252,7 @@ app.command("plot", **about("plot"))(plot_command)
 def bench_stream_command(
     path: PathArgument,
     layer: Annotated[
-        str, typer.Option(help="A layer's name, comma-separated names, or all. Default: the first layer.")
+        str, layers_option("A layer's name, comma-separated names, a range (0-3), or all. Default: the first layer.")
     ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16_384,
     shuffle: Annotated[str, typer.Option(help="Shuffle: none, window or exact.")] = "window",
@@ -315,7 +321,7 @@ def convert_command(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept an existing finished result.")] = False,
     format: FormatOption = None,
-    storage_option: LongStorageOption = None,
+    storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
     target_option: Annotated[
@@ -330,7 +336,7 @@ def convert_command(
 ) -> None:
     """Convert a dataset to another format. Resumable. --dry-run lists all losses; it exits with 2 if --to is not possible."""
     from actshard.cli import convert as verb
-    from actshard.cli._layers import renamed
+    from actshard.cli._layers import has_range, renamed
     from actshard.cli._places import options_named
 
     own = {
@@ -343,9 +349,11 @@ def convert_command(
         "truncate": truncate,
         "tokens_per_example": tokens_per_example or None,
         "shard_bytes": shard_bytes or None,
-        **verb.options_named(option or []),
+        **verb.options_named(option or [], "the target format"),
     }
     at = verb.source_named(_place(source, storage_option, cache), format, layout)
+    if has_range(layer):
+        own["layers"] = verb.layers_of(at, format, layer)
     own["src_format"] = format if layout is None else None
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
@@ -514,7 +522,7 @@ def run_command(
     from actshard.cli.convert import options_named
 
     found = actshard.plan.load(plan)
-    options = options_named(option or []) | verb.engine_options(
+    options = options_named(option or [], "the engine") | verb.engine_options(
         workers=workers,
         partition=partition,
         account=account,
@@ -582,9 +590,7 @@ def stage_command(
     folder: Annotated[
         str, typer.Argument(metavar="DIR", help="The local folder to create, such as $TMPDIR/run.", show_default=False)
     ],
-    layer: Annotated[
-        str, typer.Option("--layers", "--layer", help="Layers to copy: comma-separated names. Default: all.")
-    ] = "",
+    layer: StagedLayers = "",
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Accept a complete copy without checking the source for changes.")
     ] = False,
@@ -683,31 +689,46 @@ def _cache_at(at: Any, format: str | None) -> Any:
 def main() -> None:
     """Runs the command. Prints an ActshardError to stderr without a traceback.
 
-    Exit status: 0 success; 1 warnings found or work left; 2 errors found; 3 the command could not run.
+    Exit status: 0 success; 1 warnings found or work left; 2 errors found; 3 the command could not run; 141 closed pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Names and texts come from files: escape characters that the terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     try:
+        _run()
+    except (BrokenPipeError, SystemExit) as error:
+        # `actshard info ... | head` closed the pipe. rich and typer exit with 1 then, which here means warnings.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        for stream in (sys.stdout, sys.stderr):  # Python flushes them at exit, and would print another error
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(CLOSED_PIPE) from None
+
+
+def _run() -> None:
+    try:
         with boundary(None, "run the command"):
-            app()
+            try:
+                app()
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
     except UnknownFormatError as error:
         from rich.markup import escape
 
         if not error.candidates:
-            _fail(str(error))
+            _fail(_of_token_cache(error) or message(error))
         lines = [f"{error.path}: is not a dataset, but contains {len(error.candidates)}. Open one:"]
         lines += [f"  {escape(str(path))}  ({name})" for path, name in error.candidates]
         _fail("\n".join(lines))
     except ActshardError as error:
-        _fail(str(error))
+        _fail(message(error))
     except TruncatedData as truncated:
-        _fail(str(truncated.error))
+        _fail(message(truncated.error))
     except BrokenPipeError:
-        # `actshard info ... | head` closed the pipe. Without this, Python prints another error at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+        raise
     except Exception:
         # A bug. Python's own status would be 1, which means warnings.
         import traceback
@@ -716,6 +737,17 @@ def main() -> None:
         raise SystemExit(COULD_NOT_RUN) from None
 
 
-def _fail(message: str) -> None:
-    typer.echo(f"actshard: {message}", err=True)
+def _of_token_cache(error: UnknownFormatError) -> str | None:
+    """The message if a command that reads activations was given a folder that contains a token cache."""
+    if error.path is None or error.ambiguous:
+        return None
+    with suppress(ActshardError, OSError):
+        found = _cache_at(Location.at(error.path), None)
+        if found is not None:
+            return f"{error.path}: expected activations, found a token cache in {found.path}. {OF_CACHES}."
+    return None
+
+
+def _fail(text: str) -> None:
+    typer.echo(f"actshard: {text}", err=True)
     raise SystemExit(COULD_NOT_RUN)

@@ -9,9 +9,11 @@ from typing import Any
 import typer
 import typer.core
 
+from actshard.cli._messages import calling, of_usage
 from actshard.errors import ActshardError
 
 FINE, WARNINGS, ERRORS, COULD_NOT_RUN = 0, 1, 2, 3
+CLOSED_PIPE = 141
 """Exit statuses of all commands."""
 
 PANELS: dict[str, tuple[str, ...]] = {
@@ -24,6 +26,9 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Setup": ("demo", "completion"),
 }
 """Commands by panel, in the order of ``actshard --help``."""
+
+
+_GROUPS = ("plan", "cache")
 
 
 def _examples() -> dict[str, tuple[str, ...]]:
@@ -48,6 +53,26 @@ class TruncatedData(Exception):  # noqa: N818 -- carries an error through click
         self.error = error
 
 
+class Command(typer.core.TyperCommand):
+    """A command whose help and usage show ``PATH`` and ``N`` instead of ``{path}`` and ``<int range>``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        params: list[Any] = self.params
+        for param in params:
+            chosen = bool(getattr(param.type_descriptor, "is_choice", False))
+            if param.param_type_name == "argument":
+                param.metavar = param.metavar or param.name.upper()
+                if not chosen:
+                    param.__dict__["display_type_rich"] = lambda ctx: None  # otherwise <str> follows the name
+            elif param.metavar is None and not getattr(param, "is_flag", False) and not chosen:
+                param.metavar = {int: "N", float: "NUMBER"}.get(param.type_descriptor.annotation, "TEXT")
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Returns the words of the usage line. typer writes required arguments in braces."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
 class Commands(typer.core.TyperGroup):
     """A group of commands whose usage errors exit with ``COULD_NOT_RUN``."""
 
@@ -59,6 +84,13 @@ class Commands(typer.core.TyperGroup):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parses the arguments up to a subcommand's name."""
         return _usage(lambda: super(Commands, self).make_context(*args, **kwargs))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command with a name, and remembers it for its messages."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, Commands):
+            calling(command)
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Parses the arguments of a subcommand and runs it."""
@@ -76,6 +108,8 @@ def _usage(step: Callable[[], Any]) -> Any:
         return step()
     except _USAGE_ERROR as error:
         error.__dict__["exit_code"] = COULD_NOT_RUN
+        text = of_usage(error)
+        error.__dict__["format_message"] = lambda: text
         raise
 
 
@@ -84,4 +118,5 @@ def about(name: str) -> dict[str, Any]:
     panel = next((panel for panel, names in PANELS.items() if name in names), None)
     examples = EXAMPLES[name]
     title = "Example:" if len(examples) == 1 else "Examples:"
-    return {"rich_help_panel": panel, "epilog": "\n\n".join([title, *examples])}
+    kind = Commands if name in _GROUPS else Command
+    return {"cls": kind, "rich_help_panel": panel, "epilog": "\n\n".join([title, *examples])}

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actshard._arguments import shown_bytes
+from actshard.cli._messages import spelled
 from actshard.errors import ESCAPES
 
 size = shown_bytes
@@ -32,7 +33,7 @@ def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> 
     out = console()
     out.print(grid)
     for warning in warnings:
-        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+        out.print(f"[yellow]warning[/] {escape(spelled(warning))}", soft_wrap=True)
 
 
 def one_line(text: object, width: int) -> str:

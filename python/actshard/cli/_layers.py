@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 
 from actshard.errors import ArgumentError
-from actshard.layers import Layer, named
+from actshard.layers import Layer, named, short
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
+_RANGE = re.compile(r"(\d{1,18})(?:-|\.\.)(\d{1,18})")
 
 
 def several(words: str, option: str) -> list[Layer]:
@@ -21,6 +22,11 @@ def several(words: str, option: str) -> list[Layer]:
             raise ArgumentError(f"{option}: expected names of layers, or a JSON list: {error}") from error
         return made
     return [_name(word, words, option) for word in words.split(",")]
+
+
+def has_range(words: str) -> bool:
+    """Whether comma-separated names contain ``0-3`` or ``0..3``, for which the stored layers are needed."""
+    return not words.startswith(("[", "{")) and any(_RANGE.fullmatch(word.strip()) for word in words.split(","))
 
 
 def renamed(words: str, option: str) -> list[Layer] | dict[Layer, Layer] | None:
@@ -42,11 +48,30 @@ def renamed(words: str, option: str) -> list[Layer] | dict[Layer, Layer] | None:
 
 
 def of_store(words: str, layers: Sequence[Layer], option: str) -> list[Layer]:
-    """Like :func:`several`, for the layers of a dataset: digits become a text if the dataset's names are texts."""
+    """Like :func:`several`, for the layers of a dataset: digits become a text if the dataset's names are texts.
+
+    ``0-3`` and ``0..3`` are the stored layers from 0 to 3, unless a layer has that name.
+    """
     if (whole := named(words, layers)) is not None:  # a name with commas
         return [whole]
-    found = [(name, named(str(name), layers)) for name in several(words, option)]
-    return [name if match is None else match for name, match in found]
+    listed = words.startswith("[")
+    made: list[Layer] = []
+    ranged: set[Layer] = set()
+    for name in several(words, option):
+        match, ends = named(str(name), layers), None if listed else _RANGE.fullmatch(str(name))
+        if match is not None or ends is None:
+            if match not in ranged:  # 0-3,1
+                made.append(name if match is None else match)
+            continue
+        first, last = int(ends[1]), int(ends[2])
+        inside = [each for each in layers if str(each).isdecimal() and first <= int(each) <= last]
+        if not inside:
+            raise ArgumentError(
+                f"{option}: the range {name} contains no stored layer; the layers are {short(layers, 200)}"
+            )
+        made += [each for each in inside if each not in made]
+        ranged |= {*inside}
+    return made
 
 
 def _name(word: str, words: str, option: str) -> Layer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from actshard import formats
+from actshard.errors import ArgumentError
 
 CacheFolder = Annotated[
     str | None,
@@ -23,12 +24,8 @@ _STORAGE_HELP = (
     "For a URL: a storage option, such as region=eu-west-1 or anon=true. Repeatable. Other users of this machine can see command "
     "lines: pass secrets in environment variables (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)."
 )
-StorageOption = Annotated[
-    list[str] | None, typer.Option("--storage-option", "-o", metavar="KEY=VALUE", help=_STORAGE_HELP)
-]
-LongStorageOption = Annotated[
-    list[str] | None, typer.Option("--storage-option", metavar="KEY=VALUE", help=_STORAGE_HELP)
-]
+StorageOption = Annotated[list[str] | None, typer.Option("--storage-option", metavar="KEY=VALUE", help=_STORAGE_HELP)]
+LongStorageOption = StorageOption
 CacheOption = Annotated[
     str,
     typer.Option(
@@ -58,8 +55,26 @@ ConvertTarget = Annotated[
     ),
 ]
 ToOption = Annotated[str, typer.Option("--to", help=f"Target format: {', '.join(formats.written())}.")]
+
+
+def _not_empty(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Refuses an empty text, which is the default: it would silently mean all layers."""
+    if (
+        value == ""
+        and param.name is not None
+        and getattr(ctx.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    ):
+        raise ArgumentError(f"{param.opts[0]}: expected names of layers, found an empty text")
+    return value
+
+
+def layers_option(help: str, *names: str) -> Any:
+    """An option with names of layers."""
+    return typer.Option(*names, callback=_not_empty, help=help, show_default=False)
+
+
 ConvertLayers = Annotated[
-    str, typer.Option(help="Layers to convert: comma-separated names; -1=23 renames. Default: all.")
+    str, layers_option("Layers to convert: comma-separated names; 0-3 is a range; -1=23 renames. Default: all.")
 ]
 ConvertExamples = Annotated[str, typer.Option(help="Examples to convert: first:last, or comma-separated numbers.")]
 ConvertColumns = Annotated[
@@ -75,7 +90,8 @@ TokensPerExample = Annotated[
 ]
 ShardBytes = Annotated[str, typer.Option(help="Approximate size of a shard, such as 256MB.")]
 TargetOptions = Annotated[
-    list[str] | None, typer.Option("--option", "-o", help="Option of the target format: name=value. Repeatable.")
+    list[str] | None,
+    typer.Option("--option", "-o", help="Option of the target format. Repeatable.", metavar="NAME=VALUE"),
 ]
 TextSources = Annotated[
     list[str] | None,
@@ -86,7 +102,9 @@ OutOption = Annotated[str | None, typer.Option(help="The cache to create: CACHE_
 RowFormatOption = Annotated[str, typer.Option("--format", help="Row format: text, chat, prebuilt or supervised.")]
 RowOptions = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", help="Option of the row format, such as text_key=body. Repeatable."),
+    typer.Option(
+        "--option", "-o", metavar="NAME=VALUE", help="Option of the row format, such as text_key=body. Repeatable."
+    ),
 ]
 ChatTemplate = Annotated[str | None, typer.Option(help="A file with a chat template.")]
 CacheLayout = Annotated[
@@ -106,7 +124,11 @@ PhysicalOption = Annotated[
     bool, typer.Option("--physical", help="Write one Zarr store instead of a run with a manifest.")
 ]
 DifferentModels = Annotated[bool, typer.Option("--different-models", help="Also merge datasets of different models.")]
-StatsLayers = Annotated[str, typer.Option(help="Layers: comma-separated names. Default: all.")]
+StatsLayers = Annotated[str, layers_option("Layers: comma-separated names; 0-3 is a range. Default: all.")]
+StagedLayers = Annotated[
+    str,
+    layers_option("Layers to copy: comma-separated names; 0-3 is a range. Default: all.", "--layers", "--layer"),
+]
 SaveOption = Annotated[
     bool,
     typer.Option(

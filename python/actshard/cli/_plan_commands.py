@@ -36,6 +36,7 @@ from actshard.cli._options import (
     SaveOption,
     ShardBytes,
     SkipErrors,
+    StagedLayers,
     StatsLayers,
     StatsTokens,
     TasksOption,
@@ -98,7 +99,7 @@ def plan_convert_command(
 ) -> None:
     """Plan a conversion. For any number of tasks, the result is byte-identical to that of `actshard convert`."""
     from actshard.cli import convert as verb
-    from actshard.cli._layers import renamed
+    from actshard.cli._layers import has_range, renamed
 
     kinds: Any = tokens  # convert() checks it
     made = actshard.plan.convert(
@@ -106,7 +107,7 @@ def plan_convert_command(
         target,
         to,
         tasks=tasks,
-        layers=renamed(layer, "--layer"),
+        layers=verb.layers_of(source, format, layer) if has_range(layer) else renamed(layer, "--layer"),
         examples=verb.examples_named(examples),
         columns=verb.columns_named(columns),
         tokens=kinds,
@@ -117,7 +118,7 @@ def plan_convert_command(
         shard_bytes=shard_bytes or None,
         src_format=format,
         layout=layout,
-        **verb.options_named(option or []),
+        **verb.options_named(option or [], "the target format", short=False),
     )
     _made(made, out, replace, no_measure, json)
 
@@ -196,7 +197,7 @@ def plan_tokenize_command(
         sources or [],
         cache,
         tokenizer or None,
-        format_named(form, option or [], chat_template),
+        format_named(form, option or [], chat_template, short=False),
         tasks=tasks,
         layout=layout,
         storage=storage,
@@ -246,9 +247,7 @@ def plan_stage_command(
             metavar="DIR", help="The folder to create, on a file system that all machines share.", show_default=False
         ),
     ],
-    layer: Annotated[
-        str, typer.Option("--layers", "--layer", help="Layers to copy: comma-separated names. Default: all.")
-    ] = "",
+    layer: StagedLayers = "",
     tasks: TasksOption = _TASKS,
     out: PlanFile = _FILE,
     replace: ReplacePlan = False,
@@ -256,7 +255,7 @@ def plan_stage_command(
     json: JsonOption = False,
 ) -> None:
     """Plan a copy of a dataset, or some of its layers. The result is the same folder as that of `actshard stage`."""
-    from actshard.cli._layers import several
+    from actshard.cli.stage import layers_of
 
-    names = several(layer, "--layers") if layer else None
+    names = layers_of(source, layer, None)
     _made(actshard.plan.stage(source, folder, names, tasks=tasks), out, replace, no_measure, json)

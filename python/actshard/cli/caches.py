@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
 
 from actshard._arguments import many
 from actshard.cli._format import console, one_line, show_facts, size
+from actshard.cli._tables import TableColumn, show_table
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
@@ -102,23 +102,24 @@ def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[st
 
 def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
     """Prints the first rows."""
-    grid = Table(box=None, pad_edge=False)
-    grid.add_column("row", justify="right")
-    grid.add_column("tokens", justify="right")
-    if tokenizer is not None:
-        grid.add_column("text", overflow="fold", ratio=1)
-    for name in cache.fields:
-        grid.add_column(name, overflow="fold")
+    texts = [TableColumn("text", least=20, left=True)] if tokenizer is not None else []
+    columns = [
+        TableColumn("row"),
+        TableColumn("tokens"),
+        *texts,
+        *(TableColumn(name, least=24, left=True) for name in cache.fields),
+    ]
     found = rows(cache, n, tokenizer)
+    cells = []
     for row in found:
-        cells = [str(row["row"]), f"{row['tokens']:,}"]
+        shown = [str(row["row"]), f"{row['tokens']:,}"]
         if tokenizer is not None:
-            cells.append(escape(one_line(row["text"], 80)))
-        cells += [
+            shown.append(one_line(row["text"], 80))
+        shown += [
             " ".join(f"{x:g}" for x in row[name]) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
         ]
-        grid.add_row(*cells)
+        cells.append(shown)
     out = console()
-    out.print(grid)
+    show_table(out, columns, cells)
     hint = "" if tokenizer is not None else "; --tokenizer DIR prints them as text"
     out.print(f"[dim]{len(found):,} of {many(len(cache), 'row')}{hint}[/]")

@@ -6,15 +6,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from actshard._arguments import many
 from actshard.cli._format import console, size
+from actshard.cli._layers import of_store
+from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
+from actshard.cli._tables import TableColumn, show_table
 from actshard.converting import Conversion, Preview, convert, preview
 from actshard.errors import ArgumentError
+from actshard.layers import Layer
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -50,13 +53,21 @@ def examples_named(words: str) -> slice | list[int] | None:
         raise ArgumentError(f"--examples: expected first:last or integers, found {words!r}") from None
 
 
-def options_named(words: Sequence[str]) -> dict[str, Any]:
-    """Parses ``--option name=value``; values are JSON if valid, else strings."""
+def options_named(words: Sequence[str], of: str, *, short: bool = True) -> dict[str, Any]:
+    """Parses ``--option name=value``; values are JSON if valid, else strings.
+
+    Args:
+        words: the values of the option.
+        of: whose options they are, for messages.
+        short: whether the command also calls it ``-o``, which is an output file in other commands.
+    """
     made: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ArgumentError(f"--option: expected name=value, found {word!r}")
+            raise ArgumentError(
+                f"{'-o, ' * short}--option: expected name=value, an option of {of}, found {word!r:.200}"
+            )
         if name == "protocol":
             made[name] = value
             continue
@@ -72,6 +83,12 @@ def source_named(at: Location, format: str | None, layout: str | None) -> Locati
     return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
 
 
+def layers_of(source: str | Location | Store, format: str | None, words: str) -> list[Layer]:
+    """Parses ``--layer`` with a range, such as ``0-3``: stored layers of the source."""
+    store = source if isinstance(source, Store) else open_quietly(source, format, "pread", "160MiB")
+    return of_store(words, store.layers, "--layer")
+
+
 def previews(source: Location | Store, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
     """Returns previews for one format, or for all formats (None)."""
     every = preview(source, target, None, **own) if format is None else []
@@ -79,31 +96,30 @@ def previews(source: Location | Store, target: str, format: str | None, own: Map
 
 
 def show_previews(found: Sequence[Preview]) -> None:
-    """Prints a line per possible format, which fits in 80 columns; then all losses, and why other formats are not possible."""
+    """Prints a line per possible format; then all losses, and why other formats are not possible."""
     out = console()
     possible = [p for p in found if not p.refused]
     if possible:
-        out.print(_compared(possible))
-    for text, names in _alike((str(loss), p.format) for p in possible for loss in p.losses):
+        _compared(out, possible)
+    for text, names in _alike((spelled(loss), p.format) for p in possible for loss in p.losses):
         out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
     if possible:
         out.print("[dim]bytes are before compression; nothing was written[/]")
-    for text, names in _alike((p.refused, p.format) for p in found if p.refused):
+    for text, names in _alike((spelled(p.refused), p.format) for p in found if p.refused):
         out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 
-def _compared(found: Sequence[Preview]) -> Group:
-    """A table of formats below what they have in common."""
+def _compared(out: Console, found: Sequence[Preview]) -> None:
+    """Prints a table of formats below what they have in common."""
     common: list[str] = []
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    grid.add_column("format", no_wrap=True)
+    columns = [TableColumn("format", left=True)]
     cells = [[p.format] for p in found]
 
     def add(name: str, values: Sequence[str], shared: str = "") -> None:
         if shared and len({*values}) == 1:
             common.append(shared)
             return
-        grid.add_column(name, justify="right", no_wrap=True)
+        columns.append(TableColumn(name))
         for row, value in zip(cells, values, strict=True):
             row.append(value)
 
@@ -114,9 +130,9 @@ def _compared(found: Sequence[Preview]) -> Group:
     add("files", [f"{p.files:,}" for p in found])
     add("bytes", [size(p.bytes) for p in found])
     add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in found])
-    for row in cells:
-        grid.add_row(*row)
-    return Group(", ".join(common), grid) if common else Group(grid)
+    if common:
+        out.print(", ".join(common))
+    show_table(out, columns, cells)
 
 
 def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
@@ -143,7 +159,7 @@ def show(done: Conversion) -> None:
         soft_wrap=True,
     )
     for loss in done.losses:
-        out.print(f"[yellow]lost[/] {escape(str(loss))}", soft_wrap=True)
+        out.print(f"[yellow]lost[/] {escape(spelled(loss))}", soft_wrap=True)
     if done.verified:
         cast = any(x.what == "dtype" for x in done.losses)
         over = next((x for x in done.losses if x.what == "overflow"), None)

@@ -154,9 +154,9 @@ def show(told: Told) -> None:
         lines.append(("writes", f"{size(predicted.bytes)} in {many(predicted.files, 'file')}{how}"))
     if predicted.scratch:
         lines.append(("scratch", f"{size(predicted.scratch)} until the commit"))
-    files = "" if told.free[1] is None else f" and {told.free[1]:,} files"
+    files = "" if told.free[1] is None else f", room for {told.free[1]:,} files"
     lines += [
-        ("free", f"{size(told.free[0])}{files}, for {escape(str(plan.work))}"),
+        ("free", f"{size(told.free[0])}{files}, in {escape(str(plan.work))}"),
         ("memory", f"{size(predicted.memory)} per task"),
         ("time", escape(told.time())),
     ]

@@ -13,10 +13,12 @@ from rich.markup import escape
 from actshard import runners
 from actshard._arguments import many
 from actshard.cli._format import console, duration
+from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.plan import Plan, Status
 from actshard.plan.plan import RUN_FIRST, ranges
+from actshard.plan.reading import kept_at
 from actshard.verifying import Report
 
 _EVERY = 5.0
@@ -123,7 +125,7 @@ def _details(now: Status) -> Iterator[str]:
     for task, error in now.failed.items():
         alike.setdefault(str(error), []).append(task)
     for text, tasks in list(alike.items())[:_SHOWN]:
-        yield f"[red]failed[/] {ranges(tasks)}: {escape(text)}"
+        yield f"[red]failed[/] {ranges(tasks)}: {escape(spelled(text))}"
     yield from _more(alike, "errors")
     if now.missing:
         yield f"missing {ranges(now.missing)}"
@@ -168,6 +170,10 @@ def show(plan: Plan, made: Any) -> None:
         stats.show_committed(plan.arguments, made)
     else:
         typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {many(len(plan), 'task')}, committed")
+        return
+    if (file := kept_at(plan.work)).exists():
+        text = f"[dim]result kept in {escape(str(file))}: another commit prints it again; remove the file when you are done[/]"
+        console().print(text, soft_wrap=True)
 
 
 def show_done(plan: Plan, tasks: Sequence[int]) -> None:

@@ -8,15 +8,25 @@ from rich.markup import escape
 
 from actshard._arguments import many
 from actshard.cli._format import console, size
-from actshard.cli._layers import several
-from actshard.cli._places import options_named
+from actshard.cli._layers import has_range, of_store, several
+from actshard.cli._places import options_named, place
 from actshard.cli._progress import progress
+from actshard.layers import Layer
+from actshard.opening import open_quietly
 from actshard.staging import Staged, stage
+
+
+def layers_of(source: str, words: str, options: Sequence[str] | None) -> list[Layer] | None:
+    """Parses ``--layers``: names, or ranges of stored layers; None for an empty text."""
+    if not words or not has_range(words):
+        return several(words, "--layers") if words else None
+    at = place(source, options)
+    return of_store(words, open_quietly(at, None, "auto").layers, "--layers")
 
 
 def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:
     """Stages a dataset and shows progress."""
-    names = several(layers, "--layers") if layers else None
+    names = layers_of(source, layers, options)
     with progress("staging", quiet=quiet) as watch:
         return stage(
             source, folder, names, storage_options=options_named(options) or None, check=check, progress=watch.stage

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from actshard.cli._format import console, one_line
 from actshard.cli._progress import TaskWatch, progress
+from actshard.cli._tables import TableColumn, show_table
 from actshard.errors import ActshardError
 from actshard.examining import MassiveRow, massive_rows
 from actshard.layers import Layer, plain
 from actshard.opening import open_quietly
 from actshard.repeating import repeated_examples
-from actshard.saved import kept
+from actshard.saved import kept, kept_in
 from actshard.stats import Stats
 from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice
@@ -91,6 +93,15 @@ def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> No
     _print(found, _examples(store, found), massive_rows(store, found, most=_MASSIVE), rows)
 
 
+def show_folders(store: Store, found: dict[Layer, Stats], tokens: str) -> None:
+    """Prints where statistics are saved."""
+    folders = {folder for layer in found if (folder := kept_in(store, layer, tokens)) is not None}
+    for folder in sorted(folders):
+        console().print(f"saved in {escape(str(folder))}; reused while the dataset is unchanged", soft_wrap=True)
+    if not folders:
+        console().print("[yellow]not saved:[/] the dataset's files changed while they were read")
+
+
 def show_committed(given: Mapping[str, Any], found: dict[Layer, Stats]) -> None:
     """Prints the statistics of a plan with these arguments like :func:`show`.
 
@@ -112,6 +123,13 @@ def _examples(store: Store, found: dict[Layer, Stats]) -> list[Advice]:
     return repeated.advice() if repeated is not None else []
 
 
+def _in_words(advice: Advice) -> str:
+    """An advice as text. Its code is an argument of ``store.stream``, or a command."""
+    if not re.match(r"[a-z_]+=", advice.code):
+        return str(advice)
+    return str(replace(advice, code=f"in Python, store.stream(..., {advice.code})"))
+
+
 def _without_text(found: dict[Layer, Stats]) -> list[MassiveRow]:
     return [
         MassiveRow(layer, row.example, row.token, row.norm, row.norm / stats.norms.median, None, None, None)
@@ -124,17 +142,15 @@ def _print(
     found: dict[Layer, Stats], examples: Sequence[Advice], massive: Sequence[MassiveRow], rows: int | None = None
 ) -> None:
     out = console()
-    out.print(_table(found))
+    _table(out, found)
     if rows is not None:
         out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
     for advice in sorted([*advice_of(found), *examples], key=lambda advice: list(_COLOURS).index(advice.severity)):
-        line = (
-            f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(str(advice))}"
-        )
+        line = f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(_in_words(advice))}"
         out.print(line, soft_wrap=True)
     if massive:
         out.print("massive rows:", style="bold")
-        out.print(_massive(massive))
+        _massive(out, massive)
     columns = max((len(stats.mean) for stats in found.values()), default=0)
     out.print(
         f"[dim]mean, min, max: over all {columns:,} columns. std: square root of the columns' mean variance. median, 99.9 %: "
@@ -142,54 +158,46 @@ def _print(
     )
 
 
-def _table(found: dict[Layer, Stats]) -> Table:
-    grid = Table(box=None, pad_edge=False)
-    for name in (
-        "layer",
-        "rows",
-        "mean norm",
-        "median",
-        "99.9 %",
-        "gamma",
-        "mean",
-        "std",
-        "min",
-        "max",
-        "NaN",
-        "infinite",
-    ):
-        grid.add_column(name, justify="right")
+def _table(out: Console, found: dict[Layer, Stats]) -> None:
+    names = ("rows", "mean norm", "median", "99.9 %", "gamma", "mean", "std", "min", "max", "NaN", "infinite")
+    rows = []
     for layer, stats in found.items():
         with np.errstate(invalid="ignore"):
             rms = float(np.sqrt(stats.variance.mean())) if len(stats.variance) else float("nan")
+        norms = (stats.mean_norm, stats.norms.median, float(stats.norms.quantile(0.999)))
         values = (
-            stats.mean_norm,
-            stats.norms.median,
-            float(stats.norms.quantile(0.999)),
-            stats.gamma,
             float(stats.mean.mean()),
             rms,
             float(stats.min.min(initial=np.inf)),
             float(stats.max.max(initial=-np.inf)),
         )
-        grid.add_row(
-            escape(plain(layer)),
-            f"{stats.rows:,}",
-            *(f"{value:.4g}" for value in values),
-            f"{int(stats.nan.sum()):,}",
-            f"{int(stats.inf.sum()):,}",
+        rows.append(
+            [
+                one_line(plain(layer), 200),
+                f"{stats.rows:,}",
+                *(f"{value:.4g}" for value in norms),
+                _gamma(stats, rms),
+                *(f"{value:.4g}" for value in values),
+                f"{int(stats.nan.sum()):,}",
+                f"{int(stats.inf.sum()):,}",
+            ]
         )
-    return grid
+    show_table(out, [TableColumn("layer", least=8), *map(TableColumn, names)], rows)
 
 
-def _massive(rows: Sequence[MassiveRow]) -> Table:
-    """Returns a table of massive rows, with the text of their tokens if it is known."""
-    grid = Table(box=None, pad_edge=False)
-    for name in ("layer", "example", "token", "norm", "x median"):
-        grid.add_column(name, justify="right")
-    grid.add_column("text", no_wrap=True)
+def _gamma(stats: Stats, std: float) -> str:
+    """Formats gamma. It is not a number if all rows are equal; then the mean is infinitely long in units of the deviation."""
+    if std == 0 and np.isfinite(stats.mean).all() and stats.mean.any():
+        return "infinite"
+    return f"{stats.gamma:.4g}"
+
+
+def _massive(out: Console, rows: Sequence[MassiveRow]) -> None:
+    """Prints a table of massive rows, with the text of their tokens if it is known."""
+    columns = [TableColumn("layer", least=8), *map(TableColumn, ("example", "token", "norm", "x median"))]
+    cells = []
     for row in rows[:_ROWS]:
         text = repr(row.text) if row.text is not None else f"id {row.id}" if row.id is not None else "-"
-        cells = (plain(row.layer), f"{row.example:,}", f"{row.token:,}", f"{row.norm:.4g}", f"{row.times:,.0f}")
-        grid.add_row(*map(escape, cells), escape(one_line(text, 40)))
-    return grid
+        numbers = (f"{row.example:,}", f"{row.token:,}", f"{row.norm:.4g}", f"{row.times:,.0f}")
+        cells.append([one_line(plain(row.layer), 200), *numbers, one_line(text, 40)])
+    show_table(out, [*columns, TableColumn("text", least=16, left=True)], cells, keys=3)

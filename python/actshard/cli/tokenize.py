@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from actshard._arguments import local_path, many
-from actshard.cli._format import console
+from actshard.cli._format import console, one_line
 from actshard.cli._progress import progress
+from actshard.cli._tables import TableColumn, show_table
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
 from actshard.location import Location
@@ -21,9 +21,9 @@ from actshard.tokens.config import CachePlan, LmDataConfig
 from actshard.tokens.writing import WRITE_HERE
 
 
-def format_named(name: str, words: list[str], template: str | None) -> dict[str, Any]:
+def format_named(name: str, words: list[str], template: str | None, *, short: bool = True) -> dict[str, Any]:
     """Builds the mapping of Levanter's ``format:`` block from command-line options."""
-    made = {"type": name, **options_named(words)}
+    made = {"type": name, **options_named(words, "the row format", short=short)}
     if template is not None:
         try:
             made["chat_template"] = Location.of(template).read_utf8()
@@ -96,11 +96,19 @@ def show(done: dict[str, Any]) -> None:
 def show_plans(made: list[dict[str, Any]]) -> None:
     """Prints the caches of a configuration as a table."""
     colours = {"built": "green", "done": "dim", "to build": "yellow", "missing": "red"}
-    table = Table(box=None, pad_edge=False)
-    for name in ("component", "split", "state", "documents", "tokens", "path"):
-        table.add_column(name, justify="right" if name in ("documents", "tokens") else "left")
-    for plan in made:
-        counts = [f"{plan[name]:,}" if name in plan else "-" for name in ("rows", "tokens")]
-        state = f"[{colours[plan['state']]}]{plan['state']}[/]"
-        table.add_row(escape(plan["component"]), plan["split"], state, *counts, escape(plan["path"]))
-    console().print(table)
+    names = ("component", "split", "state", "documents", "tokens", "path")
+    columns = [
+        TableColumn(name, least={"component": 8, "path": 20}.get(name), left=name not in ("documents", "tokens"))
+        for name in names
+    ]
+    rows = [
+        (
+            one_line(plan["component"], 200),
+            plan["split"],
+            Text(plan["state"], colours[plan["state"]]),
+            *(f"{plan[name]:,}" if name in plan else "-" for name in ("rows", "tokens")),
+            one_line(plan["path"], 4096),
+        )
+        for plan in made
+    ]
+    show_table(console(), columns, rows)

@@ -73,7 +73,7 @@ def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str
     found = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
     if "://" not in path and Path(path) in (found, *found.parents):
         raise ArgumentError(f"work: expected a folder outside of the dataset, found {found}; pass work=")
-    _refuse_others(_kept_at(found))
+    _refuse_others(kept_at(found))
     return found
 
 
@@ -87,19 +87,20 @@ def wide_groups(store: Store, groups: list[int]) -> list[int]:
 
 def notes(count: int, asked: int, why: str, work: Path) -> tuple[str, ...]:
     """Notes of a plan: fewer tasks than requested, and an existing result."""
-    done = [f"{_kept_at(work)} contains the result of an earlier run; remove it to run again"]
-    return (*fewer(count, asked, why), *(done if _kept_at(work).exists() else ()))
+    done = [f"{kept_at(work)} contains the result of an earlier run; remove it to run again"]
+    return (*fewer(count, asked, why), *(done if kept_at(work).exists() else ()))
 
 
-def _kept_at(work: Path) -> Path:
+def kept_at(work: Path) -> Path:
+    """The file of a commit's result, next to the working folder."""
     return work.with_name(f"{work.name}.json")
 
 
 def keep(plan: Planned, value: Any) -> None:
     """Writes the result of a commit, as JSON values, next to the working folder."""
-    _refuse_others(_kept_at(plan.work))
+    _refuse_others(kept_at(plan.work))
     make_folder(plan.work.parent)
-    write_json(_kept_at(plan.work), {"actshard_result": 1, "plan": plan.id, "verb": plan.verb, "value": value}, None)
+    write_json(kept_at(plan.work), {"actshard_result": 1, "plan": plan.id, "verb": plan.verb, "value": value}, None)
 
 
 def _refuse_others(file: Path) -> None:
@@ -116,7 +117,7 @@ def _refuse_others(file: Path) -> None:
 
 def kept(plan: Planned) -> Any | None:
     """The value that :func:`keep` wrote; None if there is none, or it belongs to another plan."""
-    file = _kept_at(plan.work)
+    file = kept_at(plan.work)
     try:
         found = read_json(file)
     except MissingFileError:
@@ -130,7 +131,7 @@ def broken(plan: Planned, error: Exception) -> FormatError:
     """The error for a kept result that cannot be read."""
     return FormatError(
         f"expected the result of a {plan.verb} plan: {error!r:.200}; remove the file, and run the plan again",
-        path=_kept_at(plan.work),
+        path=kept_at(plan.work),
     )
 
 

@@ -25,6 +25,7 @@ from actshard._json import MAX_INT
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
 from actshard.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
+from actshard.inputs import told_versions
 from actshard.layers import Layer, several
 from actshard.location import Location
 from actshard.plan import converting_checks, process
@@ -345,5 +346,7 @@ def _changed(file: Location, before: tuple[int, str] | None, now: tuple[int, str
     elif now[0] != before[0]:
         what = f"expected {before[0]:,} bytes, as when the plan was made, found {now[0]:,}"
     else:
-        what = f"was written again since the plan was made: expected version {before[1]}, found {now[1]}"
+        # The version of a local file contains its size, modification time and number.
+        versions = [int(v.split("-")[1]) if file.is_local else v for v in (before[1], now[1])]
+        what = f"was written again since the plan was made: {told_versions(*versions)}"
     return ChangedInputError(f"{what}. Make the plan again.", path=file)

@@ -18,6 +18,7 @@ from actshard.errors import (
     ActshardError,
     ArgumentError,
     ArgumentTypeError,
+    FormatError,
     MissingFileError,
     OutOfRangeError,
     UnsafePickleError,
@@ -100,7 +101,12 @@ class Metadata:
         values = {k: v for k, v in fields.value.items() if k in known}
         needed = (f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING)
         if lacking := [name for name in needed if name not in values]:
-            raise fields.error(lacking[0], "a field of protocol 2.1; actshard.open reads older dumps")
+            raise FormatError(
+                f"field {lacking[0]!r}: missing: the dump is older than protocol 2.1, which this loader requires. actshard.open "
+                "reads it.",
+                path=path,
+                code="metadata",
+            )
         for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
             values[name] = fields.integer(name)
         for name in ("family", "ckpt", "data", "dataset", "dtype", "protocol"):
