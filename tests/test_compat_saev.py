@@ -609,6 +609,15 @@ def test_damaged_metadata_are_our_errors(field: str, value: Any, tmp_path: Path)
         assert field in str(caught.value)
 
 
+def test_an_older_dump_is_refused_with_the_way_to_read_it() -> None:
+    path = saev_dump(GOLDEN / "saev/v20_seed_nocls_full_tail")
+    assert len(actshard.open(path)) > 0
+    with pytest.raises(actshard.FormatError) as caught:
+        saev.Metadata.load(path)
+    told = "missing: expected a dump of protocol 2.1, as saev's own loaders. actshard.open also reads dumps of older protocols."
+    assert caught.value.detail == f"field 'content_tokens_per_example': {told}"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

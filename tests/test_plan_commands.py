@@ -380,7 +380,7 @@ def test_options_of_engines_have_names(source: Path, tmp_path: Path, monkeypatch
     assert refused.returncode == 3
     assert refused.stderr.endswith("in_flight; it is an option of --on slurm and --on ray\n")
     unknown = command("run", file, "-o", "partitoin=cpu")
-    assert unknown.stderr.endswith("partitoin: expected an option of on='local': workers\n")
+    assert unknown.stderr.endswith("partitoin: expected an option of --on local: workers\n")
 
 
 def test_status_tells_errors_once_and_what_it_leaves_out(

@@ -15,7 +15,7 @@ from actshard._arguments import many
 from actshard.cli._format import console, duration
 from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
+from actshard.errors import ESCAPES, ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.plan import Plan, Status
 from actshard.plan.plan import RUN_FIRST, ranges
 from actshard.plan.reading import kept_at
@@ -172,8 +172,9 @@ def show(plan: Plan, made: Any) -> None:
         typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {many(len(plan), 'task')}, committed")
         return
     if (file := kept_at(plan.work)).exists():
-        text = f"[dim]result kept in {escape(str(file))}: another commit prints it again; remove the file when you are done[/]"
-        console().print(text, soft_wrap=True)
+        # On stderr: stdout is that of `actshard verify --deep` or `actshard stats`.
+        text = f"result kept in {file}: another commit prints it again; remove the file when you are done"
+        typer.echo(text.translate(ESCAPES), err=True)
 
 
 def show_done(plan: Plan, tasks: Sequence[int]) -> None:

@@ -102,8 +102,8 @@ class Metadata:
         needed = (f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING)
         if lacking := [name for name in needed if name not in values]:
             raise FormatError(
-                f"field {lacking[0]!r}: missing: the dump is older than protocol 2.1, which this loader requires. actshard.open "
-                "reads it.",
+                f"field '{lacking[0]}': missing: expected a dump of protocol 2.1, as saev's own loaders. actshard.open also reads "
+                "dumps of older protocols.",
                 path=path,
                 code="metadata",
             )
