@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -110,3 +111,17 @@ def short(names: Sequence[Layer], at_most: int = 12) -> str:
     """Names for messages: the first few, quoted if they are texts, and their number."""
     shown = ", ".join(f"{name!r:.80}" for name in names[:at_most])
     return f"[{shown}, ... {len(names)} in all]" if len(names) > at_most else f"[{shown}]"
+
+
+def not_stored(layer: Any, names: Sequence[Layer]) -> str:
+    """The message about a layer that is not one of a dataset's."""
+    if isinstance(layer, list | tuple | np.ndarray):
+        return (
+            f"layer: expected one of {short(names, 200)}, found a list of them. Call this for each layer; stream() and "
+            "sequences_stream() take several, sequences() one per example"
+        )
+    near = [name for name in names if str(name) == str(layer)] or get_close_matches(
+        str(layer), [name for name in names if isinstance(name, str)], 1
+    )
+    meant = f". Do you mean {near[0]!r}?" if near else ""
+    return f"layer {layer!r:.100} is not stored; the layers are {short(names, 200)}{meant}"

@@ -9,7 +9,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +33,7 @@ from actshard.errors import (
 )
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.late import Late
-from actshard.layers import Layer, is_one, one, plain, short, stored
+from actshard.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
@@ -225,18 +224,7 @@ class Store(StreamVerbs, SampledVerbs):
         with contextlib.suppress(ArgumentTypeError):
             if (found := self._groups.get(one(layer))) is not None:
                 return found
-        if isinstance(layer, list | tuple | np.ndarray):
-            what = (
-                f"layer: expected one of {short(self.layers, 200)}, found a list of them. Call this for each layer; stream() and "
-                "sequences_stream() take several, sequences() one per example"
-            )
-        else:
-            what = f"layer {layer!r:.100} is not stored; the layers are {short(self.layers, 200)}"
-            near = [name for name in self.layers if str(name) == str(layer)] or get_close_matches(
-                str(layer), [name for name in self.layers if isinstance(name, str)], 1
-            )
-            what += f". Do you mean {near[0]!r}?" if near else ""
-        raise LayerError(what, path=self.path)
+        raise LayerError(not_stored(layer, self.layers), path=self.path)
 
     def __getitem__(self, key: Any) -> NoReturn:
         """Not supported: an example has rows of several layers, and columns.
@@ -642,16 +630,13 @@ class Store(StreamVerbs, SampledVerbs):
         found = None if keep is not None else kept(self, layer, tokens, ignore_labels)
         if found is not None:
             return found
-        size = self._bytes_of(layer)
+        size = int(self.tokens_in(layer).sum()) * self.d_model * self.dtype.itemsize
         LOG.log(
             logging.WARNING if size >= _LONG else logging.INFO,
             "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) saves them",
             *(self.path, size / 1e9, plain(layer), layer),
         )
         return self.stats(layer, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
-
-    def _bytes_of(self, layer: Layer) -> int:
-        return int(self.tokens_in(layer).sum()) * self.d_model * self.dtype.itemsize
 
     def _open_rows(self) -> Rows:
         if isinstance(self._rows, Without):
