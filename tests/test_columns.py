@@ -55,3 +55,16 @@ def test_a_task_of_numbers_imports_no_pandas(format, tmp_path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert plan.status().done == (0,)
+
+
+def test_numbers_of_columns_are_arrays() -> None:
+    import pyarrow as pa
+
+    from actshard._columns import array_of
+
+    parts = [pa.array([1, 2], pa.int32()), pa.array([], pa.int32()), pa.array([7, 3, 4], pa.int32()).slice(1)]
+    assert array_of(parts[0]).tolist() == [1, 2]
+    assert array_of(pa.chunked_array(parts)).tolist() == [1, 2, 3, 4]
+    for kind in (pa.int8(), pa.uint64(), pa.float32()):
+        for empty in (pa.chunked_array([], kind), pa.array([], kind)):
+            assert (array_of(empty).tolist(), array_of(empty).dtype) == ([], kind.to_pandas_dtype())

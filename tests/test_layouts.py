@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,30 @@ def test_a_description_is_read_once(undescribed: Path, given: str) -> None:
     assert plans["stats"].commit()[4].mean.tobytes() == store.stats(4).mean.tobytes()
     with actshard.open(undescribed.parent / "npy") as made:
         assert {layer: rows_of(made, layer).tobytes() for layer in made.layers} == want
+
+
+@pytest.mark.parametrize("layout", [5, ["x"], b"x"])
+def test_a_layout_of_another_type_is_an_argument_error(undescribed: Path, layout: Any) -> None:
+    calls: list[Any] = [actshard.open, actshard.verify, actshard.plan.stats, actshard.plan.verify]
+    for call in calls:
+        with pytest.raises(actshard.ArgumentTypeError, match=r"layout: expected a path"):
+            call(undescribed, layout=layout)
+
+
+def test_a_layout_may_be_any_mapping(undescribed: Path) -> None:
+    values = tomllib.loads((undescribed.parent / "other.toml").read_text())
+    frozen = MappingProxyType({key: MappingProxyType(v) if isinstance(v, dict) else v for key, v in values.items()})
+    store = actshard.open(undescribed, layout=frozen)
+    assert len(pickle.loads(pickle.dumps(store))) == len(store)
+    named = MappingProxyType({"layers": [2, 1, 0]})
+    assert actshard.open(GOLDEN / "draft/specforge_eagle3", layout=named).layers[:2] == (2, 1)
+
+
+def test_a_layout_of_layers_is_refused_for_a_token_cache() -> None:
+    cache = GOLDEN / "levanter/text_gpt2style_single/cache/train"
+    with pytest.raises(ArgumentError, match="found a token cache"):
+        actshard.open(cache, layout={"layers": [1]})
+    assert not actshard.verify(cache, layout={"layers": [1]}).ok
 
 
 def test_layout_of_another_format_is_refused() -> None:

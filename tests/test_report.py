@@ -359,7 +359,7 @@ def test_damaged_datasets_have_a_report_of_the_damage(data: Path, tmp_path: Path
         shard.write_bytes(shard.read_bytes()[:-100])
     page = read(actshard.report(whole, tmp_path / "r.html"))
     assert "error dataset: cannot be " in page.text
-    assert "Mend what the check of the files names" in page.text
+    assert "Fix what the check of the files names" in page.text
     assert ".safetensors" in page.text
     assert " errors" in page.text
     with refuses(actshard.UnknownFormatError, tmp_path / "none"):

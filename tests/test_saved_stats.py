@@ -321,6 +321,28 @@ def test_names_leave_out_what_the_stream_leaves_out(data: Path, layer: Any, opti
             np.testing.assert_allclose(np.concatenate(whole).sum(0), 0, atol=1e-10)
 
 
+WRONG: list[dict[str, Any]] = [
+    {"center": "meen"},
+    {"center": "mean", "divide": np.ones(5)},
+    {"center": "mean", "scale": "unitnorm"},
+    {"normalize": "stats", "center": 1.0},
+    {"divide": "std", "scale": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_wrong_arguments_are_refused_before_rows_are_read(
+    data: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = actshard.open(data)
+    never(monkeypatch)
+    monkeypatch.setattr(actshard.stream, "within", None)
+    with pytest.raises(actshard.ArgumentError):
+        store.stream(3, 4, max_norm=3.0, **options)
+    with pytest.raises(actshard.ArgumentError):
+        store.sequences_stream(3, 16, max_norm=3.0, **options)
+
+
 def test_a_named_stream_resumes_and_pickles(data: Path) -> None:
     store = actshard.open(data)
     stream = store.stream(3, 4, center="mean", shuffle="exact", seed=1)

@@ -25,8 +25,8 @@ def numbers(values: NDArray[Any]) -> pa.Array:
 
 def array_of(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
     """The values of a column of integers or floats ``(n,)``, which must not have nulls. A read-only view of one chunk."""
-    chunks = column.chunks if hasattr(column, "chunks") else [column]
-    parts = [np.from_dlpack(chunk) for chunk in chunks]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.zeros(0, column.type.to_pandas_dtype())
+    import pyarrow as pa
+
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.from_dlpack(chunk) for chunk in chunks or [pa.nulls(0, column.type)]]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

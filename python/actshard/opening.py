@@ -228,7 +228,7 @@ def _opened(
         name = format if format is not None else detect(together[0])
     else:
         root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
-        check_finished(root, format, described=layout is not None)
+        check_finished(root, format, described=layout is not None and not names_layers(layout))
         if format is not None:
             name = format
         elif layout is not None and not names_layers(layout):

@@ -108,9 +108,12 @@ def find_cache(
     refuse_planned(root)
     working = is_building(root)
     below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
-    if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
+    if working:
+        raise UnfinishedError(UNBUILT, path=root)
+    if any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
-            UNBUILT,
+            f"contains shards of a token cache, but no {LEDGER}: it was removed, or the build was interrupted. Remove the "
+            "folder, and build the cache again.",
             path=root,
         )
     if len(below) == 1:

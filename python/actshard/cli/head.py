@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
 from actshard._arguments import many
 from actshard.cli._format import console, one_line
+from actshard.cli._tables import TableColumn, show_table
 from actshard.errors import ArgumentError
 from actshard.layers import plain
 from actshard.store import Store
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LAYERS_AT_MOST = 8
+_TEXT_WIDTH = 24
+"""The least width of a column of texts."""
 _TEXTS = ("text", "text_preview", "prompt", "response")
 """Names of text columns in the formats."""
 _SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
@@ -68,32 +69,25 @@ def show(store: Store, n: int) -> None:
     """Prints the first examples."""
     found = rows(store, n)
     out = console()
-    grid = Table(box=None, pad_edge=False)
-    grid.add_column("example", justify="right")
-    for name in [name for name in _SHOWN if found and name in found[0]]:
-        grid.add_column(name, overflow="fold", ratio=1 if name in _TEXTS else None)
-    if found and "labels" in found[0]:
-        grid.add_column("patch labels")
-    grid.add_column("tokens", justify="right")
+    named = [name for name in _SHOWN if found and name in found[0]]
+    columns = [TableColumn("example")]
+    columns += [TableColumn(name, least=_TEXT_WIDTH if name in _TEXTS else None, left=True) for name in named]
+    labelled = bool(found) and "labels" in found[0]
+    columns += [TableColumn("patch labels", left=True)] * labelled
     layers = list(store.layers)
     shown = (
         layers if len(layers) <= _LAYERS_AT_MOST else layers[: _LAYERS_AT_MOST // 2] + layers[-_LAYERS_AT_MOST // 2 :]
     )
-    for layer in shown:
-        grid.add_column(f"|h| {escape(plain(layer))}", justify="right")
+    columns += [TableColumn("tokens"), *(TableColumn(f"|h| {plain(layer)}") for layer in shown)]
+    lines = []
     for row in found:
         cells = [str(row["example"])]
-        cells += [
-            escape(one_line(row[name], 60 if name in _TEXTS else 16)) if row[name] is not None else "-"
-            for name in _SHOWN
-            if name in row
-        ]
-        if "labels" in row:
+        cells += [one_line(row[name], 60 if name in _TEXTS else 16) if row[name] is not None else "-" for name in named]
+        if labelled:
             cells.append(one_line(", ".join(f"{v} x{t}" for v, t in row["labels"].items()), 30))
-        cells.append(str(row["tokens"]))
-        cells += [f"{row['norms'][str(layer)]:.4g}" if row["norms"][str(layer)] is not None else "-" for layer in shown]
-        grid.add_row(*cells)
-    out.print(grid)
+        norms = [row["norms"][str(layer)] for layer in shown]
+        lines.append([*cells, str(row["tokens"]), *("-" if norm is None else f"{norm:.4g}" for norm in norms)])
+    show_table(out, columns, lines)
     if len(shown) < len(layers):
         out.print(f"[dim]{len(layers) - len(shown)} more layers; --json prints all[/]")
     out.print(

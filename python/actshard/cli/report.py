@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actshard import _arguments
-from actshard.cli._layers import of_store, several
+from actshard.cli._layers import has_range, of_store, several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
 from actshard.errors import ArgumentError
@@ -28,7 +28,9 @@ def run(
     layers = None
     if layer:
         layers = several(layer, "--layer")
-        if any(isinstance(name, int) for name in layers):  # digits name a text if the dataset's names are texts
+        if has_range(layer) or any(
+            isinstance(name, int) for name in layers
+        ):  # digits name a text if the dataset's names are texts
             given = {name: options[name] for name in ("storage_options", "cache", "layout")}
             layers = of_store(layer, open_quietly(path, options["format"], "auto", **given).layers, "--layer")
     with progress("report", quiet=quiet) as watch:

@@ -124,7 +124,9 @@ class Format:
     def read_layout(self, layout: Any) -> Any:
         """Returns a ``layout=`` argument that does not change when its file or object does. Called once, before :meth:`open`."""
         read = self._in_room("read_layout")
-        return copy.deepcopy(layout) if read is None else read(layout)
+        if read is not None:
+            return read(layout)
+        return {"layers": copy.copy(layout["layers"])} if names_layers(layout) else layout
 
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""

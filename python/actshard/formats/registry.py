@@ -110,7 +110,7 @@ def written() -> tuple[str, ...]:
 
 def described() -> str:
     """The name of the format that reads files by a description."""
-    return next(name for name, format in installed().items() if format.takes_layout)
+    return next(name for name, format in installed().items() if format.takes_layout and _is_own(format))
 
 
 def _own(kind: codes.Concern) -> list[Code]:

@@ -133,7 +133,7 @@ def convert(
         )
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "plan a conversion to"):
-        about = described(layout)
+        about = described(layout, src_format)
         store = source(src, src_format, "pread", layout=about)
         selected = ask(
             store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate

@@ -51,8 +51,11 @@ def place(path: Any) -> str:
     return str(_arguments.local_path(path))
 
 
-def described(layout: Any) -> Any:
-    """A description of files as JSON values. A file is read now: tasks have its text, also if it changes."""
+def described(layout: Any, format: str | None) -> Any:
+    """A description of files as JSON values. A file is read now: tasks have its text, also if it changes.
+
+    ``format``: the format that takes the description; None: the one of this package.
+    """
     if layout is None:
         return None
     if isinstance(layout, Mapping):
@@ -60,7 +63,11 @@ def described(layout: Any) -> Any:
             return json.loads(json.dumps(dict(layout), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
-    return str(formats.get(formats.described()).read_layout(layout))
+    known = format if format in formats.names() else formats.described()
+    read = formats.get(known).read_layout(layout)
+    if isinstance(read, os.PathLike):  # a plugin reads the file itself
+        return str(_arguments.local_path(read, "layout"))
+    return str(read)
 
 
 def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str] | None) -> Path:

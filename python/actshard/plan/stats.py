@@ -91,7 +91,7 @@ def stats(
         Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
     """
     tasks = _arguments.whole(tasks, "tasks", 1)
-    where, layout = place(path), described(layout)
+    where, layout = place(path), described(layout, format)
     store = open_quietly(where, format, "pread", layout=layout)
     groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
     ignored = [int(x) for x in _arguments.listed(ignore_labels, "ignore_labels: expected a list of integers")]

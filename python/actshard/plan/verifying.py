@@ -85,7 +85,7 @@ def verify(
         Errors of :func:`actshard.verify`.
     """
     tasks, deep = _arguments.whole(tasks, "tasks", 1), bool(_arguments.switch(deep, "deep"))
-    where, layout = place(path), described(layout)
+    where, layout = place(path), described(layout, format)
     root = existing_anywhere(where, None, None)
     opened = _opened(where, format, layout) if deep else None
     store, weights, wide = opened or (None, np.zeros(0, np.int64), [])

@@ -113,7 +113,7 @@ class Page:
     def damaged(self, what: str, error: ActshardError, where: str = "dataset") -> None:
         """Adds an error of the dataset, or of some layers."""
         text = f"{what}: {cut(error).removesuffix('.')}."
-        do = "Mend what the check of the files names, below."
+        do = "Fix what the check of the files names, below."
         self.advice.append(Advice("error", where, text, do, kind="damage"))
 
     def sorted_advice(self) -> list[Advice]:

@@ -320,7 +320,7 @@ def _nearly_constant(stats: Stats) -> Iterator[Advice]:
         f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median "
         f"dimension's standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
     )
-    code = f"divide=np.maximum(stats.std, {NEARLY:g} * np.median(stats.std))"
+    code = f"divide=np.maximum(stats.std, {NEARLY * median:.2g})"
     yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(found))
 
 
@@ -359,7 +359,10 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
 
 def _repeated(stats: Stats) -> Iterator[Advice]:
     repeats, positions = stats.repeats, stats.norms_by_position
-    if not repeats.repeated or repeats.fraction < _REPEATED or (stats.min == stats.max).all():
+    bad = (stats.rows - stats.norms.rows) / max(
+        stats.rows, 1
+    )  # rows with NaN or infinite values, which have their own finding
+    if not repeats.repeated or repeats.fraction - bad < _REPEATED or (stats.min == stats.max).all():
         return
     about = "" if repeats.exact else "about "
     text = f"{about}{repeats.fraction:.2%} of the rows equal an earlier row. Common prefixes and token embeddings are often equal."

@@ -32,6 +32,7 @@ from actshard.stream.rescaling import (
     Divide,
     Normalize,
     Scale,
+    check_named,
     layers_of,
     names_statistics,
     rescaling,
@@ -255,6 +256,8 @@ class Stream(Epochs[Batch]):
         named = names_statistics(*values)
         if not named:  # its errors come before rows are read for max_norm
             self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep))
+        else:
+            check_named(store, self._layers, *values)
         self._selection, self.left_out = select_rows(
             store,
             self._layers,

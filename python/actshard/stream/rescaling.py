@@ -54,6 +54,24 @@ def names_statistics(center: Center, scale: Scale, divide: Divide, normalize: No
     )
 
 
+def check_named(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, divide: Any, normalize: Any) -> None:
+    """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
+    _check_names(center, divide, normalize)
+    if isinstance(normalize, str):
+        _refuse_beside_normalize(center, scale, divide)
+        return
+    center = 0.0 if isinstance(center, str) else center
+    scale = 1.0 if _arguments.is_one_of(scale, ("mean-sqrt-d",)) else scale
+    divide = 1.0 if isinstance(divide, str) else divide
+    rescaling(store, layers, center, scale, divide, normalize, ("content", (), None))
+
+
+def _refuse_beside_normalize(center: Any, scale: Any, divide: Any) -> None:
+    for name, value in (("center", center), ("scale", scale), ("divide", divide)):
+        if value is not None:
+            raise ArgumentError(f"{name}: not supported with normalize=, which subtracts the mean and divides by std")
+
+
 def rescaling(
     store: Readable,
     layers: Sequence[Layer],
@@ -76,11 +94,7 @@ def rescaling(
     d_model, n = store.d_model, len(layers)
     center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, (*selection, chosen))
     if normalize is not None:
-        for name, value in (("center", center), ("scale", scale), ("divide", divide)):
-            if value is not None:
-                raise ArgumentError(
-                    f"{name}: not supported with normalize=, which subtracts the mean and divides by std"
-                )
+        _refuse_beside_normalize(center, scale, divide)
         each = _stats_of(normalize, layers)
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
         scale = np.stack([stats.inverse_std for stats in each])
@@ -119,14 +133,7 @@ def _named(
     selection: tuple[Any, Sequence[int], Any, Any],
 ) -> tuple[Any, Any, Any, Any]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
-    for name, value, known in (
-        ("center", center, "mean"),
-        ("divide", divide, "std"),
-        ("normalize", normalize, "stats"),
-    ):
-        if isinstance(value, str) and value != known:
-            hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
-            raise ArgumentError(f'{name}: expected numbers or "{known}", found {value!r}{hint}')
+    _check_names(center, divide, normalize)
     asked = (
         isinstance(center, str),
         isinstance(scale, str) and scale == "mean-sqrt-d",
@@ -144,6 +151,17 @@ def _named(
     if asked[2]:
         divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in each])
     return center, scale, divide, each if asked[3] else normalize
+
+
+def _check_names(center: Any, divide: Any, normalize: Any) -> None:
+    for name, value, known in (
+        ("center", center, "mean"),
+        ("divide", divide, "std"),
+        ("normalize", normalize, "stats"),
+    ):
+        if isinstance(value, str) and value != known:
+            hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
+            raise ArgumentError(f'{name}: expected numbers or "{known}", found {value!r}{hint}')
 
 
 def _to_mean_square(store: Readable, each: Sequence[Stats], offsets: NDArray[np.float64] | None) -> NDArray[np.float64]:

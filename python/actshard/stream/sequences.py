@@ -32,6 +32,7 @@ from actshard.stream.rescaling import (
     Divide,
     Normalize,
     Scale,
+    check_named,
     layers_of,
     names_statistics,
     rescaling,
@@ -172,6 +173,8 @@ class SequenceStream(Epochs[SequenceBatch]):
         named = names_statistics(*values)
         if not named:
             self._options |= rescaling(store, self._layers, *values, (tokens, (), keep))
+        else:
+            check_named(store, self._layers, *values)
         self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
         if named:
             chosen = self._selection if any(rows.values()) else None

@@ -189,7 +189,7 @@ class StreamVerbs:
             rank: index of this process's share, 0 to ``world_size - 1``.
             world_size: number of shares, which are disjoint.
             dtype: dtype of the batches, as in :meth:`Store.gather`.
-            center: as in :meth:`Store.stream`.
+            center: as in :meth:`Store.stream`. Named statistics include tokens that ``too_long`` leaves out.
             scale: as in :meth:`Store.stream`.
             divide: as in :meth:`Store.stream`.
             normalize: as in :meth:`Store.stream`.

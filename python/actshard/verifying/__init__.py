@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from actshard import _arguments, formats
 from actshard.codes import findings
-from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.format import names_layers
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
@@ -136,10 +136,21 @@ def of_path(
             known = format = formats.described()
         if known is not None and not formats.get(known).takes(layout):
             raise ArgumentError(f"layout: {known} datasets describe themselves; leave it out")
+        if known is not None:
+            try:
+                layout = formats.get(known).read_layout(layout)
+            except ArgumentTypeError:
+                raise
+            except ActshardError:
+                pass  # the check reports it
     report = Report(root.place, format, deep, layout=layout)
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store, values)
     return report
+
+
+def _describes(layout: Any) -> bool:
+    return layout is not None and not names_layers(layout)
 
 
 def _of_parts(store: Store, deep: bool, progress: Callable[[str, int, int], object] | None) -> Report:
@@ -166,7 +177,7 @@ def _check(
         report.add("not-listed", root, "a folder on a web server")
     of_tokens = format in formats.of_tokens()
     if not of_tokens and not is_cache_itself(root):
-        check_finished(root, format, described=report.layout is not None)
+        check_finished(root, format, described=_describes(report.layout))
     if format is None:
         root, format = _find(root)
     elif of_tokens:
@@ -174,6 +185,8 @@ def _check(
     report.path, report.format = root.place, format
     root.list_below()
     known = formats.get(format)
+    if report.layout is not None and not known.takes(report.layout):
+        raise ArgumentError(f"layout: {format} datasets describe themselves; leave it out", path=root)
     if known.holds == "tokens":
         known.check(root.place, report, tell)
         return

@@ -6,7 +6,6 @@ the folder. Errors name the table, the key and, for TOML, the line.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import tomllib
@@ -18,7 +17,7 @@ from typing import Any
 
 from actshard._arguments import name_of, numpy_type
 from actshard._json import read_json, show
-from actshard.errors import ActshardError, ArgumentError, FormatError
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError
 from actshard.formats.contents import LayoutText
 from actshard.formats.layout_toml.known import find
 from actshard.formats.plain_folders import NAME
@@ -419,13 +418,22 @@ def read_layout(layout: Any) -> Any:
         FormatError: the file is too large, or not UTF-8.
     """
     if isinstance(layout, Mapping):
-        return copy.deepcopy(dict(layout))
+        return _plain(layout)
+    if not isinstance(layout, str | os.PathLike | None):
+        raise ArgumentTypeError(f"layout: expected a path, TOML text or a dict, found {type(layout).__name__}")
     if layout is None or isinstance(layout, LayoutText) or (isinstance(layout, str) and "\n" in layout):
         return layout
     place = Location.of(os.fspath(layout), "layout")
     if isinstance(layout, str) and "=" in layout and not place.exists():  # not the path of date=2026/layout.toml
         return layout
     return _read_text(place)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists of a description, copied."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _read_text(place: Location) -> LayoutText:
