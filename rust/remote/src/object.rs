@@ -108,7 +108,7 @@ impl Source for RemoteObject {
     }
 
     fn version(&self) -> Option<Version> {
-        let latest = self.link.known.with(|known| known.latest(&self.key, &self.opened))?;
+        let latest = self.link.known.with(|known| known.latest(&self.key, &self.opened));
         (!latest.tag.is_empty()).then(|| Version::Tag(latest.tag.text(latest.size).into()))
     }
 

@@ -18,7 +18,7 @@ use crate::clock::Clock;
 use crate::failure::{Cause, Failure};
 use crate::known::{Known, ObjectFacts};
 use crate::options::RequestLimits;
-use crate::runtime::{ForkLock, reserve};
+use crate::runtime::{Renewed, reserve};
 
 /// Bytes after which a broken body counts as progress.
 const PROGRESS: usize = 64 << 10;
@@ -39,7 +39,7 @@ pub struct Reading<'a> {
     /// The object as it was opened; `None` before.
     pub opened: Option<&'a ObjectFacts>,
     /// The store's known facts: each answer is compared with them, so that two readers do not see two versions.
-    pub known: &'a ForkLock<Known>,
+    pub known: &'a Renewed<Known>,
 }
 
 /// The first bytes of an object, and the facts in their answer.
@@ -52,15 +52,10 @@ pub struct Beginning {
     pub date: Option<ServerDate>,
 }
 
-/// The failure if a fork lost a store's known facts.
-pub fn lost() -> Failure {
-    Failure::new(Cause::Refused, "was being opened when this process was forked: open it again")
-}
-
 impl<'a> Reading<'a> {
     fn expected(&self) -> Result<Expected, Failure> {
         let Some(opened) = self.opened else { return Ok(Expected::default()) };
-        Ok(self.known.with(|known| known.latest(self.key, opened)).ok_or_else(lost)?.expected())
+        Ok(self.known.with(|known| known.latest(self.key, opened)).expected())
     }
 
     /// One answer, checked against the known facts about the object and the earlier answers.
@@ -70,7 +65,7 @@ impl<'a> Reading<'a> {
         let answer = wire::until(end, checked(self.client, self.key, range, &expected)).await?;
         if let Some(opened) = self.opened {
             let found = answer.facts();
-            let same = self.known.with(|known| known.again(self.key, opened, &found)).ok_or_else(lost)?;
+            let same = self.known.with(|known| known.again(self.key, opened, &found));
             same.map_err(Failure::changed)?;
         }
         Ok(answer)
@@ -274,7 +269,7 @@ pub struct Link {
     /// Limits of requests.
     pub limits: RequestLimits,
     /// The known facts about the objects.
-    pub known: ForkLock<Known>,
+    pub known: Renewed<Known>,
 }
 
 impl Link {

@@ -5,11 +5,12 @@
 //! keeps connections: [`PerProcess`]. Callers run their own futures on their own thread, so that a body is written
 //! straight into the caller's memory, and check their [`Stop`] every [`LOOK`].
 
+use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
 use actshard_core::threads::{LOOK, Stop, interrupted, is_abandoned};
@@ -199,12 +200,54 @@ impl<T: Clone> Drop for PerProcess<T> {
     }
 }
 
+/// As [`ForkLock`], for a value that can begin anew: a child whose copy was locked when it was forked has another one.
+#[derive(Debug)]
+pub struct Renewed<T> {
+    first: ForkLock<T>,
+    again: PerProcess<Arc<Mutex<T>>>,
+}
+
+impl<T: Default> Renewed<T> {
+    /// Protects a value.
+    pub fn new(value: T) -> Renewed<T> {
+        Renewed { first: ForkLock::new(value), again: PerProcess::default() }
+    }
+
+    /// Works on the value, or on the new one of a child that lost it.
+    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+        let mut left = Some(work);
+        let mut once = |value: &mut T| left.take().map(|work| work(value));
+        if let Some(done) = self.first.with(&mut once).flatten() {
+            return done;
+        }
+        let own = self.again.get(|| Ok::<_, Infallible>(Arc::default())).unwrap_or_default();
+        let mut value = own.lock().unwrap_or_else(PoisonError::into_inner);
+        match left {
+            Some(work) => work(&mut value),
+            None => unreachable!("the work is done at most once, and then its result was returned"),
+        }
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use actshard_core::threads::run_waiting;
 
     use super::*;
+
+    #[test]
+    fn a_child_whose_copy_is_locked_begins_anew() {
+        let mut value = Renewed::new(vec![1, 2]);
+        value.with(|value| value.push(3));
+        assert_eq!(value.with(|value| value.clone()), [1, 2, 3]);
+        value.first.pid += 1; // as in a child
+        assert_eq!(value.with(|value| value.clone()), [1, 2, 3], "not locked");
+        let held = value.first.value.lock().unwrap();
+        value.with(|value| value.push(4));
+        assert_eq!(value.with(|value| value.clone()), [4]);
+        drop(held);
+    }
 
     #[test]
     fn a_stop_ends_a_wait() {

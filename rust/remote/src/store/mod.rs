@@ -26,8 +26,8 @@ use crate::known::{Known, KnownName};
 use crate::object::{Head, LARGEST, SHORT_PARALLEL};
 use crate::offline;
 use crate::options::Options;
-use crate::reading::{Link, lost};
-use crate::runtime::{ForkLock, wait};
+use crate::reading::Link;
+use crate::runtime::{ForkLock, Renewed, wait};
 use crate::state::State;
 use crate::upload::{UploadJob, Uploaded, Uploader, hex};
 
@@ -69,8 +69,8 @@ impl RemoteStore {
     #[doc(hidden)]
     pub fn over(self, client: Box<dyn Client>) -> RemoteStore {
         let (pace, limits) = (Arc::clone(&self.link.pace), self.link.limits.clone());
-        let known = self.link.known.with(std::mem::take).unwrap_or_default();
-        RemoteStore { link: Arc::new(Link { client, pace, limits, known: ForkLock::new(known) }), ..self }
+        let known = self.link.known.with(std::mem::take);
+        RemoteStore { link: Arc::new(Link { client, pace, limits, known: Renewed::new(known) }), ..self }
     }
 
     fn with(url: &str, options: Options, revision: Option<String>, known: Known) -> Result<RemoteStore> {
@@ -84,7 +84,7 @@ impl RemoteStore {
             Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
             Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
         };
-        let link = Arc::new(Link { client, pace, limits, known: ForkLock::new(known) });
+        let link = Arc::new(Link { client, pace, limits, known: Renewed::new(known) });
         let url = crate::options::Secret(url.to_string());
         Ok(RemoteStore { address, url, options, link, heads: ForkLock::default(), cache: None })
     }
@@ -93,7 +93,7 @@ impl RemoteStore {
     /// With `HF_HUB_OFFLINE`, a dataset of the hub has the files that it had when it was last listed with this cache.
     pub fn cached(self, folder: &Path, limit: u64) -> Result<RemoteStore> {
         let store = RemoteStore { cache: Some(DiskCache::open(folder, limit)?), ..self };
-        let is_new = store.link.known.with(|known| *known == Known::default()).unwrap_or_default();
+        let is_new = store.link.known.with(|known| *known == Known::default());
         if is_new
             && store.link.client.ready().is_err()
             && let Some((commit, known)) =
@@ -141,7 +141,7 @@ impl RemoteStore {
 
     /// Whether it can list names; web servers cannot, and buckets may refuse it.
     pub fn lists(&self) -> bool {
-        self.link.client.lists() && self.link.known.with(|known| known.lists()).unwrap_or(true)
+        self.link.client.lists() && self.link.known.with(|known| known.lists())
     }
 
     /// The store without key and revision, to be hashed.
@@ -166,7 +166,7 @@ impl RemoteStore {
     /// The state from which another process opens the same store without a request: URL, options, revision and known
     /// objects. Contains the options' secrets.
     pub fn state(&self) -> Result<Vec<u8>> {
-        let known = self.known(&self.root(), |known| known.pack())?;
+        let known = self.link.known.with(|known| known.pack());
         let cache = self.cache.as_ref().map(|cache| (cache.chosen().to_path_buf(), cache.limit()));
         let (url, options, revision) = (self.url.0.clone(), self.options.pairs(), self.revision());
         let heads = self.headers();
@@ -195,13 +195,8 @@ impl RemoteStore {
         }
     }
 
-    /// Calls `work` with the known facts; an error if a fork lost them.
-    fn known<R>(&self, location: &Location, work: impl FnOnce(&mut Known) -> R) -> Result<R> {
-        self.link.known.with(work).ok_or_else(|| lost().at(location))
-    }
-
-    fn look_up(&self, key: &str) -> Result<KnownName> {
-        self.known(&self.location(key), |known| known.find(key))
+    fn look_up(&self, key: &str) -> KnownName {
+        self.link.known.with(|known| known.find(key))
     }
 
     fn uploader<'a>(
@@ -266,7 +261,7 @@ impl RemoteStore {
             let names = known.names(key)?;
             Some(names.map(|(name, size)| Found { name: name.to_string(), size }).collect())
         };
-        if let Some(found) = self.known(folder, names)? {
+        if let Some(found) = self.link.known.with(names) {
             return Ok(found);
         }
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
@@ -283,15 +278,15 @@ impl RemoteStore {
         })?;
         if listing.objects.is_empty() && listing.folders.is_empty() {
             // The folder does not exist, or is an object.
-            self.known(folder, |known| known.record_empty(from))?;
+            self.link.known.with(|known| known.record_empty(from));
             return Ok(vec![]);
         }
         let mut own = Known::default();
         own.record(from, listing.clone());
-        let all = self.known(folder, |known| {
+        let all = self.link.known.with(|known| {
             known.record(from, listing);
             from_root.then(|| known.clone())
-        })?;
+        });
         if let (Some(all), Some(commit)) = (all, self.revision()) {
             // Also under the commit's name: after the branch moves, data read at the earlier commit still opens as
             // `@COMMIT`.
@@ -321,7 +316,7 @@ impl RemoteStore {
     /// Whether equal tags mean equal bytes. A time of writing, in seconds, does not, nor does a weak ETag.
     fn has_strong_tag(&self, location: &Location) -> bool {
         let known = self.key(location).map(|key| self.look_up(key));
-        matches!(known, Ok(Ok(KnownName::Object(object))) if object.tag.if_match().is_some())
+        matches!(known, Ok(KnownName::Object(object)) if object.tag.if_match().is_some())
     }
 }
 

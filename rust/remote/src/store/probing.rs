@@ -14,7 +14,7 @@ use crate::address::Provider;
 use crate::failure::{Cause, Failure};
 use crate::known::{KnownName, NEWER, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject};
-use crate::reading::{Beginning, lost};
+use crate::reading::Beginning;
 use crate::runtime::ForkLock;
 
 /// Bytes in the first request for an unknown object.
@@ -94,7 +94,7 @@ impl RemoteStore {
             share.shrink(head.len() as u64);
             Head { bytes: head.into(), _share: Arc::new(share) }
         });
-        let first = self.link.known.with(|known| known.first(key, &facts, date)).ok_or_else(lost)?;
+        let first = self.link.known.with(|known| known.first(key, &facts, date));
         first.map_err(Failure::changed)?;
         Ok((facts, kept))
     }
@@ -163,7 +163,7 @@ impl RemoteStore {
     /// Requests the known object that is nearest to a key: an error unless it still exists unchanged. `None` if none is
     /// known.
     fn serves_its_objects(&self, key: &str) -> Option<impl Future<Output = Result<()>>> {
-        let (known, facts) = self.link.known.with(|known| known.nearest(key)).flatten()?;
+        let (known, facts) = self.link.known.with(|known| known.nearest(key))?;
         Some(async move { self.is_still(&known, facts).await.map_err(|failure| failure.at(&self.location(&known))) })
     }
 
@@ -174,7 +174,7 @@ impl RemoteStore {
 
     pub(super) fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
         let key = self.key(location)?;
-        let detail = match self.look_up(key)? {
+        let detail = match self.look_up(key) {
             KnownName::Object(facts) => {
                 let head = self.heads.with(|heads| heads.get(key).cloned()).flatten();
                 return Ok(Some(self.object(location, key, facts, head)));

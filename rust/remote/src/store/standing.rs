@@ -41,7 +41,7 @@ impl RemoteStore {
     /// The kind of a name. The first bytes of metadata are kept for reading.
     pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Standing> {
         let key = self.key(location)?;
-        match self.look_up(key)? {
+        match self.look_up(key) {
             KnownName::Object(object) => return Ok(Standing::Object(object.size)),
             KnownName::Newer => return Err(Failure::changed(NEWER).at(location)),
             KnownName::Folder => return Ok(Standing::Folder),
@@ -96,11 +96,11 @@ impl RemoteStore {
         let Some(folder) = location_above(location) else { return Ok(false) };
         let Some(above) = location_above(&folder) else { return Ok(false) };
         let (folder, beside) = (self.key(&folder)?, self.key(&above)?);
-        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder)? != KnownName::Unknown {
+        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder) != KnownName::Unknown {
             return Ok(false);
         }
         self.has_names(&above, stop)?;
-        Ok(self.look_up(folder)? == KnownName::Absent)
+        Ok(self.look_up(folder) == KnownName::Absent)
     }
 
     fn stat_of_hub(&self, location: &Location, stop: &Stop) -> Result<Standing> {
@@ -114,15 +114,14 @@ impl RemoteStore {
 
     /// Whether the listing of a folder shows that a key does not exist.
     fn is_unlisted_in(&self, folder: &Location, key: &str, stop: &Stop) -> bool {
-        self.has_names(folder, stop).is_ok_and(|names| names.is_some())
-            && self.look_up(key).is_ok_and(|known| known == KnownName::Absent)
+        self.has_names(folder, stop).is_ok_and(|names| names.is_some()) && self.look_up(key) == KnownName::Absent
     }
 
     /// Sends a request even for a known name: absent chunks have fill values only while their array is there.
     pub(super) fn look_at(&self, location: &Location) -> Result<()> {
         let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
         let (key, stop) = (self.key(location)?, Stop::default());
-        match self.look_up(key)? {
+        match self.look_up(key) {
             KnownName::Newer => Err(Failure::changed(NEWER).at(location)),
             KnownName::Object(facts) => {
                 let still = wait(self.is_still(key, facts), &stop)?.ok_or_else(interrupted)?;
