@@ -196,6 +196,7 @@ def test_the_command_stats_names_the_findings_of_the_report(data: Path, tmp_path
     said = " ".join(told.output.split())
     for advice in advice_of({layer: actshard.open(data).stats(layer) for layer in (2, 5, 8)}):
         assert f"{advice.severity} {advice.where}: {advice.text}" in said
+        assert advice.do.removesuffix(".") in said
         assert advice.code in said
     assert "warning examples: 20 examples of 60 have the text of an earlier one: 40 = 0" in said
     assert "'<b>'" in said

@@ -219,7 +219,7 @@ def test_commands_say_where_results_are_kept(
         "--work",
         tmp_path / "w",
     )
-    text = said(capsys, monkeypatch, "run", tmp_path / "p.json", "-q")
+    text = said(capsys, monkeypatch, "run", tmp_path / "p.json")
     assert f"result kept in {tmp_path / 'w.json'}: another commit prints it again" in text
 
 

@@ -547,7 +547,7 @@ def run_command(
     if no_commit:
         output(json, made.as_dict, lambda: verb.show_status(found, made, plan))
         return
-    output(json, lambda: verb.plain(made), lambda: verb.show(found, made))
+    output(json, lambda: verb.plain(made), lambda: verb.show(found, made, quiet=quiet))
     raise typer.Exit(verb.exit_status(made))
 
 

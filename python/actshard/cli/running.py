@@ -158,8 +158,8 @@ def plain(made: Any) -> Any:
     return as_dict() if as_dict is not None else {"path": str(getattr(made, "path", made))}
 
 
-def show(plan: Plan, made: Any) -> None:
-    """Prints the value of a commit."""
+def show(plan: Plan, made: Any, *, quiet: bool = False) -> None:
+    """Prints the value of a commit; and, unless ``quiet``, the file that keeps it."""
     if isinstance(made, Report):
         from actshard.cli import verify
 
@@ -171,7 +171,7 @@ def show(plan: Plan, made: Any) -> None:
     else:
         typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {many(len(plan), 'task')}, committed")
         return
-    if (file := kept_at(plan.work)).exists():
+    if not quiet and (file := kept_at(plan.work)).exists():
         # On stderr: stdout is that of `actshard verify --deep` or `actshard stats`.
         text = f"result kept in {file}: another commit prints it again; remove the file when you are done"
         typer.echo(text.translate(ESCAPES), err=True)
