@@ -7,6 +7,7 @@ TORTURE_SCALE ?= 1
 LIGHT := not engines and not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
+DIST ?= dist
 
 # `pypi` refuses a wheel that would not run on other Linux systems; `linux` tags it for this one only.
 COMPATIBILITY ?= pypi
@@ -76,18 +77,18 @@ bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench $(LEVANTER)/.installed ## p
 	$(BIN)/python -m benches $(BENCH_ARGS)
 
 wheel: $(VENV)/.base ## builds the wheel in dist/; its platform tag is what it can run on
-	rm -f dist/*.whl
-	RUSTFLAGS="$(RELOCATED)" $(BIN)/maturin build --quiet --locked --release --strip --compatibility $(COMPATIBILITY) --out dist
+	rm -f $(DIST)/*.whl
+	RUSTFLAGS="$(RELOCATED)" $(BIN)/maturin build --quiet --locked --release --strip --compatibility $(COMPATIBILITY) --out $(DIST)
 
 check-wheel: wheel $(VENV)/.wheel ## checks the wheel's tag, installs it into a bare environment and runs the demo there
-	./scripts/check_wheel.sh $(BIN) dist/*.whl
+	./scripts/check_wheel.sh $(BIN) $(DIST)/*.whl
 
 sdist: $(VENV)/.base ## builds the source distribution in dist/
-	rm -f dist/*.tar.gz
-	$(BIN)/maturin sdist --quiet --out dist
+	rm -f $(DIST)/*.tar.gz
+	$(BIN)/maturin sdist --out $(DIST) >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 
 check-sdist: sdist ## builds and installs the source distribution without a network, and runs the demo there
-	./scripts/check_sdist.sh $(BIN) dist/*.tar.gz
+	./scripts/check_sdist.sh $(BIN) $(DIST)/*.tar.gz
 
 fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
 	./rust/fuzz/smoke.sh

@@ -469,8 +469,13 @@ def test_55_56_57_labels(labelled: Dump) -> None:
     assert len(seen) == loader.n_samples == len(kept)
     assert set(seen) == kept
     assert len(loader) == -(-len(kept) // 16)
+    with pytest.warns(actshard.ActshardWarning, match="ignore_labels leaves out all") as told:
+        empty = saev.ShuffledDataLoader(
+            saev.ShuffledConfig(shards=labelled.path, layer=labelled.layer, ignore_labels=list(range(256)))
+        )
+    assert [x.filename for x in told] == [__file__]
     with pytest.raises(StopIteration):
-        next(iter(shuffled(labelled, ignore_labels=list(range(256)))))
+        next(iter(empty))
     with pytest.raises(FileNotFoundError, match=r"labels\.bin not found"):
         shuffled(Dump("v21_nocls_oneshard"), ignore_labels=[1])
 

@@ -80,6 +80,13 @@ def test_every_golden_dataset_pairs_with_itself(store: actshard.Store, layer: in
         assert check(pair, stream) == stream.num_rows == store.stream(layer, 5, dtype=dtype).num_rows
 
 
+def test_a_pair_of_no_examples_warns_at_the_callers_line(base: actshard.Store, chat: actshard.Store) -> None:
+    pair = actshard.pair(base.filter([]), chat.filter([]))
+    with pytest.warns(actshard.ActshardWarning, match="No example was chosen") as told:
+        assert list(pair.stream(base.layers[0], 4)) == []
+    assert {x.filename for x in told} == {__file__}
+
+
 def test_parts_of_a_pair(base: actshard.Store, chat: actshard.Store) -> None:
     pair, layer = actshard.pair({"base": base, "chat": chat}), base.layers[0]
     some = pair.filter([3, 0, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -47,6 +48,43 @@ def test_every_target_is_phony_and_explained() -> None:
     explained = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in TARGETS - {"clean", "help"}:
         assert re.search(rf"^{target} +\S", explained, re.MULTILINE), target
+
+
+def test_options_of_maturin_exist() -> None:
+    """Wheels are built for releases only, which is late to learn that a newer maturin has dropped an option."""
+    maturin = Path(sys.executable).parent / "maturin"
+    if not maturin.exists():
+        pytest.skip("this environment was not made by make")
+    used = re.findall(r"/maturin (\w+)([^\n>]*)", (ROOT / "Makefile").read_text())
+    assert {verb for verb, _ in used} == {"build", "develop", "sdist"}
+    for verb, options in used:
+        known = subprocess.run([str(maturin), verb, "--help"], capture_output=True, text=True, check=True).stdout
+        for option in re.findall(r"--[a-z-]+", options):
+            assert re.search(rf"(?<!\S){option}\b", known), f"maturin {verb} has no {option}"
+
+
+def test_the_source_distribution_has_all_that_a_build_needs(tmp_path: Path) -> None:
+    if not (ROOT / ".venv/.base").exists():
+        pytest.skip("make has made no environment in this folder")
+    subprocess.run(["make", "--silent", "sdist", f"DIST={tmp_path}"], cwd=ROOT, check=True)
+    (made,) = tmp_path.iterdir()
+    with tarfile.open(made) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    listed = [
+        "git",
+        "ls-files",
+        "rust/core",
+        "rust/remote",
+        "rust/py",
+        "python",
+        "Cargo.toml",
+        "Cargo.lock",
+        "pyproject.toml",
+    ]
+    tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(tracked) > 300
+    lacking = {name for name in tracked if "/tests/" not in name and "/benches/" not in name} - found
+    assert not lacking
 
 
 def test_versions_agree() -> None:

@@ -18,7 +18,6 @@ rectangular.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.errors import ArgumentError, OutOfRangeError, OverflowWarning
+from actshard.errors import ArgumentError, OutOfRangeError, OverflowWarning, warn
 from actshard.layers import Layer, plain
 from actshard.stream.selection import index_of, plain_index
 
@@ -128,7 +127,7 @@ class _Lazy(ABC):
             text = (
                 f"{self._store.path}: layer {plain(self._layer)}: {lost[0]} finite values became infinite as {dtype}."
             )
-            warnings.warn(OverflowWarning(f"{text} Use a wider dtype="), stacklevel=5)
+            warn(f"{text} Use a wider dtype=", OverflowWarning)
         return rows
 
     def _lengths(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:

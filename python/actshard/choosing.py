@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard.chosen import Chosen
-from actshard.errors import ActshardWarning, ArgumentError, ArgumentTypeError, ClosedError
+from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError, warn
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.stream.selection import index_of, plain_index
 
@@ -144,7 +143,7 @@ def resolve(store: Readable, examples: Any) -> Chosen:
         raise ArgumentError(f"filter: expected one dimension, found {found.ndim}")
     if tests and not len(found) and store.num_examples:  # integers and slices are empty on purpose
         text = f"{store.path}: filter: no example was chosen of {store.num_examples:,}"
-        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=3)
+        warn(text, code="no-example-chosen")
     return Chosen.of(found)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from actshard import _arguments
-from actshard.errors import ActshardWarning, ArgumentError, ClosedError
+from actshard.errors import ArgumentError, ClosedError, warn
 
 B = TypeVar("B")
 
@@ -168,7 +167,7 @@ class Epochs(ABC, Generic[B]):
             raise ArgumentError(f"load_state_dict: batch: expected at most {count}, found {batch}")
         if added:
             text = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
-            warnings.warn(ActshardWarning(text, code="state-without-dataset"), stacklevel=2)
+            warn(text, code="state-without-dataset")
         self._supersede("a state was loaded into this stream")
         if batch == count and batch:
             epoch, batch = epoch + 1, 0

@@ -6,10 +6,12 @@ stable code; codes are added, never renamed. ``str(error)`` is one line: file, b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +40,18 @@ class OverflowWarning(ActshardWarning):
     """Finite values became infinite in a conversion to a narrower dtype."""
 
     code = "overflow"
+
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+
+
+def warn(text: str, category: type[ActshardWarning] = ActshardWarning, *, code: str | None = None) -> None:
+    """Warns at the line of the user's code that called actshard, from however deep in actshard."""
+    frame, level = sys._getframe(), 1
+    # contextlib enters actshard's context managers.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(category(text, code=code), stacklevel=level)  # noqa: TID251
 
 
 class ActshardError(Exception):
@@ -371,7 +385,7 @@ def from_native(
     return error
 
 
-@contextmanager
+@contextlib.contextmanager
 def boundary(path: Any, doing: str) -> Iterator[None]:
     """Converts OSError, MemoryError and RecursionError raised inside the block to an ActshardError with a path.
 

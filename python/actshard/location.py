@@ -15,7 +15,6 @@ import itertools
 import operator
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ import actshard._native as _native
 from actshard._arguments import local_path, size
 from actshard.errors import (
     ActshardError,
-    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     FileAccessError,
@@ -40,6 +38,7 @@ from actshard.errors import (
     boundary,
     from_os,
     place_of,
+    warn,
 )
 from actshard.storage import Entry, Kind, Local, Memory, Remote, Stat, Storage
 
@@ -165,7 +164,7 @@ class Location:
         if is_url(value):
             storage = Remote(_native.RemoteStore(value, _pairs(storage_options), _cache_of(cache)))
             if why := storage.native.cache_warning():
-                warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=4)
+                warn(f"cache: {why}", code="disk-cache")
             return cls(storage, storage.native.root)
         if storage_options:
             raise ArgumentError("storage_options: expected a URL to use them for, found a local path")

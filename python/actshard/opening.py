@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,11 +14,11 @@ from actshard import _arguments, formats
 from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
-    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     UnknownFormatError,
     boundary,
+    warn,
 )
 from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find, find_any, of_tokens
 from actshard.formats.contents import Options
@@ -82,7 +81,7 @@ def open(
     """
     store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
     for warning in store.warnings:
-        warnings.warn(ActshardWarning(f"{store.path}: {warning}", code=warning.code), stacklevel=2)
+        warn(f"{store.path}: {warning}", code=warning.code)
     return store
 
 

@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import stat as modes
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import actshard._native as _native
 from actshard.errors import (
-    ActshardWarning,
     FileAccessError,
     MissingFileError,
     TruncatedFileError,
     UnsupportedError,
     place_of,
+    warn,
 )
 
 if TYPE_CHECKING:
@@ -368,7 +367,7 @@ class Remote:
 def _remote_again(state: bytes, small: dict[str, bytes]) -> Remote:
     native = _native.RemoteStore.from_state(state)
     if why := native.cache_warning():
-        warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=2)
+        warn(f"cache: {why}", code="disk-cache")
     return Remote(native, small)
 
 

@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,6 @@ from actshard._native import Rows
 from actshard.absent import Closed, Without
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     ClosedError,
@@ -30,6 +28,7 @@ from actshard.errors import (
     NotStoredError,
     OutOfRangeError,
     OverflowWarning,
+    warn,
 )
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.late import Late
@@ -258,15 +257,14 @@ class Store(StreamVerbs, SampledVerbs):
         if examples.size == 0 and self._table is not None:
             # Possibly from `column == x`, which is one bool. Only users who have read the table can compare columns.
             text = f"examples: no example was chosen{COMPARED}"
-            warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=3)
+            warn(text, code="no-example-chosen")
         return examples
 
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
-        warnings.warn(
+        warn(
             f"{self.path}: layer {plain(layer)}: {found[0]} finite values became infinite as "
             f"{_arguments.dtype(dtype or self.dtype)[0]}. Use a wider dtype=.",
             OverflowWarning,
-            stacklevel=3,
         )
 
     def gather(

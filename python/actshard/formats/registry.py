@@ -7,14 +7,13 @@ import importlib
 import os
 import pkgutil
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from actshard import codes
 from actshard.codes import Code
-from actshard.errors import ActshardError, ActshardWarning
+from actshard.errors import ActshardError, warn
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
 from actshard.logs import LOG
@@ -89,7 +88,7 @@ def _wrong_in(format: Format) -> str | None:
 def _warn(point: EntryPoint, why: str) -> None:
     text = f"format plugin {point.name!r} ({point.value}) is not used: {why}"
     LOG.info("skipped: %s", text)
-    warnings.warn(ActshardWarning(text, code="plugin-not-used"), stacklevel=4)
+    warn(text, code="plugin-not-used")
 
 
 def names() -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def _planned(
     if recipe.found(root, remedy=_REMEDY) is not None:
         raise ExistsError(f"already contains this cache, finished; {_REMEDY}", path=root)
     recipe.refuse_foreign(root)
-    warn_of_no_eos(root, form, tokenizer, options.enforce_eos, stacklevel=4)
+    warn_of_no_eos(root, form, tokenizer, options.enforce_eos)
     total = sum(each.size or 0 for each in inputs)
     how = [
         pieces.divisible(source, each.size or 0, max(_PIECE, total // tasks))
@@ -426,7 +426,7 @@ class Tokenizing(Verb):
         read = _read(plan, results)
         skipped = {recipe.sources[i].shard: n for i, each in enumerate(read) if (n := sum(r.skipped for r in each))}
         problems = [str(p.error(recipe.sources[i].path)) for i, each in enumerate(read) for p in _problems(each)]
-        warn_of_skipped(out, skipped, len(read), problems, stacklevel=5)
+        warn_of_skipped(out, skipped, len(read), problems)
         return open_cache(out)
 
     def committed(self, plan: Planned) -> TokenCache | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     OverflowWarning,
+    warn,
 )
 from actshard.formats.contents import Contents
 from actshard.layers import Layer, array_of, is_one, listing, short
@@ -138,7 +137,7 @@ def _warn_of_nothing(
     else:
         why = f"Layers {short(layers)} have no rows of tokens={tokens!r}."
     text = f"{store.path}: the stream has no rows. {why}"
-    warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=5)
+    warn(text, code="no-example-chosen")
 
 
 def _has_rows(contents: Contents) -> bool:
@@ -297,7 +296,7 @@ class Stream(Epochs[Batch]):
             f'{self.store.path}: shuffle="exact" requests single rows from a remote store: up to {self.num_rows:,} requests per '
             f'epoch for {read / 1e6:,.1f} MB. shuffle="window" reads them in about {-(-read // _UNIT):,} requests.'
         )
-        warnings.warn(ActshardWarning(price, code="remote-exact"), stacklevel=4)
+        warn(price, code="remote-exact")
 
     @property
     def num_rows(self) -> int:
@@ -470,11 +469,10 @@ class RowLoop(Loop[Batch]):
         if not self._overflows:
             stream = self._source
             named = listing(stream.layers)
-            warnings.warn(
+            warn(
                 f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and later "
                 "batches may overflow too. Use a wider dtype= or a smaller scale=.",
                 OverflowWarning,
-                stacklevel=4,
             )
         self._overflows += more
 

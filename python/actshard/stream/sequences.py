@@ -8,7 +8,6 @@ work as for all streams (:mod:`actshard.epochs`).
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
-from actshard.errors import ActshardWarning, ArgumentError, OverflowWarning
+from actshard.errors import ArgumentError, OverflowWarning, warn
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.stream import Shuffle, select_rows
 from actshard.stream.norms import Limit
@@ -224,7 +223,7 @@ class SequenceStream(Epochs[SequenceBatch]):
                     f"{self.store.path}: {did}, with {_arguments.many(gone, 'token')}: longer than batch_tokens={most} "
                     f"(too_long={too_long!r})"
                 )
-                warnings.warn(ActshardWarning(text, code="sequences-too-long"), stacklevel=4)
+                warn(text, code="sequences-too-long")
         self._examples, self._lengths = examples, lengths
 
     def _packed(self) -> _native.Packing:
@@ -395,11 +394,10 @@ class _SequenceLoop(Loop[SequenceBatch]):
     def _warn(self) -> None:
         stream = self._source
         named = listing(stream.layers)
-        warnings.warn(
+        warn(
             f"{stream.store.path}: layers {named}: finite values became infinite as {stream.dtype}. Use a wider dtype= or a "
             "smaller scale=.",
             OverflowWarning,
-            stacklevel=4,
         )
 
     def _labels_of(

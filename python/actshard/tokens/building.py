@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -304,7 +303,7 @@ class Build:
             self.recipe.refuse_foreign(self.out)
             self._now = self._begin(work)
         self.built = True
-        warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"], stacklevel=6)
+        warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"])
         new = work / placing.NEW
         pending: list[tuple[AnySource, Task]] = []
         for source in self.sources:
@@ -391,7 +390,7 @@ class Build:
         placing.swap(self.out, work, placing.NEW, [*self.recipe.entries, ledgers.NAME])
 
     def _warn(self) -> None:
-        warn_of_skipped(self.out, self.skipped, len(self.sources), self.problems, stacklevel=5)
+        warn_of_skipped(self.out, self.skipped, len(self.sources), self.problems)
 
 
 def consolidate(
@@ -419,38 +418,28 @@ def consolidate(
     sync_folders([new])
 
 
-def warn_of_skipped(
-    out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str], *, stacklevel: int
-) -> None:
+def warn_of_skipped(out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str]) -> None:
     """Warns of skipped records, if there are any."""
     if not skipped:
         return
     first = f"; the first: {problems[0]}" if problems else ""
-    warnings.warn(
-        errors.ActshardWarning(
-            f"{out}: {many(sum(skipped.values()), 'record', 'was', 'were')} skipped, in {len(skipped):,} of "
-            f"{many(files, 'file')}{first}",
-            code="records-skipped",
-        ),
-        stacklevel=stacklevel,
+    errors.warn(
+        f"{out}: {many(sum(skipped.values()), 'record', 'was', 'were')} skipped, in {len(skipped):,} of "
+        f"{many(files, 'file')}{first}",
+        code="records-skipped",
     )
 
 
-def warn_of_no_eos(
-    out: Path, format: formats.RowFormat, tokenizer: Tokenizer | None, enforce_eos: bool, *, stacklevel: int
-) -> None:
+def warn_of_no_eos(out: Path, format: formats.RowFormat, tokenizer: Tokenizer | None, enforce_eos: bool) -> None:
     """Warns if texts should end with eos and the tokenizer has none."""
     known = tokenizer is None or tokenizer.eos_id is not None or tokenizer.backend is None
     if known or not enforce_eos or not isinstance(format, TextFormat | SupervisedFormat):
         return
-    warnings.warn(
-        errors.ActshardWarning(
-            f"{out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
-            "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
-            "this is intended",
-            code="no-eos",
-        ),
-        stacklevel=stacklevel,
+    errors.warn(
+        f"{out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
+        "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
+        "this is intended",
+        code="no-eos",
     )
 
 

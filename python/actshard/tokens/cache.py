@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     FileAccessError,
     FormatError,
@@ -26,6 +24,7 @@ from actshard.errors import (
     OutOfRangeError,
     UnfinishedError,
     UnsupportedError,
+    warn,
 )
 from actshard.location import Location, network_io
 from actshard.storage import Memory, Remote
@@ -67,7 +66,7 @@ def open_cache(
     """
     found = TokenCache(path, io=io, memory=memory, storage_options=storage_options, cache=cache)
     for warning in found.warnings:
-        warnings.warn(ActshardWarning(f"{found.path}: {warning}", code=warning.code), stacklevel=2)
+        warn(f"{found.path}: {warning}", code=warning.code)
     return found
 
 

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -19,12 +18,12 @@ from typing import Any
 from actshard._json import show
 from actshard.errors import (
     ActshardError,
-    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     FormatError,
     MissingExtraError,
     from_reader,
+    warn,
 )
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
@@ -174,13 +173,10 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         except Exception:  # no network, or no such dataset: loading will raise
             sha = None
         if not isinstance(sha, str):
-            warnings.warn(
-                ActshardWarning(
-                    f"{self.id}: its commit is unknown, so a change of the dataset between two runs of a build would not be "
-                    "detected; pass a commit as revision=",
-                    code="unknown-revision",
-                ),
-                stacklevel=4,
+            warn(
+                f"{self.id}: its commit is unknown, so a change of the dataset between two runs of a build would not be "
+                "detected; pass a commit as revision=",
+                code="unknown-revision",
             )
             return None
         return sha

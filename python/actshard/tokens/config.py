@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -19,11 +18,11 @@ from numpy.typing import NDArray
 from actshard._arguments import local_path, many
 from actshard._json import show
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     FormatError,
     MissingExtraError,
     MissingFileError,
+    warn,
 )
 from actshard.location import Location, is_url
 from actshard.tokens import ledger as ledgers
@@ -162,12 +161,9 @@ class LmDataConfig:
                 if name not in self.components:
                     raise ArgumentError(f"train_weights: unknown component '{name}'{nearest(name, self.components)}")
         if self.chat_template is not None:
-            warnings.warn(
-                ActshardWarning(
-                    "data.chat_template is ignored, as in Levanter; set it in a component's format",
-                    code="unused-setting",
-                ),
-                stacklevel=3,
+            warn(
+                "data.chat_template is ignored, as in Levanter; set it in a component's format",
+                code="unused-setting",
             )
 
     def _stages(self) -> list[Mapping[str, float]]:

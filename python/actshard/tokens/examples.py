@@ -5,7 +5,6 @@ Each class yields the examples of Levanter's class of the same name (``docs/form
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard.errors import ActshardWarning, ArgumentError, FormatError, NotStoredError
+from actshard.errors import ArgumentError, FormatError, NotStoredError, warn
 from actshard.tokens.cache import TOKENS, TokenCache
 from actshard.tokens.stream import Streamed
 
@@ -228,13 +227,10 @@ class CausalLmDataset(Streamed):
 def _warn_of_no_eos(cache: TokenCache, eos_id: int) -> None:
     """Warns if documents cannot be kept apart because the cache was built without eos tokens."""
     if cache.ledger.preprocessor.get("append_eos") is False:
-        warnings.warn(
-            ActshardWarning(
-                f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only "
-                "where their texts contain it; build the cache with a tokenizer that has an eos token",
-                code="no-eos",
-            ),
-            stacklevel=3,
+        warn(
+            f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only "
+            "where their texts contain it; build the cache with a tokenizer that has an eos token",
+            code="no-eos",
         )
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -21,7 +20,7 @@ from actshard import _arguments
 from actshard._arguments import many
 from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
-from actshard.errors import ActshardError, ActshardWarning, ArgumentError, ArgumentTypeError
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 
@@ -142,7 +141,7 @@ class TokenStream(Epochs[Any]):
             f"{cache.path}: the stream has no examples: {type(self.dataset).__name__} makes none of "
             f"{many(len(cache), 'document')}, {many(cache.num_tokens, 'token')}"
         )
-        warnings.warn(ActshardWarning(text, code="no-example-chosen"), stacklevel=4)
+        warn(text, code="no-example-chosen")
 
     def _first_order(self) -> Permutation | None:
         """The permutation of epoch 0."""

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from actshard._arguments import is_file_url, local_path
 from actshard._json import read_json, show
-from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
+from actshard.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, warn
 from actshard.location import Location
 
 PASSTHROUGH = "passthrough"
@@ -217,13 +216,10 @@ def _token(config: dict[str, Any], name: str) -> str | None:
 
 def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
     if backend.truncation is not None:
-        warnings.warn(
-            ActshardWarning(
-                f"{name or 'the tokenizer'} truncates texts to {backend.truncation.get('max_length')} tokens (truncation in its "
-                "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
-                code="tokenizer-truncates",
-            ),
-            stacklevel=4,
+        warn(
+            f"{name or 'the tokenizer'} truncates texts to {backend.truncation.get('max_length')} tokens (truncation in its "
+            "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
+            code="tokenizer-truncates",
         )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     return Tokenizer(

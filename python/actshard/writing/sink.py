@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ import actshard._native as _native
 from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
-    ActshardWarning,
     ArgumentError,
     ClosedError,
     ExistsError,
     FormatError,
     InternalError,
     from_os,
+    warn,
 )
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
@@ -410,7 +409,7 @@ class Sink:
         every, mixed = columns_in(self.journal.tables(), self.journal.folder)
         for name in mixed:
             text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
-            warnings.warn(ActshardWarning(f"{self.target.root}: {text}", code="mixed-column-types"), stacklevel=2)
+            warn(f"{self.target.root}: {text}", code="mixed-column-types")
         return lengths, every
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
-    ActshardWarning,
     ArgumentError,
     ClosedError,
     DtypeError,
     ExistsError,
     from_os,
+    warn,
 )
 from actshard.formats.target import Block, Target
 from actshard.late import Late
@@ -368,14 +367,11 @@ class Writer:
             return
         missing = sink.own_lengths_missing()
         if missing:
-            warnings.warn(
-                ActshardWarning(
-                    f"{self.path}: pad=True: an earlier release did not record the lengths of {many(missing, 'example')}, so "
-                    "their padding "
-                    "counts as content. If any were padded, write the dataset again.",
-                    code="unknown-lengths",
-                ),
-                stacklevel=5,
+            warn(
+                f"{self.path}: pad=True: an earlier release did not record the lengths of {many(missing, 'example')}, so "
+                "their padding "
+                "counts as content. If any were padded, write the dataset again.",
+                code="unknown-lengths",
             )
 
     def abort(self) -> None:

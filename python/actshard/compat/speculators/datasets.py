@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -12,12 +11,12 @@ from numpy.typing import DTypeLike
 from actshard import Layer, Store
 from actshard.compat.drafts import DraftExamples, DraftSample, Layers
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     MissingExtraError,
     MissingFileError,
     OutOfRangeError,
     UnsupportedError,
+    warn,
 )
 from actshard.torch._tensors import tensor, torch
 
@@ -111,7 +110,7 @@ class ArrowDataset(BaseDataset):
             if self.on_missing == "skip":
                 return SampleUnavailable()
             text = f"Failed to load hidden states for sample {index}. Skipping..."
-            warnings.warn(ActshardWarning(text, code="missing-file"), stacklevel=1)
+            warn(text, code="missing-file")
             return SampleUnavailable(reason=f"Hidden states unavailable for sample {index}")
 
     def _number(self, index: int) -> int:

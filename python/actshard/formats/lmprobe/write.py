@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import name_of
 from actshard._columns import numbers
-from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
+from actshard.errors import ArgumentError, FormatError, from_os, warn
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.logits import is_router, write_logits
 from actshard.formats.tables import as_schema, as_text
@@ -470,7 +469,7 @@ class LmprobeTarget(Target):
         return made
 
     def _warn(self, code: str, message: str) -> None:
-        warnings.warn(ActshardWarning(f"{self.root}: {message}", code=code), stacklevel=2)
+        warn(f"{self.root}: {message}", code=code)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
         """Token counts. For pooled data, the caller's counts or nulls, as lmprobe writes them."""

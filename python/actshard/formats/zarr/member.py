@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from warnings import warn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json, read_lines, show, utf8
 from actshard.codes import Remark
-from actshard.errors import ActshardWarning, FormatError, UnsupportedError
+from actshard.errors import FormatError, UnsupportedError, warn
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.location import Location, read_ahead
@@ -348,7 +347,7 @@ def _join(
         lacking = [i for i in range(n) if i not in present]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
         message = f"{path.parent.name}/{path.name}: {many(len(lacking), 'sample', 'has', 'have')} no line (of {len(rows)}): {shown}"
-        warn(ActshardWarning(message, code="missing-lines"), stacklevel=6)
+        warn(message, code="missing-lines")
 
 
 def _column(values: NDArray[Any] | list[str], n: int) -> Any:
