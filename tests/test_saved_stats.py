@@ -327,6 +327,8 @@ WRONG: list[dict[str, Any]] = [
     {"center": "mean", "scale": "unitnorm"},
     {"normalize": "stats", "center": 1.0},
     {"divide": "std", "scale": 2.0},
+    {"center": "mean", "epoch": -1},
+    {"center": "mean", "rank": 2, "world_size": 2},
 ]
 
 
@@ -341,6 +343,24 @@ def test_wrong_arguments_are_refused_before_rows_are_read(
         store.stream(3, 4, max_norm=3.0, **options)
     with pytest.raises(actshard.ArgumentError):
         store.sequences_stream(3, 16, max_norm=3.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("stream", {"batch_size": 4, "buffers": []}),
+        ("sequences_stream", {"batch_tokens": 16, "columns": ["nothing"]}),
+        ("sequences_stream", {"batch_tokens": 16, "too_long": "cut"}),
+    ],
+)
+def test_wrong_arguments_of_one_verb_are_refused_before_rows_are_read(
+    data: Path, verb: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = actshard.open(data)
+    never(monkeypatch)
+    monkeypatch.setattr(actshard.stream, "within", None)
+    with pytest.raises((actshard.ArgumentError, actshard.NotStoredError)):
+        getattr(store, verb)(3, max_norm=3.0, center="mean", **options)
 
 
 def test_a_named_stream_resumes_and_pickles(data: Path) -> None:

@@ -305,7 +305,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         Code(
             "constant-row",
             WARNING,
-            "All values of a row are equal.",
+            "All values of a row are equal and finite.",
             "The row contains no information.",
             "check how the rows were computed",
         ),

@@ -230,7 +230,8 @@ class Stream(Epochs[Batch]):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
-        self.rank, self.world_size = _arguments.whole(rank, "rank", 0), _arguments.whole(world_size, "world_size", 1)
+        self.world_size = _arguments.whole(world_size, "world_size", 1)
+        self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
         self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._tokens = tokens
@@ -251,6 +252,17 @@ class Stream(Epochs[Batch]):
             "descr": asked,
             "given": dtype is not None,
         }
+        item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
+        if reuse and buffers is not None:
+            raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
+        self._shape = (self.batch_size, *item)
+        self._reuse = reuse
+        self._buffers = None if buffers is None else list(buffers)
+        if self._buffers is not None and len(self._buffers) < 2:
+            raise ArgumentError(
+                f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
+            )
+        super().__init__(_arguments.whole(epoch, "epoch"))
         values = (center, scale, divide, normalize)
         named = names_statistics(*values)
         if not named:  # its errors come before rows are read for max_norm
@@ -271,17 +283,6 @@ class Stream(Epochs[Batch]):
             chosen = self._selection if any(self.left_out.values()) else None
             self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep), chosen)
         self._native = store.native_stream(self._selection, self._options)
-        item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
-        if reuse and buffers is not None:
-            raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
-        self._shape = (self.batch_size, *item)
-        self._reuse = reuse
-        self._buffers = None if buffers is None else list(buffers)
-        if self._buffers is not None and len(self._buffers) < 2:
-            raise ArgumentError(
-                f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
-            )
-        super().__init__(_arguments.whole(epoch, "epoch"))
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:

@@ -157,6 +157,9 @@ class SequenceStream(Epochs[SequenceBatch]):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         if not _arguments.is_one_of(tokens, ("content", "all")):
             raise ArgumentError(f'tokens: expected "content" or "all", found {tokens!r}')
+        if not _arguments.is_one_of(too_long, ("error", "truncate", "split", "drop")):
+            raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
+        self.too_long: TooLong = too_long
         self.shuffle, self._tokens = shuffle, tokens
         self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
         self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
@@ -168,6 +171,9 @@ class SequenceStream(Epochs[SequenceBatch]):
             "batch_size": 1, "shuffle": None, "seed": 0, "drop_last": False, "rank": 0, "world_size": 1,
             "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
         }  # fmt: skip
+        super().__init__(_arguments.whole(epoch, "epoch"))
+        self._columns = BatchColumns(store, columns)
+        # Errors of arguments come before rows are read for max_norm and statistics.
         values = (center, scale, divide, normalize)
         named = names_statistics(*values)
         if not named:
@@ -178,21 +184,16 @@ class SequenceStream(Epochs[SequenceBatch]):
         if named:
             chosen = self._selection if any(rows.values()) else None
             self._options |= rescaling(store, self._layers, *values, (tokens, (), keep), chosen)
-        self._columns = BatchColumns(store, columns)
         self._native = store.native_stream(self._selection, self._options)
         before = self._native.before()
-        self._cut(np.diff(before), too_long)
+        self._cut(np.diff(before))
         self.left_out |= rows
         self._packing = self._packed()
         self._before = before
-        super().__init__(_arguments.whole(epoch, "epoch"))
 
-    def _cut(self, counts: NDArray[np.int64], too_long: TooLong) -> None:
+    def _cut(self, counts: NDArray[np.int64]) -> None:
         """Makes sequences of the examples' selected tokens: their examples, first tokens and lengths."""
-        most = self.batch_tokens
-        if not _arguments.is_one_of(too_long, ("error", "truncate", "split", "drop")):
-            raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
-        self.too_long = too_long
+        most, too_long = self.batch_tokens, self.too_long
         examples = np.flatnonzero(counts)
         lengths = counts[examples]
         self.left_out = {"examples": 0, "tokens": 0}

@@ -192,22 +192,20 @@ impl Look {
                     self.found.places[k].push((example, token));
                 }
             };
+            let (nan, infinite) = if facts.bad { self.meaning.count(row) } else { (0, 0) };
             if facts.zero {
                 odd(Oddity::Zero);
-            } else if facts.constant && self.width > 1 {
+            } else if facts.constant && self.width > 1 && nan + infinite == 0 {
                 odd(Oddity::Constant);
             }
-            if facts.bad {
-                let (nan, infinite) = self.meaning.count(row);
-                if nan > 0 {
-                    odd(Oddity::NotANumber);
-                }
-                if infinite > 0 {
-                    odd(Oddity::Infinite);
-                }
-                self.found.bad[0] += nan;
-                self.found.bad[1] += infinite;
+            if nan > 0 {
+                odd(Oddity::NotANumber);
             }
+            if infinite > 0 {
+                odd(Oddity::Infinite);
+            }
+            self.found.bad[0] += nan;
+            self.found.bad[1] += infinite;
         }
     }
 
@@ -340,6 +338,9 @@ mod tests {
         assert_eq!(complex([1.0, f32::NAN, f32::INFINITY, f32::INFINITY]).bad, [1, 2]);
         assert_eq!(complex([-0.0, 0.0, 0.0, -0.0]).odd[Oddity::Zero as usize], 1);
         assert_eq!(complex([-1.0, 0.0, 0.0, -0.0]).bad, [0, 0]);
+        let alike = |values: [f32; 4]| complex(values).odd[Oddity::Constant as usize];
+        assert_eq!(alike([-1.0, 2.0, -1.0, 2.0]), 1);
+        assert_eq!(alike([-1.0, f32::NAN, -1.0, f32::NAN]), 0);
     }
 
     proptest! {
@@ -361,7 +362,7 @@ mod tests {
             let rows: Vec<&[f32]> = values.chunks(width).collect();
             let count = |f: &dyn Fn(&[f32]) -> bool| rows.iter().filter(|r| f(r)).count() as u64;
             let zero = |r: &[f32]| r.iter().all(|x| *x == 0.0);
-            let alike = |r: &[f32]| width > 1 && r.iter().all(|x| x.to_bits() == r[0].to_bits()) && !zero(r);
+            let alike = |r: &[f32]| width > 1 && r[0].is_finite() && r.iter().all(|x| x.to_bits() == r[0].to_bits()) && !zero(r);
             prop_assert_eq!(found.rows, n as u64);
             prop_assert_eq!(found.odd[0], count(&|r| r.iter().any(|x| x.is_nan())));
             prop_assert_eq!(found.odd[1], count(&|r| r.iter().any(|x| x.is_infinite())));
