@@ -62,6 +62,13 @@ def refuses(
     assert str(back) == message
 
 
+@pytest.fixture(autouse=True)
+def _no_results_in_the_current_folder() -> Iterator[None]:
+    """Plans without ``work=`` write there, and git would add their results."""
+    yield
+    assert not list(Path.cwd().glob(".actshard-*"))
+
+
 @pytest.fixture(params=["mmap", "pread"])
 def io(request: pytest.FixtureRequest) -> str:
     return request.param

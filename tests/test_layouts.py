@@ -476,8 +476,8 @@ def test_a_description_is_read_once(undescribed: Path, given: str) -> None:
     store = actshard.open(undescribed, layout=layout)
     plans = {
         "convert": actshard.plan.convert(undescribed, undescribed.parent / "npy", "npy", tasks=3, layout=layout),
-        "verify": actshard.plan.verify(undescribed, tasks=3, layout=layout),
-        "stats": actshard.plan.stats(undescribed, tasks=3, layout=layout),
+        "verify": actshard.plan.verify(undescribed, tasks=3, layout=layout, work=undescribed.parent / "verified"),
+        "stats": actshard.plan.stats(undescribed, tasks=3, layout=layout, work=undescribed.parent / "summed"),
     }
     sent = pickle.dumps(store)
     if given == "file":
