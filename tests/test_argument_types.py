@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import actshard
+from conftest import GOLDEN, saev_dump
 
 NOT_INTEGERS: tuple[Any, ...] = (True, np.True_, 1.0, np.float32(1), -0.0, "1", float("nan"))
 NOT_LISTS: tuple[Any, ...] = (
@@ -170,3 +171,43 @@ def test_integers_of_numpy_are_taken(store: actshard.Store, tmp_path: Path) -> N
         assert np.array_equal(store.layer(kind(1))[kind(2)], ROWS[2, 1])
         assert store.stream([kind(1)], kind(2), seed=kind(3)).layers == (1,)
         assert len(store.split(kind(2))[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.stats(5, progress=3),
+        lambda s: s.spectrum(5, progress=3),
+        lambda s: s.similarity(progress=3),
+        lambda s: s.separability("label", progress=3),
+        lambda s: actshard.verify(s, progress=3),
+        lambda s: actshard.report(s, "none.html", progress=3),
+    ],
+)
+def test_progress_is_a_function(call: Any) -> None:
+    store = actshard.open(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    with pytest.raises(actshard.ArgumentTypeError, match="progress: expected a function, found int"):
+        call(store)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": 1 << 70}, "seed: expected an integer from 0 to 9223372036854775807, found 1180591620717411303424"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, found -1"),
+        ({"center": "std"}, "center: expected numbers or"),
+        ({"normalize": "other"}, "normalize: expected statistics of rows of"),
+    ],
+)
+def test_messages_name_the_argument_that_is_wrong(options: dict[str, Any], said: str) -> None:
+    store = actshard.open(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    if options.get("normalize"):
+        with actshard.open(GOLDEN / "lmprobe" / "fullseq_f32") as other:
+            options = {"normalize": other.stats(other.layers[0])}
+            object.__setattr__(options["normalize"], "layer", None)
+    with pytest.raises(actshard.ArgumentError, match=said):
+        store.stream(store.layers[0], 4, **options)
+    stats = store.stats(store.layers[0], seed=0)
+    for also in ({}, {"divide": 2.0}):
+        with pytest.raises(actshard.ArgumentError, match="center: expected an offset"):
+            store.stream(store.layers[0], 4, center=stats.std, **also)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -228,3 +229,20 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     assert [_arguments.counted(n, "addresses") for n in (0, 1, 2)] == ["0 addresses", "1 address", "2 addresses"]
     store = actshard.open(tmp_path / "d")
     assert "1 batch of (4, 4)" in repr(store.stream(0, 4))
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """JSON has neither NaN nor Infinity (RFC 8259), which Python writes by default."""
+    rows = np.ones((3, 1, 2, 4), np.float32)
+    rows[0], rows[1, :, :, 0] = np.nan, np.inf
+    with actshard.create(tmp_path / "run", "npy", layers=[0], d_model=4) as writer:
+        writer.append(rows)
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    for words in (["head"], ["top"], ["stats"], ["verify", "--deep"], ["info"]):
+        done = CliRunner().invoke(app, [*words, str(tmp_path / "run"), "--json"])
+        made = json.loads(done.stdout, parse_constant=refuse)
+        if words == ["head"]:
+            assert [row["norms"]["0"] for row in made] == [None, None, 2.0]

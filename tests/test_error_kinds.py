@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -115,3 +118,21 @@ def test_a_journal_that_cannot_be_looked_at_is_not_taken_for_none(
     monkeypatch.setattr(Path, "is_file", refused)
     with pytest.raises(actshard.FileAccessError, match="cannot access"):
         work.unfinished(path)
+
+
+def test_a_warning_names_the_callers_line_however_the_package_was_found(tmp_path: Path) -> None:
+    """Frames have the text of the import path, which may not be normalized."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import actshard\n\nactshard.open({str(GOLDEN / 'lmprobe/fullseq_f32')!r}).filter([False] * 26)\n"
+    )
+    package = Path(actshard.__file__).parents[1]
+    path = f"{package}/actshard/.././"
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    assert told.startswith(f"{script}:3: ActshardWarning: "), told

@@ -464,6 +464,37 @@ def test_another_package_adds_a_format(plugins: Path, tmp_path: Path) -> None:
     assert "flat" not in formats.written()
 
 
+WITH_LAYOUT = PLUGIN.replace(
+    "    def detect(",
+    """    takes_layout = True
+
+    def read_layout(self, layout):
+        import json
+
+        return layout if isinstance(layout, dict) else json.loads(Path(layout).read_text())
+
+    def detect(""",
+).replace("layers=(7,)", 'layers=(options.layout["layer"],)')
+
+
+def test_plans_keep_the_layout_that_a_plugin_has_read(plugins: Path, tmp_path: Path) -> None:
+    install(plugins, "flat_plugin", WITH_LAYOUT, "flat = flat_plugin:Flat")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.f32").write_bytes(np.arange(20, dtype=np.float32).tobytes())
+    layout = tmp_path / "my.json"
+    layout.write_text('{"layer": 3}')
+    store = actshard.open(tmp_path / "data", format="flat", layout=layout)
+    plans = [
+        make(tmp_path / "data", format="flat", layout=layout, work=tmp_path / make.__name__)
+        for make in (actshard.plan.stats, actshard.plan.verify)
+    ]
+    layout.write_text('{"layer": 9}')
+    found, report = (actshard.run(plan) for plan in plans)
+    assert list(found) == [3]
+    assert found[3].mean.tobytes() == store.stats(3).mean.tobytes()
+    assert report.ok
+
+
 def test_a_format_that_cannot_be_loaded_is_a_warning(plugins: Path) -> None:
     install(
         plugins, "broken_plugin", "raise ZeroDivisionError('no')", "broken = broken_plugin:X", "saev = json:JSONDecoder"

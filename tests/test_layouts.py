@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -501,6 +502,37 @@ def test_a_layout_of_another_type_is_an_argument_error(undescribed: Path, layout
     for call in calls:
         with pytest.raises(actshard.ArgumentTypeError, match=r"layout: expected a path"):
             call(undescribed, layout=layout)
+
+
+def nested(deep: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(deep):
+        made = {"activations": made}
+    return made
+
+
+class Wrong(os.PathLike[str]):
+    def __fspath__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", [nested(30_000), Wrong()], ids=["nested", "path"])
+def test_a_layout_that_cannot_be_read_is_an_argument_error(undescribed: Path, layout: Any, tmp_path: Path) -> None:
+    for call in (actshard.open, actshard.verify):
+        with pytest.raises(actshard.ArgumentError, match="layout: "):
+            call(undescribed, layout=layout)
+    for plan in (actshard.plan.stats, actshard.plan.verify):
+        with pytest.raises(actshard.ArgumentError, match="layout: "):
+            plan(undescribed, layout=layout, work=tmp_path / "work")
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_plan_refuses_the_layout_that_verify_refuses(deep: bool, tmp_path: Path) -> None:
+    path, layout = GOLDEN / "lmprobe/fullseq_f32", {"layers": [1, 5, 9]}
+    with pytest.raises(actshard.ArgumentError, match="describe themselves"):
+        actshard.verify(path, layout=layout, deep=deep)
+    with pytest.raises(actshard.ArgumentError, match="describe themselves"):
+        actshard.plan.verify(path, layout=layout, deep=deep, work=tmp_path / "work")
 
 
 def test_a_layout_may_be_any_mapping(undescribed: Path) -> None:

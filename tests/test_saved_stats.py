@@ -441,3 +441,52 @@ def test_a_dataset_behind_a_url_has_them_in_the_cache_folder(
     assert found is not None
     assert same(found, made)
     assert [file.suffix for file in sorted((tmp_path / "cache-stats").rglob("*.*"))] == [".json", ".safetensors"]
+
+
+@pytest.mark.parametrize("form", [list, iter, np.array])
+def test_labels_to_ignore_may_be_in_any_iterable(form: Any, tmp_path: Path) -> None:
+    """An iterator can be read once, but selections and statistics are made of it several times."""
+    path = shutil.copytree(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"), tmp_path / "efe18415")
+    store = actshard.open(path)
+    layer, ignored = store.layers[0], [int(store.labels.flat[0]), 255]  # type: ignore[union-attr]
+    assert store.stats(layer).rows > store.stats(layer, ignore_labels=ignored).rows
+    for options in ({}, {"min_token": 2}, {"max_norm": np.inf}):
+        want = store.stats(layer, ignore_labels=ignored, **options)
+        assert same(store.stats(layer, ignore_labels=form(ignored), **options), want)
+        stream = store.stream(layer, 4, center="mean", ignore_labels=form(ignored), dtype=np.float64, **options)
+        assert stream.num_rows == want.rows
+        np.testing.assert_allclose(np.concatenate([b.activations for b in stream]).mean(0), 0, atol=1e-6)
+    mixed = actshard.mix([(store, 1), (store, 1)]).stream(layer, 4, ignore_labels=form(ignored))
+    assert all((store.labels[b.examples, b.tokens - store.special_tokens] != ignored[0]).all() for b in mixed)  # type: ignore[index]
+    for _ in range(2):
+        assert store.stats(layer, ignore_labels=form(ignored), save=True).rows == len(
+            np.concatenate([b.examples for b in store.stream(layer, 4, ignore_labels=ignored)])
+        )
+
+
+@pytest.mark.parametrize("ignored", [["a"], [None], "12", [1.7], [True], [256], 5])
+def test_a_plan_refuses_the_labels_that_a_stream_refuses(ignored: Any, tmp_path: Path) -> None:
+    store = actshard.open(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    with pytest.raises(actshard.ArgumentError) as want:
+        store.stream(store.layers[0], 4, ignore_labels=ignored)
+    with pytest.raises(type(want.value)) as found:
+        actshard.plan.stats(store.path, ignore_labels=ignored, work=tmp_path / "work")
+    assert found.value.detail == want.value.detail
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1e9}])
+def test_a_function_that_chooses_rows_at_random_is_asked_once(data: Path, options: dict[str, Any]) -> None:
+    store, rng, asked = actshard.open(data), np.random.default_rng(0), []
+
+    def keep(table: Any) -> Any:
+        asked.append(len(table))
+        return [rng.random(n) < 0.5 for n in store.token_counts]
+
+    for make in (
+        lambda: store.stream(3, 4, center="mean", keep=keep, dtype=np.float64, **options),
+        lambda: store.sequences_stream(3, 64, center="mean", keep=keep, dtype=np.float64, **options),
+    ):
+        asked.clear()
+        rows = np.concatenate([b.activations.reshape(-1, store.d_model) for b in make()])
+        assert asked == [len(store)]
+        np.testing.assert_allclose(rows.sum(0), 0, atol=1e-9)

@@ -169,7 +169,7 @@ def test_findings_name_what_is_odd_and_where(stats: Stats) -> None:
         "1 of 24 dimensions is always 0: 3.",
         "9 (9e+04 at example 7, token 31)",
         "massive rows",
-        "of the rows equal an earlier row",
+        "of the rows with finite norms equal an earlier row",
     ):
         assert text in said, said
 
@@ -192,6 +192,35 @@ def test_a_nearly_constant_dimension_is_found_and_can_be_limited(tmp_path: Path)
     assert 1e-7 < limited.min() < 1e-5
     rows[:, :, 5] *= np.float32(1e9)
     assert not [each for each in made(tmp_path / "b", rows).stats("a").advice() if each.kind == "nearly constant"]
+
+
+def test_the_limit_of_nearly_constant_dimensions_can_be_used_beside_one_of_nan(tmp_path: Path) -> None:
+    rows = np.random.default_rng(4).standard_normal((20, 30, 8)).astype(np.float32)
+    rows[:, :, 5] *= np.float32(1e-9)
+    rows[:, :, 6] = np.nan
+    store = made(tmp_path / "a", rows)
+    stats = store.stats("a")
+    (found,) = [each for each in stats.advice() if each.kind == "nearly constant"]
+    limited = eval(found.code.removeprefix("divide="), {"np": np, "stats": stats})
+    assert next(iter(store.stream("a", 600, center=0.0, divide=limited))).activations.shape == (600, 8)
+
+
+def test_repeated_rows_are_counted_among_those_with_finite_norms(tmp_path: Path) -> None:
+    """Rows with one NaN are different, and rows of NaN equal: both have their own finding."""
+    rows = np.random.default_rng(0).standard_normal((40, 10, 16)).astype(np.float32)
+    flat = rows.reshape(400, 16)
+    flat[:160, 3] = np.nan
+    flat[280:] = flat[280]
+    stats = made(tmp_path / "some", rows).stats("a")
+    assert (stats.repeats.rows, stats.repeats.different) == (240, 121)
+    (found,) = [each for each in stats.advice() if each.kind == "repeats"]
+    assert "49.58% of the rows with finite norms equal an earlier row" in found.text
+    flat[:] = np.random.default_rng(1).standard_normal((400, 16))
+    flat[:160] = np.nan
+    flat[-3:] = flat[-1]
+    stats = made(tmp_path / "nan", rows).stats("a")
+    assert (stats.repeats.rows, stats.repeats.different) == (240, 238)
+    assert not [each for each in stats.advice() if each.kind == "repeats"]
 
 
 def test_rows_of_nan_are_no_repeated_rows(tmp_path: Path) -> None:

@@ -292,9 +292,17 @@ def whole(
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if is_integer and least <= value <= most:
         return int(value)
-    expected = f"of at least {least}" if most >= 1 << 60 else f"from {least} to {most}"
+    expected = (
+        f"of at least {least}" if most >= 1 << 60 and not (is_integer and value > most) else f"from {least} to {most}"
+    )
     kind = ArgumentError if is_integer else wrong_type
     raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
+
+
+def check_progress(progress: Any) -> None:
+    """Raises ArgumentTypeError if ``progress`` is neither None nor a function."""
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
 
 
 def real(value: Any) -> float | None:

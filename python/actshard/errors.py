@@ -42,7 +42,7 @@ class OverflowWarning(ActshardWarning):
     code = "overflow"
 
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120  # a Path would be another text than that of frames
 
 
 def warn(text: str, category: type[ActshardWarning] = ActshardWarning, *, code: str | None = None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,6 +33,7 @@ from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError
 from actshard.store import Store
 from actshard.stream import Batch, Shuffle, Stream
+from actshard.stream.selection import labels_of
 
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
@@ -123,6 +124,10 @@ class MixedStores:
         for name in sorted({"drop_last", "buffers", "seed"} & options.keys()):
             also = "; give it to actshard.mix" if name == "seed" else ""
             raise ArgumentError(f"{name}: not an argument of a mixture's stream{also}")
+        # Given to every store, and an iterator can be read once.
+        layer = list(layer) if isinstance(layer, Iterator) else layer
+        if "ignore_labels" in options:
+            options["ignore_labels"] = labels_of(options["ignore_labels"])
         size = _arguments.whole(batch_size, "batch_size", 1)
         bound = _arguments.size(memory, "memory")
         counts = _counts(self._weights, size)

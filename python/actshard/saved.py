@@ -42,8 +42,8 @@ from actshard.stats import COUNTS, FLOATS, Stats
 from actshard.stream.readable import Readable
 from actshard.work import make_folder, write_bytes_at_once
 
-VERSION = 2
-"""Version 1 had no quantiles of norms by position."""
+VERSION = 3
+"""Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows."""
 _LONGEST = 80
 _HEADER, _COLUMN = 1 << 23, 64
 """Maximum bytes of a file of arrays: of its header and histogram, and for each column."""

@@ -38,7 +38,7 @@ from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
 from actshard.stream import selected
 from actshard.stream.norms import Limit
-from actshard.stream.selection import COMPARED, Mask, Tokens, column, memory_for_flags
+from actshard.stream.selection import COMPARED, Mask, Tokens, column, labels_of, memory_for_flags
 from actshard.stream.verbs import StreamVerbs
 
 if TYPE_CHECKING:
@@ -593,9 +593,11 @@ class Store(StreamVerbs, SampledVerbs):
         Raises:
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
+        _arguments.check_progress(progress)
         for name, given in (("rows", rows), ("max_norm", max_norm), ("min_token", min_token or None)):
             if given is not None and save is not False:
                 raise ArgumentError(f"save: saved statistics are those of all rows. Leave out {name}= or save=.")
+        ignore_labels, seed = labels_of(ignore_labels), _arguments.whole(seed, "seed")
         if save is not False:
             from actshard.saved import kept_or_made
 
@@ -606,7 +608,7 @@ class Store(StreamVerbs, SampledVerbs):
         if rows is not None:
             from actshard.sampled.rows import count_of, thinned
 
-            sample = count_of(rows, "rows"), _arguments.whole(seed, "seed")
+            sample = count_of(rows, "rows"), seed
             with memory_for_flags(self):
                 selection = thinned(selection, self.num_examples, *sample)
         return self._stats(layer, selection, progress)

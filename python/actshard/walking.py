@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from actshard._arguments import many
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
 from actshard.location import Location
 from actshard.work import is_building, refuse_planned
@@ -110,15 +111,15 @@ def find_cache(
     below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
     if working:
         raise UnfinishedError(UNBUILT, path=root)
+    listed = ", ".join(p.relative_to(root) for p in below[:8]) + (", ..." if len(below) > 8 else "")
     if any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
-            f"contains shards of a token cache, but no {LEDGER}: it was removed, or the build was interrupted. Remove the "
-            "folder, and build the cache again.",
+            f"contains no {LEDGER}, and {many(len(below), 'folder')} named like shards of a token cache: {listed}. If its build "
+            "was interrupted, run it again. If they are caches of their own, open one of them.",
             path=root,
         )
     if len(below) == 1:
         return below[0]
     if below:
-        listed = ", ".join(p.relative_to(root) for p in below[:8])
         raise ArgumentError(f"contains {len(below)} token caches. Open one of them: {listed}", path=root)
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)

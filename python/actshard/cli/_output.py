@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,19 @@ def output(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
     if not json:
         pretty()
         return
-    text = json_module.dumps(data(), indent=2, ensure_ascii=False, default=str)
+    made = _finite(data())
+    text = json_module.dumps(made, indent=2, ensure_ascii=False, allow_nan=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a lone surrogate in a name or text, or a terminal without Unicode
-        text = json_module.dumps(data(), indent=2, default=str)
+        text = json_module.dumps(made, indent=2, allow_nan=False, default=str)
     typer.echo(text)
+
+
+def _finite(value: Any) -> Any:
+    """A value with null for numbers that are not finite, which JSON does not have (RFC 8259, section 6)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

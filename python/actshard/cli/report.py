@@ -10,11 +10,12 @@ from actshard import _arguments
 from actshard.cli._layers import has_range, of_store, several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError
+from actshard.errors import ArgumentError, UnknownFormatError
 from actshard.finding import existing_anywhere
 from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.style import check_name
 from actshard.reporting import ENDS, WrittenReport, written
+from actshard.reporting.page import OF_DATA
 
 
 def run(
@@ -32,7 +33,12 @@ def run(
             isinstance(name, int) for name in layers
         ):  # digits name a text if the dataset's names are texts
             given = {name: options[name] for name in ("storage_options", "cache", "layout")}
-            layers = of_store(layer, open_quietly(path, options["format"], "auto", **given).layers, "--layer")
+            try:
+                layers = of_store(layer, open_quietly(path, options["format"], "auto", **given).layers, "--layer")
+            except UnknownFormatError:
+                raise
+            except OF_DATA:  # the report of a dataset that cannot be opened has no layers, and lists the damage
+                layers = None
     with progress("report", quiet=quiet) as watch:
         return written(path, out, layers=layers, progress=watch.stage, **options)
 

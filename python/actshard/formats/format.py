@@ -122,7 +122,10 @@ class Format:
         return self.names_layers if names_layers(layout) else self.takes_layout
 
     def read_layout(self, layout: Any) -> Any:
-        """Returns a ``layout=`` argument that does not change when its file or object does. Called once, before :meth:`open`."""
+        """Returns a ``layout=`` argument that does not change when its file or object does. Called before :meth:`open`.
+
+        Plans keep the result as text or as JSON values, and their tasks call this with it.
+        """
         read = self._in_room("read_layout")
         if read is not None:
             return read(layout)

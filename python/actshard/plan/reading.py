@@ -58,16 +58,18 @@ def described(layout: Any, format: str | None) -> Any:
     """
     if layout is None:
         return None
-    if isinstance(layout, Mapping):
-        try:
-            return json.loads(json.dumps(dict(layout), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
-    known = format if format in formats.names() else formats.described()
-    read = formats.get(known).read_layout(layout)
+    read = layout
+    if not isinstance(layout, Mapping):
+        known = format if format in formats.names() else formats.described()
+        read = formats.get(known).read_layout(layout)
+    if isinstance(read, str):
+        return str(read)
     if isinstance(read, os.PathLike):  # a plugin reads the file itself
         return str(_arguments.local_path(read, "layout"))
-    return str(read)
+    try:
+        return json.loads(json.dumps(dict(read) if isinstance(read, Mapping) else read, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
 
 
 def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str] | None) -> Path:

@@ -52,7 +52,7 @@ from actshard.saved import Place
 from actshard.stats import Stats
 from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
-from actshard.stream.selection import Tokens, select
+from actshard.stream.selection import Tokens, labels_of, select
 from actshard.work import write_json
 
 SUMS, SUMMARIES = "sums.npy", "summaries.json"
@@ -94,7 +94,7 @@ def stats(
     where, layout = place(path), described(layout, format)
     store = open_quietly(where, format, "pread", layout=layout)
     groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
-    ignored = [int(x) for x in _arguments.listed(ignore_labels, "ignore_labels: expected a list of integers")]
+    ignored = labels_of(ignore_labels)
     wide = wide_groups(store, groups)
     listed, weights = [], []
     for group in groups:

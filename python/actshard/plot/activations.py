@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import saved
+from actshard import _arguments, saved
 from actshard.layers import Layer, several
 from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, log, style, whole
@@ -55,6 +55,7 @@ def measured(
         kept: the kept statistics, if they were read before.
         progress: called with ("rows", rows done, total rows) of all layers that are read.
     """
+    _arguments.check_progress(progress)
     names = [store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers))]
     made: dict[Layer, Stats] = {}
     found = kept_of(store, names, tokens) if kept is None else kept

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import ESCAPES, ArgumentError, MissingExtraError
+from actshard.errors import ESCAPES, ArgumentError, ArgumentTypeError, MissingExtraError
 from actshard.layers import Layer, plain
 from actshard.work.files import write_bytes
 
@@ -86,8 +86,14 @@ def style(*, page: bool = False) -> Iterator[None]:
 
 
 def axes(ax: Any) -> Any:
-    """The given axes, or new ones, on a figure of their own."""
+    """The given axes, or new ones, on a figure of their own.
+
+    Raises:
+        ArgumentTypeError: not axes, such as the array of several that ``subplots`` returns.
+    """
     if ax is not None:
+        if not hasattr(ax, "set_xlabel"):
+            raise ArgumentTypeError(f"ax: expected matplotlib axes, found {type(ax).__name__}")
         return ax
     library()
     from matplotlib.figure import Figure

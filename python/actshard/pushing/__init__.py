@@ -95,6 +95,7 @@ def push(
     from actshard.pushing.hub import push_to_hub
     from actshard.pushing.planning import shipment
 
+    _arguments.check_progress(progress)
     check = _arguments.switch(verify, "verify")
     overwrite, private = _arguments.switch(overwrite, "overwrite"), _arguments.switch(private, "private")
     links = _arguments.switch(links, "links")

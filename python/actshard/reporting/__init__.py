@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from actshard import _arguments
 from actshard._native import build_info
-from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError, UnknownFormatError
+from actshard.errors import ArgumentError, MissingExtraError, UnknownFormatError
 from actshard.finding import existing_anywhere
 from actshard.formats.format import Tell
 from actshard.formats.target import environment_time
@@ -29,7 +29,7 @@ from actshard.reporting.page import FEW_COLUMNS, OF_DATA, Page, steps
 from actshard.stats.advice import Advice, cut
 from actshard.store import Store
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
-from actshard.verifying import verify
+from actshard.verifying import Report, verify
 from actshard.work.files import write_bytes
 
 ENDS = (".html", ".htm")
@@ -109,6 +109,7 @@ class WrittenReport:
         seconds: the time that it took.
         layers: names of the layers that it covers.
         findings: its findings, worst first.
+        check: what :func:`actshard.verify` found in the files.
     """
 
     path: Path
@@ -116,6 +117,7 @@ class WrittenReport:
     seconds: float
     layers: list[Layer]
     findings: list[Advice]
+    check: Report
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -127,6 +129,7 @@ class WrittenReport:
             "seconds": round(self.seconds, 3),
             "layers": self.layers,
             "findings": findings,
+            "check": self.check.as_dict(),
         }
 
 
@@ -147,8 +150,7 @@ def written(
     render = _template()
     file = _arguments.local_path(out, "out")
     check_name(Path(file), ENDS, "out")
-    if progress is not None and not callable(progress):
-        raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
+    _arguments.check_progress(progress)
     count = _arguments.whole(examples, "examples", 0, 20)
     tell = progress or (lambda what, done, total: None)
     decode = load_tokenizer(tokenizer) if tokenizer is not None else None
@@ -161,12 +163,13 @@ def written(
     else:
         page = _of_path(path, given, layers, (tokens, rows), count, decode, tell)
     with page.timed("check of the files"):
-        page.verified(verify(path, progress=tell, **given))
+        check = verify(path, progress=tell, **given)
+        page.verified(check)
     seconds = time.monotonic() - began
     page.took.append(("other", seconds - sum(part for _, part in page.took)))
     made = render(page=page, steps=steps(), few=FEW_COLUMNS, **_made_at(seconds)).encode("utf-8", "replace")
     write_bytes(Path(file), made)
-    return WrittenReport(Path(file), len(made), time.monotonic() - began, page.layers, page.sorted_advice())
+    return WrittenReport(Path(file), len(made), time.monotonic() - began, page.layers, page.sorted_advice(), check)
 
 
 def _of_path(

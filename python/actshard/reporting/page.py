@@ -113,7 +113,7 @@ class Page:
     def damaged(self, what: str, error: ActshardError, where: str = "dataset") -> None:
         """Adds an error of the dataset, or of some layers."""
         text = f"{what}: {cut(error).removesuffix('.')}."
-        do = "Fix what the check of the files names, below."
+        do = "Fix what the check of the files names."
         self.advice.append(Advice("error", where, text, do, kind="damage"))
 
     def sorted_advice(self) -> list[Advice]:
@@ -137,8 +137,8 @@ class Page:
                 Advice(
                     "error",
                     "files",
-                    f"verify found {many(len(report.errors), 'error')}, listed below. Reads may fail or return other data.",
-                    "See the remedy of each.",
+                    f"verify found {many(len(report.errors), 'error')}. Reads may fail or return other data.",
+                    "See the remedy of each, in the check of the files.",
                     "actshard verify --deep",
                     kind="verify",
                 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from actshard import _arguments
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, OutOfRangeError, from_plain
+from actshard.errors import ActshardError, ArgumentError, OutOfRangeError, from_plain
 from actshard.plan.plan import Plan, failures, load
 from actshard.runners.tasks import Heard, Said
 
@@ -71,8 +71,7 @@ def run(
     plan = plan if isinstance(plan, Plan) else load(plan)
     keep_going, commit = _arguments.switch(keep_going, "keep_going"), _arguments.switch(commit, "commit")
     retries = _arguments.whole(retries, "retries", 0, _MOST_RETRIES)
-    if progress is not None and not callable(progress):
-        raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
+    _arguments.check_progress(progress)
     engine = _engine(on, options)
     wanted = None if tasks is None else _numbers(plan, tasks)
     for again in reversed(range(retries + 1)):

@@ -130,6 +130,7 @@ def separability_of(
     progress: RowsRead | None,
 ) -> Separability:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.separability`."""
+    _arguments.check_progress(progress)
     count, seed = count_of(examples, "examples", 4), _arguments.whole(seed, "seed")
     if not _arguments.is_one_of(pool, ("last", "mean")):
         raise ArgumentError(f'pool: expected "last" or "mean", found {pool!r:.80}')

@@ -138,11 +138,12 @@ def similarity_of(
     progress: RowsRead | None,
 ) -> Similarity:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.similarity`."""
+    _arguments.check_progress(progress)
     count, seed = count_of(rows, "rows"), _arguments.whole(seed, "seed")
     mine = _names(store, layers)
     if other is None and other_layers is not None:
         raise ArgumentError("other_layers: expected other=, the store that has them")
-    theirs = mine if other is None else _names(other, other_layers)
+    theirs = mine if other is None else _names(other, other_layers, "other_layers")
     store.check_open()
     selection = select(store, mine, tokens, (), keep) if mine else (0, 0)
     if other is not None and mine and theirs:
@@ -180,10 +181,10 @@ def minibatches(count: int, seed: int) -> Iterator[NDArray[np.int64]]:
         yield np.sort(order[number::batches])
 
 
-def _names(store: Any, layers: Any) -> tuple[Layer, ...]:
+def _names(store: Any, layers: Any, what: str = "layers") -> tuple[Layer, ...]:
     if not hasattr(store, "group_of"):
         raise ArgumentTypeError(f"other: expected a store, found {type(store).__name__}")
-    return tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
+    return tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers, what)))
 
 
 def _check_same(store: Readable, mine: Sequence[Layer], other: Readable, theirs: Sequence[Layer]) -> None:

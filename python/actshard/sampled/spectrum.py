@@ -123,6 +123,7 @@ def spectrum_of(
     progress: RowsRead | None,
 ) -> Spectrum:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.spectrum`."""
+    _arguments.check_progress(progress)
     name = store.layers[store.group_of(layer)]
     count, most, seed = count_of(rows, "rows"), count_of(directions, "directions", 0), _arguments.whole(seed, "seed")
     store.check_open()

@@ -63,7 +63,7 @@ class Stats:
         min, max: float64, of finite values; +inf and -inf for columns without finite values.
         nan, inf: int64 counts.
         std, inverse_std: float64, computed from the variance.
-        mean_norm: mean L2 norm of the rows whose values are all finite; NaN without such rows.
+        mean_norm: mean L2 norm of the rows whose norms are finite in float64; NaN without such rows.
         zeros: int64 counts of values equal to 0.
         summary: what the properties below are made of.
         layer: the layer's name, by which ``stream(normalize=)`` refuses statistics of another layer. None: not known.
@@ -320,7 +320,7 @@ def _nearly_constant(stats: Stats) -> Iterator[Advice]:
         f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median "
         f"dimension's standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
     )
-    code = f"divide=np.maximum(stats.std, {NEARLY * median:.2g})"
+    code = f"divide=np.fmax(stats.std, {NEARLY * median:.2g})"
     yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(found))
 
 
@@ -359,16 +359,14 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
 
 def _repeated(stats: Stats) -> Iterator[Advice]:
     repeats, positions = stats.repeats, stats.norms_by_position
-    bad = (stats.rows - stats.norms.rows) / max(
-        stats.rows, 1
-    )  # rows with NaN or infinite values, which have their own finding
-    if not repeats.repeated or repeats.fraction - bad < _REPEATED or (stats.min == stats.max).all():
+    if not repeats.repeated or repeats.fraction < _REPEATED or (stats.min == stats.max).all():
         return
     about = "" if repeats.exact else "about "
-    text = f"{about}{repeats.fraction:.2%} of the rows equal an earlier row. Common prefixes and token embeddings are often equal."
+    rows = "rows" if stats.norms.rows == stats.rows else "rows with finite norms"
+    text = f"{about}{repeats.fraction:.2%} of the {rows} equal an earlier row. Common prefixes and token embeddings often do."
     # As many as there are first tokens, such as BOS, which are equal in all examples.
     firsts = int(positions.rows[0]) if len(positions.first) > 1 and positions.first[0] == 0 else 0
-    natural = stats.layer == 0 or repeats.fraction <= firsts / stats.rows + _REPEATED
+    natural = stats.layer == 0 or repeats.fraction <= firsts / stats.norms.rows + _REPEATED
     severity = "note" if natural else "warning"
     yield Advice(severity, "", text, "Look for repeated texts and padding.", kind="repeats", size=repeats.fraction)
 

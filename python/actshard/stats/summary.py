@@ -181,13 +181,13 @@ class LargestColumn:
 
 @dataclass(frozen=True)
 class Repeats:
-    """How many rows equal another one, bit by bit, from a sample of the different rows by hash.
+    """How many rows with finite norms equal another one, bit by bit, from a sample of the different rows by hash.
 
     Attributes:
         different: different rows in the sample.
         repeated: those of them that came more than once.
         rows: rows equal to one of the sample.
-        exact: whether the sample has all rows; otherwise it has 1,024 different ones, chosen uniformly.
+        exact: whether the sample has all such rows; otherwise it has 1,024 different ones, chosen uniformly.
     """
 
     different: int

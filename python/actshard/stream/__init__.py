@@ -37,7 +37,7 @@ from actshard.stream.rescaling import (
     rescaling,
     settings_of,
 )
-from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
+from actshard.stream.selection import Mask, Tokens, keep_of, labels_of, select, stored_tokens
 
 Shuffle = Literal["window", "exact"] | None
 
@@ -98,7 +98,7 @@ def selected(
     left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
     if not first and limit is None:
         return select(store, layers, tokens, ignore_labels, keep), left_out
-    keep, stored = asked(store, keep), stored_tokens(store, layers)
+    keep, stored = keep_of(store, keep), stored_tokens(store, layers)
     steps = {"min_token": positions(stored) >= first}
     selection = select(store, layers, tokens, ignore_labels, keep)
     before = _native.count_selected(store.num_examples, selection)
@@ -263,6 +263,8 @@ class Stream(Epochs[Batch]):
                 f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
+        # Read once: the selection and named statistics are of the same rows, also of an iterator and a random function.
+        ignore_labels, keep = labels_of(ignore_labels), keep_of(store, keep)
         values = (center, scale, divide, normalize)
         named = names_statistics(*values)
         if not named:  # its errors come before rows are read for max_norm

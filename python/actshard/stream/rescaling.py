@@ -92,10 +92,17 @@ def rescaling(
         Errors of :meth:`actshard.Store.stats`, if named statistics were not saved.
     """
     d_model, n = store.d_model, len(layers)
+    if is_deviation(center):
+        raise ArgumentError("center: expected an offset, found stats.std. Use center=stats.mean, divide=stats.std.")
     center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, (*selection, chosen))
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
         each = _stats_of(normalize, layers)
+        for stats in each:
+            if len(stats.mean) != d_model:
+                raise ArgumentError(
+                    f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
+                )
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
         scale = np.stack([stats.inverse_std for stats in each])
     elif divide is not None:
@@ -110,7 +117,7 @@ def rescaling(
             )
         return {"center": vectors(center, "center", d_model, n), "scale": None, "norm": None, "divide": divisors}
     norm = _norm_of(store, scale)
-    if is_deviation(scale) or is_deviation(center):
+    if is_deviation(scale):
         raise ArgumentError(
             "scale: expected a factor, found stats.std. Rows are multiplied by scale. "
             "Use normalize=stats, divide=stats.std or scale=stats.inverse_std."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,9 +145,7 @@ def _select(
             'tokens="special": the dataset contains no special tokens, or its metadata does not list them',
             path=store.path,
         )
-    if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
-        raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
-    ignore_labels = listed(ignore_labels, "ignore_labels: expected a list of integers")
+    ignore_labels = labels_of(ignore_labels)
     each = store.contents.tokens_each
     if each is not None and not ignore_labels and keep is None and also is None and store.content_lengths is None:
         # All examples are equal: computed without memory per example.
@@ -192,6 +190,20 @@ def _select(
     return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
 
 
+def labels_of(ignore_labels: Iterable[int]) -> list[int]:
+    """The ``ignore_labels`` of a call as Python integers, in the given order; an iterator is read.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: not several integers from 0 to 255.
+    """
+    if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
+        raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
+    found = listed(ignore_labels, "ignore_labels: expected a list of integers")
+    if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in found):
+        raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {found!r:.200}")
+    return [int(x) for x in found]
+
+
 def stored_tokens(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Tokens per example. Raises NotStoredError if layers store different numbers."""
     first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
@@ -220,8 +232,6 @@ def _unlabelled(
     """One flag per stored token, False for ignored labels. Special tokens have no label and stay True."""
     if not ignore:
         return None
-    if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in ignore):
-        raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {ignore!r}")
     if tokens == "special":
         raise ArgumentError('ignore_labels: special tokens have no labels. Use tokens="content".')
     if store.labels is None:
@@ -238,7 +248,7 @@ def _unlabelled(
     return wanted.reshape(-1)
 
 
-def asked(store: Readable, keep: Mask) -> Mask:
+def keep_of(store: Readable, keep: Mask) -> Mask:
     """Returns the result of ``keep(store.table)`` if it is a function or the name of a list column, else ``keep``."""
     if isinstance(keep, str):
         keep = nonzero(keep)
@@ -255,7 +265,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
     """The user's ``keep`` as one flag per stored token; None keeps all."""
     if keep is None:
         return None
-    keep = asked(store, keep)
+    keep = keep_of(store, keep)
     if is_lists_of_flags(keep) and len(keep) == len(stored):
         return flags_of(keep, stored, store.special_tokens)
     keep = column(keep)

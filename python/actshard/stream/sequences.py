@@ -37,7 +37,7 @@ from actshard.stream.rescaling import (
     rescaling,
     settings_of,
 )
-from actshard.stream.selection import Mask
+from actshard.stream.selection import Mask, keep_of
 
 TooLong = Literal["error", "truncate", "split", "drop"]
 
@@ -174,6 +174,7 @@ class SequenceStream(Epochs[SequenceBatch]):
         super().__init__(_arguments.whole(epoch, "epoch"))
         self._columns = BatchColumns(store, columns)
         # Errors of arguments come before rows are read for max_norm and statistics.
+        keep = keep_of(store, keep)
         values = (center, scale, divide, normalize)
         named = names_statistics(*values)
         if not named:

@@ -109,6 +109,7 @@ def look(
     Raises:
         FormatError: the cache's files are damaged.
     """
+    _arguments.check_progress(progress)
     limit = _arguments.whole(limit, "limit", 1)
     sizes = [_arguments.whole(length, "lengths", 1) for length in lengths]
     view = cache.view(cache.token_field) if len(cache) and cache.fields else None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from actshard import _arguments, formats
 from actshard.codes import findings
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, UnknownFormatError
+from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.format import names_layers
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
@@ -82,6 +82,7 @@ def verify(
         ClosedError: ``deep`` is True, and the store, or the store that it was filtered from, was closed.
         NoMemoryError, InterruptedReadError: the check was not finished; the other files were not checked.
     """
+    _arguments.check_progress(progress)
     deep, store = _arguments.switch(deep, "deep"), path if isinstance(path, Store) else None
     if store is not None:
         if storage_options or cache or layout is not None or format not in (None, store.format):
@@ -128,18 +129,12 @@ def of_path(
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
     if layout is not None:
-        known = format
-        if known is None and names_layers(layout):
-            with contextlib.suppress(ActshardError):  # the check reports it
-                known = find(root)[1]
-        elif known is None:
-            known = format = formats.described()
-        if known is not None and not formats.get(known).takes(layout):
-            raise ArgumentError(f"layout: {known} datasets describe themselves; leave it out")
+        known = taker(root, format, layout)
+        format = format if names_layers(layout) else known
         if known is not None:
             try:
                 layout = formats.get(known).read_layout(layout)
-            except ArgumentTypeError:
+            except ArgumentError:
                 raise
             except ActshardError:
                 pass  # the check reports it
@@ -147,6 +142,23 @@ def of_path(
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store, values)
     return report
+
+
+def taker(root: Location, format: str | None, layout: Any) -> str | None:
+    """Returns the format that takes a ``layout=`` argument; None if it cannot be detected. Internal.
+
+    Raises:
+        ArgumentError: the format does not take it.
+    """
+    if format is None and not names_layers(layout):
+        format = formats.described()
+    known = format
+    if known is None:
+        with contextlib.suppress(ActshardError):  # the check reports it
+            known = find(root)[1]
+    if known is not None and not formats.get(known).takes(layout):
+        raise ArgumentError(f"layout: {known} datasets describe themselves; leave it out")
+    return known
 
 
 def _describes(layout: Any) -> bool:

@@ -415,15 +415,22 @@ def read_layout(layout: Any) -> Any:
     """Returns a ``layout=`` argument as text or a dict of its own: a file is read, a dict copied.
 
     Raises:
+        ArgumentTypeError, ArgumentError: neither a path, text or a dict; or nested too deep.
         FormatError: the file is too large, or not UTF-8.
     """
     if isinstance(layout, Mapping):
-        return _plain(layout)
+        try:
+            return _plain(layout)
+        except RecursionError as error:
+            raise ArgumentError("layout: nested too deep") from error
     if not isinstance(layout, str | os.PathLike | None):
         raise ArgumentTypeError(f"layout: expected a path, TOML text or a dict, found {type(layout).__name__}")
     if layout is None or isinstance(layout, LayoutText) or (isinstance(layout, str) and "\n" in layout):
         return layout
-    place = Location.of(os.fspath(layout), "layout")
+    try:
+        place = Location.of(os.fspath(layout), "layout")
+    except TypeError as error:  # the type's __fspath__ is wrong
+        raise ArgumentTypeError(f"layout: expected a path, TOML text or a dict: {error}") from error
     if isinstance(layout, str) and "=" in layout and not place.exists():  # not the path of date=2026/layout.toml
         return layout
     return _read_text(place)
