@@ -442,7 +442,8 @@ impl Summer {
             DType::F32 => OfType::Single(Box::new(PartOf::new(row)?)),
             DType::F64 => OfType::Double(Box::new(PartOf::new(row)?)),
             other => {
-                let detail = format!("statistics: expected float64, float32, float16 or bfloat16, found {}", other.name());
+                let detail =
+                    format!("statistics: expected float64, float32, float16 or bfloat16, found {}", other.name());
                 return Err(Error::new(Kind::DType, detail));
             }
         }))
