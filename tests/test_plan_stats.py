@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,23 @@ def test_any_number_of_tasks_has_the_bits_of_one_process(source: Path, tmp_path:
         finite = np.where(np.isfinite(values), values, np.nan)
         np.testing.assert_allclose(expected[store.layers[0]].mean, np.nanmean(finite, axis=0), rtol=1e-9)
         np.testing.assert_allclose(expected[store.layers[0]].variance, np.nanvar(finite, axis=0), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(np.nan, "float32"), (np.inf, "float32"), (-np.inf, "bfloat16"), (1e300, "float64")]
+)
+@pytest.mark.parametrize("rows", [[], [3], [3, 4, 5], list(range(180))], ids=len)
+def test_rows_whose_norms_are_not_finite(bad: float, dtype: str, rows: list[int], tmp_path: Path) -> None:
+    """Of few rows, all are in the sample of repeated rows, except these."""
+    values = np.random.default_rng(0).standard_normal((180, 8))
+    values[rows, 2] = bad
+    path = tmp_path / "run"
+    with actshard.create(path, "safetensors", layers=[0], d_model=8, dtype=dtype) as writer:
+        writer.append(values.reshape(60, 1, 3, 8).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    found = actshard.run(actshard.plan.stats(path, tasks=3, work=tmp_path / "work"))
+    want = actshard.open(path).stats(0)
+    assert same_bits(found[0], want)
+    assert want.repeats.rows == 180 - len(rows)
 
 
 def test_threads_do_not_matter(source: Path, tmp_path: Path) -> None:

@@ -176,3 +176,9 @@ def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
     assert found["magnitudes"].tolist() == np.bitwise_or.reduce(every, axis=0).tolist()
     assert found["differences"].tolist() == np.bitwise_or.reduce(every ^ every[:1], axis=0).tolist()
     assert found["zero_rows"] == ((~rows.any(axis=1)).sum(), [(i, 0) for i in range(len(rows)) if not rows[i].any()])
+
+
+def test_a_format_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
+    for deep in (False, True):
+        with pytest.raises(actshard.ArgumentError, match="format must be one of"):
+            actshard.plan.verify(GOLDEN / "lmprobe/fullseq_f32", format="zzz", deep=deep, work=tmp_path / "work")

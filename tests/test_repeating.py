@@ -56,6 +56,21 @@ def test_without_texts_rows_of_all_layers_are_compared(tmp_path: Path) -> None:
     assert repeated_examples(store, {}) is None
 
 
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_layers_with_rows_that_are_not_finite_do_not_hide_repeated_examples(
+    layers: list[int], bad: float, tmp_path: Path
+) -> None:
+    """Such rows are not among a layer's repeated rows."""
+    rows = np.random.default_rng(0).normal(size=(20, 2, T, D))
+    rows[10:] = rows[:10]
+    rows[:, layers, :, 3] = bad
+    store = made(tmp_path / "a", rows)
+    found = repeated_examples(store, stats(store))
+    assert found is not None
+    assert (found.by, found.repeated) == ("rows", 10)
+
+
 def test_first_tokens_that_repeat_are_no_repeated_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows are not read again for them."""
     rows = np.random.default_rng(0).normal(size=(600, 2, T, D))

@@ -349,6 +349,10 @@ def test_wrong_arguments_are_refused_before_rows_are_read(
     ("verb", "options"),
     [
         ("stream", {"batch_size": 4, "buffers": []}),
+        ("stream", {"batch_size": 4, "buffers": 5}),
+        ("stream", {"batch_size": 4, "memory": 1, "shuffle": "window"}),
+        ("stream", {"batch_size": 4, "dtype": "int32"}),
+        ("sequences_stream", {"batch_tokens": 16, "dtype": "int32"}),
         ("sequences_stream", {"batch_tokens": 16, "columns": ["nothing"]}),
         ("sequences_stream", {"batch_tokens": 16, "too_long": "cut"}),
     ],
@@ -359,7 +363,7 @@ def test_wrong_arguments_of_one_verb_are_refused_before_rows_are_read(
     store = actshard.open(data)
     never(monkeypatch)
     monkeypatch.setattr(actshard.stream, "within", None)
-    with pytest.raises((actshard.ArgumentError, actshard.NotStoredError)):
+    with pytest.raises((actshard.ArgumentError, actshard.DtypeError, actshard.NotStoredError)):
         getattr(store, verb)(3, max_norm=3.0, center="mean", **options)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -42,14 +43,18 @@ class OverflowWarning(ActshardWarning):
     code = "overflow"
 
 
-_PACKAGE = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120  # a Path would be another text than that of frames
+_PASSED_ON = re.compile(r"(actshard|contextlib|functools|torch\.utils\.data)(\.|$)")
+"""Modules that call actshard for the user: context managers, cached properties and batches in the loop's own process."""
 
 
 def warn(text: str, category: type[ActshardWarning] = ActshardWarning, *, code: str | None = None) -> None:
-    """Warns at the line of the user's code that called actshard, from however deep in actshard."""
+    """Warns at the line of the user's code that called actshard, from however deep in actshard.
+
+    In a thread or a process of another library, that is this library's line.
+    """
     frame, level = sys._getframe(), 1
-    # contextlib enters actshard's context managers.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+    # Names of modules: files have other names in a package without sources, and code of dataclasses has none.
+    while frame.f_back is not None and _PASSED_ON.match(str(frame.f_globals.get("__name__"))):
         frame, level = frame.f_back, level + 1
     warnings.warn(category(text, code=code), stacklevel=level)  # noqa: TID251
 

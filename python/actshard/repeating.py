@@ -79,7 +79,7 @@ def repeated_examples(
     """Looks for examples that equal an earlier one.
 
     Reads the columns of token ids or texts, if the dataset has them. Otherwise reads the rows of one layer again, but only if
-    the statistics of every layer contain repeated rows.
+    the statistics of every layer contain repeated rows, or rows whose norms are not finite.
 
     Args:
         store: a store.
@@ -98,9 +98,11 @@ def repeated_examples(
             return Repeated(by, len(known), len(later), tuple(few))
     if not found:
         return None
-    layer, least = min(found.items(), key=lambda item: item[1].repeats.repeated)
+    # Rows of NaN and infinite norms are not among the repeated ones, but examples of them may be equal.
+    whole = {layer: stats for layer, stats in found.items() if stats.norms.rows == stats.rows}
+    layer, least = min((whole or found).items(), key=lambda item: item[1].repeats.repeated)
     repeats, total = least.repeats, least.rows
-    if repeats.repeated <= (0 if repeats.exact else _SOME * repeats.different):
+    if whole and repeats.repeated <= (0 if repeats.exact else _SOME * repeats.different):
         return Repeated("rows", store.num_examples, 0, ())
     group = store.group_of(layer)
     report = None if progress is None else lambda rows: progress(rows, total)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actshard._arguments import many
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
 from actshard.location import Location
 from actshard.work import is_building, refuse_planned
@@ -111,15 +110,19 @@ def find_cache(
     below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
     if working:
         raise UnfinishedError(UNBUILT, path=root)
-    listed = ", ".join(p.relative_to(root) for p in below[:8]) + (", ..." if len(below) > 8 else "")
-    if any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
+    shards = [p for p in below if any(map(_SHARD.match, p.relative_to(root).split("/")[-2:]))]
+    if shards:
         raise UnfinishedError(
-            f"contains no {LEDGER}, and {many(len(below), 'folder')} named like shards of a token cache: {listed}. If its build "
-            "was interrupted, run it again. If they are caches of their own, open one of them.",
+            f"contains no {LEDGER}, but folders named like shards of a token cache: {_few(shards, root)}. If they are caches of "
+            "their own, open one of them. If they are left of a build, remove them, and build the cache again.",
             path=root,
         )
     if len(below) == 1:
         return below[0]
     if below:
-        raise ArgumentError(f"contains {len(below)} token caches. Open one of them: {listed}", path=root)
+        raise ArgumentError(f"contains {len(below)} token caches. Open one of them: {_few(below, root)}", path=root)
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)
+
+
+def _few(folders: Sequence[Location], root: Location) -> str:
+    return ", ".join(p.relative_to(root) for p in folders[:8]) + (", ..." if len(folders) > 8 else "")

@@ -564,11 +564,19 @@ class TestInterruptions:
         (tmp_path / "c" / "train" / "shard_ledger.json").unlink()
         for path in (tmp_path, tmp_path / "c", tmp_path / "c" / "train"):
             with pytest.raises(
-                actshard.UnfinishedError, match=r"1 folder named like shards.*00000_train_jsonl.*open one"
+                actshard.UnfinishedError, match=r"named like shards.*00000_train_jsonl.*open one.*build the cache again"
             ):
                 tokens.open_cache(path)
         assert actshard.verify(tmp_path / "c").codes() == {"unfinished"}
         assert len(tokens.open_cache(tmp_path / "c" / "train" / "00000_train_jsonl")) == 50
+
+    def test_only_the_names_of_folders_below_count(self, in_golden, tmp_path) -> None:
+        cache = GOLDEN / "text_gpt2style_single" / "cache" / "train"
+        shutil.copytree(cache, tmp_path / "20250_run" / "wiki")
+        assert len(tokens.open_cache(tmp_path / "20250_run")) == 50
+        shutil.copytree(cache, tmp_path / "20250_run" / "00000_web" / "train")
+        with pytest.raises(actshard.UnfinishedError, match=r"named like shards of a token cache: 00000_web/train\. If"):
+            tokens.open_cache(tmp_path / "20250_run")
 
     def test_finished_files_are_not_built_again(self, sources, tmp_path) -> None:
         bad = write_lines(tmp_path / "bad.jsonl", [{"text": 1}])

@@ -261,3 +261,12 @@ def test_padding_counts_as_the_configuration_says(in_golden, tmp_path) -> None:
 def test_a_mixture_that_does_not_end_is_true() -> None:
     assert tokens.Mixture({"a": 3}, {"a": 1})
     assert tokens.Mixture({"a": 3}, {"a": 1}, stop_strategy="all_exhausted")
+
+
+def test_warnings_of_a_configuration_name_the_callers_line() -> None:
+    """A dataclass's own code has no file."""
+    settings: dict[str, Any] = {"components": {}, "chat_template": "x"}
+    for make in (lambda: tokens.LmDataConfig(**settings), lambda: tokens.LmDataConfig.from_dict(settings)):
+        with pytest.warns(actshard.ActshardWarning, match="chat_template is ignored") as told:
+            make()
+        assert [x.filename for x in told] == [__file__]

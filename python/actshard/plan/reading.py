@@ -68,7 +68,7 @@ def described(layout: Any, format: str | None) -> Any:
         return str(_arguments.local_path(read, "layout"))
     try:
         return json.loads(json.dumps(dict(read) if isinstance(read, Mapping) else read, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ArgumentTypeError(f"layout: expected JSON values in a plan: {error}") from error
 
 

@@ -149,7 +149,7 @@ def _agreeing(node: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
         total >= 0 and math.isclose(sum(x for _, x, _ in positions), total, rel_tol=_ROUNDING),
     )
     yield "the largest norms", len(node["largest_rows"]) == min(norms, LARGEST)
-    yield "as many hashes as rows", hashed <= rows and (hashed == rows or len(node["hashes"]) == HASHES)
+    yield "as many hashes as norms", hashed <= norms and (hashed == norms or len(node["hashes"]) == HASHES)
     largest = np.where(finite > 0, np.maximum(-node["min"], node["max"]), 0.0)
     yield (
         "the largest columns",

@@ -48,7 +48,7 @@ from actshard.plan.reading import (
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.plan.verifying_checks import SMALL, check_scans, check_values, wrong
 from actshard.store import Store
-from actshard.verifying import of_path, taker
+from actshard.verifying import check_format, of_path, taker
 from actshard.verifying.deep import ODD, add_findings, first_row, joined, scan, together
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
@@ -87,7 +87,8 @@ def verify(
     tasks, deep = _arguments.whole(tasks, "tasks", 1), bool(_arguments.switch(deep, "deep"))
     where, layout = place(path), described(layout, format)
     root = existing_anywhere(where, None, None)
-    if layout is not None and (format is None or format in (*formats.names(), *formats.of_tokens())):
+    check_format(format)
+    if layout is not None:
         taker(root, format, layout)  # raises if nothing takes it
     opened = _opened(where, format, layout) if deep else None
     store, weights, wide = opened or (None, np.zeros(0, np.int64), [])

@@ -168,7 +168,7 @@ def _draw(page: Page, store: Store, found: Measured) -> None:
 
 _LAYERS = (
     "Norms are L2 norms of rows. Over all dimensions: std is the root of the mean variance, min and max the extremes, zeros the "
-    "share of values equal to 0; repeated is the share of rows that equal an earlier one. Dims are numbers of "
+    "share of values equal to 0; repeated is the share of rows with finite norms that equal an earlier one. Dims are numbers of "
     "dimensions, NaN and infinite numbers of values."
 )
 

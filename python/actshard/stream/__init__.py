@@ -32,6 +32,7 @@ from actshard.stream.rescaling import (
     Normalize,
     Scale,
     check_named,
+    check_native,
     layers_of,
     names_statistics,
     rescaling,
@@ -230,7 +231,7 @@ class Stream(Epochs[Batch]):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
-        self.world_size = _arguments.whole(world_size, "world_size", 1)
+        self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
         self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
         self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, drop_last
@@ -257,7 +258,7 @@ class Stream(Epochs[Batch]):
             raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
         self._shape = (self.batch_size, *item)
         self._reuse = reuse
-        self._buffers = None if buffers is None else list(buffers)
+        self._buffers = None if buffers is None else _arguments.listed(buffers, "buffers: expected arrays")
         if self._buffers is not None and len(self._buffers) < 2:
             raise ArgumentError(
                 f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
@@ -271,6 +272,8 @@ class Stream(Epochs[Batch]):
             self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep))
         else:
             check_named(store, self._layers, *values)
+        if named or max_norm is not None:
+            check_native(store, self._options)
         self._selection, self.left_out = select_rows(
             store,
             self._layers,

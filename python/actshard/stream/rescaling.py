@@ -54,6 +54,11 @@ def names_statistics(center: Center, scale: Scale, divide: Divide, normalize: No
     )
 
 
+def check_native(store: Readable, options: dict[str, Any]) -> None:
+    """Raises the errors of a native stream that do not depend on its rows, before these are read."""
+    store.native_stream((0, 0), {**options, **dict.fromkeys(("center", "scale", "divide", "norm"))})
+
+
 def check_named(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, divide: Any, normalize: Any) -> None:
     """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
     _check_names(center, divide, normalize)

@@ -32,6 +32,7 @@ from actshard.stream.rescaling import (
     Normalize,
     Scale,
     check_named,
+    check_native,
     layers_of,
     names_statistics,
     rescaling,
@@ -181,6 +182,8 @@ class SequenceStream(Epochs[SequenceBatch]):
             self._options |= rescaling(store, self._layers, *values, (tokens, (), keep))
         else:
             check_named(store, self._layers, *values)
+        if named or max_norm is not None:
+            check_native(store, self._options)
         self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
         if named:
             chosen = self._selection if any(rows.values()) else None

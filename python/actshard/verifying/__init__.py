@@ -125,9 +125,7 @@ def of_path(
 ) -> Report:
     """:func:`verify` of a path. ``values`` replaces the check of every value, and is called if that check is due. Internal."""
     root = existing_anywhere(path, *remote)
-    names = (*formats.names(), *formats.of_tokens())
-    if format is not None and format not in names:
-        raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
+    check_format(format)
     if layout is not None:
         known = taker(root, format, layout)
         format = format if names_layers(layout) else known
@@ -142,6 +140,13 @@ def of_path(
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store, values)
     return report
+
+
+def check_format(format: str | None) -> None:
+    """Raises ArgumentError for a ``format=`` argument that is not a format's name. Internal."""
+    names = (*formats.names(), *formats.of_tokens())
+    if format is not None and format not in names:
+        raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
 
 
 def taker(root: Location, format: str | None, layout: Any) -> str | None:

@@ -240,7 +240,7 @@ class DescriptionReader:
         self.json: dict[str, Any] = {}
 
     def error(self, table: str, key: str, text: str, number: int = 0) -> ActshardError:
-        where = ".".join(part for part in (table, key) if part)
+        where = ".".join(str(part) for part in (table, key) if part)
         line = self._line(table, key, number)
         message = f"line {line}: {where}: {text}" if line else f"{where}: {text}"
         if self.source is None:
