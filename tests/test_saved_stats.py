@@ -452,7 +452,9 @@ def test_labels_to_ignore_may_be_in_any_iterable(form: Any, tmp_path: Path) -> N
     """An iterator can be read once, but selections and statistics are made of it several times."""
     path = shutil.copytree(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"), tmp_path / "efe18415")
     store = actshard.open(path)
-    layer, ignored = store.layers[0], [int(store.labels.flat[0]), 255]  # type: ignore[union-attr]
+    layer, labels = store.layers[0], store.labels
+    assert labels is not None
+    ignored = [int(labels.flat[0]), 255]
     assert store.stats(layer).rows > store.stats(layer, ignore_labels=ignored).rows
     for options in ({}, {"min_token": 2}, {"max_norm": np.inf}):
         want = store.stats(layer, ignore_labels=ignored, **options)
@@ -461,7 +463,7 @@ def test_labels_to_ignore_may_be_in_any_iterable(form: Any, tmp_path: Path) -> N
         assert stream.num_rows == want.rows
         np.testing.assert_allclose(np.concatenate([b.activations for b in stream]).mean(0), 0, atol=1e-6)
     mixed = actshard.mix([(store, 1), (store, 1)]).stream(layer, 4, ignore_labels=form(ignored))
-    assert all((store.labels[b.examples, b.tokens - store.special_tokens] != ignored[0]).all() for b in mixed)  # type: ignore[index]
+    assert all((labels[b.examples, b.tokens - store.special_tokens] != ignored[0]).all() for b in mixed)
     for _ in range(2):
         assert store.stats(layer, ignore_labels=form(ignored), save=True).rows == len(
             np.concatenate([b.examples for b in store.stream(layer, 4, ignore_labels=ignored)])

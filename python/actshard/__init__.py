@@ -185,4 +185,4 @@ _SLOW = {
 if build_info()["profile"] in _SLOW:
     import warnings
 
-    warnings.warn(_SLOW[build_info()["profile"]], RuntimeWarning, stacklevel=2)  # noqa: TID251
+    warnings.warn(_SLOW[build_info()["profile"]], RuntimeWarning, stacklevel=2)  # noqa: TID251  # about the build, and no ActshardWarning

@@ -56,7 +56,7 @@ def warn(text: str, category: type[ActshardWarning] = ActshardWarning, *, code: 
     # Names of modules: files have other names in a package without sources, and code of dataclasses has none.
     while frame.f_back is not None and _PASSED_ON.match(str(frame.f_globals.get("__name__"))):
         frame, level = frame.f_back, level + 1
-    warnings.warn(category(text, code=code), stacklevel=level)  # noqa: TID251
+    warnings.warn(category(text, code=code), stacklevel=level)  # noqa: TID251  # every other warning comes here
 
 
 class ActshardError(Exception):

@@ -48,7 +48,7 @@ from actshard.plan.reading import (
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.plan.verifying_checks import SMALL, check_scans, check_values, wrong
 from actshard.store import Store
-from actshard.verifying import check_format, of_path, taker
+from actshard.verifying import check_format, format_for_layout, of_path
 from actshard.verifying.deep import ODD, add_findings, first_row, joined, scan, together
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
@@ -89,7 +89,7 @@ def verify(
     root = existing_anywhere(where, None, None)
     check_format(format)
     if layout is not None:
-        taker(root, format, layout)  # raises if nothing takes it
+        format_for_layout(root, format, layout)  # raises if nothing takes it
     opened = _opened(where, format, layout) if deep else None
     store, weights, wide = opened or (None, np.zeros(0, np.int64), [])
     arguments: dict[str, Any] = {

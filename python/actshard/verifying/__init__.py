@@ -127,7 +127,7 @@ def of_path(
     root = existing_anywhere(path, *remote)
     check_format(format)
     if layout is not None:
-        known = taker(root, format, layout)
+        known = format_for_layout(root, format, layout)
         format = format if names_layers(layout) else known
         if known is not None:
             try:
@@ -149,7 +149,7 @@ def check_format(format: str | None) -> None:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
 
 
-def taker(root: Location, format: str | None, layout: Any) -> str | None:
+def format_for_layout(root: Location, format: str | None, layout: Any) -> str | None:
     """Returns the format that takes a ``layout=`` argument; None if it cannot be detected. Internal.
 
     Raises:

@@ -369,8 +369,7 @@ class Writer:
         if missing:
             warn(
                 f"{self.path}: pad=True: an earlier release did not record the lengths of {many(missing, 'example')}, so "
-                "their padding "
-                "counts as content. If any were padded, write the dataset again.",
+                "their padding counts as content. If any were padded, write the dataset again.",
                 code="unknown-lengths",
             )
 
