@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
 TORTURE_SCALE ?= 1
+# Two processes on two cores: most tests use one.
+PYTEST = $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
 LIGHT := not engines and not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
@@ -17,7 +19,7 @@ RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz-smoke fmt clean help
+.PHONY: demo quick test test-slow torture check check-rust check-python docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,13 +33,18 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 		$(MAKE) --no-print-directory -s $$built
 	@PYTHONWARNINGS="ignore:this is a" $(BIN)/actshard demo
 
-test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
+quick: $(VENV)/.dev $(VENV)/.test $(VENV)/.check ## what changed since the last commit on main, in a minute: QUICK_ARGS=--help tells the options
+	$(BIN)/python scripts/quick.py $(QUICK_ARGS)
+
+test: $(VENV)/.dev $(VENV)/.test ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
-	$(MAKE) --no-print-directory fuzz-smoke
-	./scripts/suite.sh $(BIN)/python -m "$(LIGHT)"
+	$(PYTEST) -m "$(LIGHT) and not slow"
+
+test-slow: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the tests that cost more than a second each: kills, failing system calls, all pairs of formats
+	ACTSHARD_TIER=slow $(PYTEST) -m "$(LIGHT) and (slow or machine)"
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
-	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture tests/test_plan_needs.py
+	ACTSHARD_TIER=torture ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture tests/test_plan_needs.py
 	ACTSHARD_KILLS=100 $(BIN)/python -m pytest tests/test_kills.py
 	$(BIN)/python -m tests.torture.faults
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
@@ -48,10 +55,15 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
 
-check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test docs ## formatting, lints, types, stubs, documentation
+check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test $(VENV)/.docs ## formatting, lints, types, stubs, documentation
+	$(MAKE) --no-print-directory --jobs=2 check-rust check-python docs
+
+check-rust: ## the part of check that is Rust's
 	cargo fmt --all --check
 	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+check-python: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## the part of check that is Python's
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -62,7 +74,7 @@ docs: $(VENV)/.docs ## builds the documentation site in site/; broken links are 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
-	SUITE_PARTS=4 ./scripts/suite.sh $(BIN)/python -m peers
+	$(PYTEST) -m peers
 
 test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py

@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis.core
 import numpy as np
 import pytest
+from durations import Durations
+from tests.torture import budget
 
 import actshard
 from actshard.formats import registry
+from actshard.plan import process
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,6 +64,34 @@ def refuses(
     # The store of a remote location, which may contain secrets, stays behind.
     assert back.path == (error.path if getattr(error.path, "is_local", True) else str(error.path))
     assert str(back) == message
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
+    if config.getoption("hypothesis_seed") is None:
+        hypothesis.core.global_force_seed = budget.seed()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"seed {budget.seed()}: ACTSHARD_SEED={budget.seed()} repeats the random choices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _assumed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans assume a constant memory of a process, which they would otherwise measure by starting one.
+
+    Test files that are marked ``measures_memory`` measure.
+    """
+    if request.node.get_closest_marker("measures_memory"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_measured", lambda _: process.UNKNOWN)
+        yield
+    # Remembered by the process, which may run a file that measures next.
+    process.importing.cache_clear()
+    process._begun.cache_clear()
+    process._known.clear()
 
 
 @pytest.fixture(autouse=True)

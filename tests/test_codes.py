@@ -28,10 +28,12 @@ from arrow_files import unended, with_null
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
 from served import served
+from sources import PACKAGE, forget_sources, nodes, nodes_of
 from test_speculators import write
 from test_verifying import CASES, put
 
-SOURCES = Path(actshard.__file__).parent
+__all__ = ["forget_sources"]
+
 RECORD = Path(__file__).with_name("codes.json")
 DIGESTS = json.loads(Path(__file__).with_name("digests.json").read_text(encoding="utf-8"))
 VERIFIED = [finding for each in DIGESTS["complaints"]["verified"].values() for finding in each]
@@ -332,8 +334,8 @@ def _constants(tree: ast.AST | None) -> set[str]:
 def _raised(below: str = "") -> set[str]:
     """Codes that appear in the sources where they are raised."""
     found: set[str] = set()
-    for path in (SOURCES / below).rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in (PACKAGE / below).rglob("*.py"):
+        for call in nodes(path):
             if isinstance(call, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "code" for t in call.targets):
                 found |= _constants(call.value)
             if not isinstance(call, ast.Call):
@@ -374,10 +376,10 @@ def test_a_format_raises_codes_of_its_own_and_general_ones_only() -> None:
 
 def test_every_warning_has_a_code() -> None:
     made = 0
-    for path in SOURCES.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in PACKAGE.rglob("*.py"):
+        for call in nodes_of(path, ast.Call):
             # Not warnings.warn, which actshard.errors.warn calls.
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("warn", "errors.warn"):
+            if ast.unparse(call.func) in ("warn", "errors.warn"):
                 raised = ast.unparse(call)
                 assert any(x.arg == "code" for x in call.keywords) or "OverflowWarning" in raised, f"{path}: {raised}"
                 made += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -18,8 +19,10 @@ import actshard
 from actshard import codes, formats
 from actshard.formats import Format, registry
 from conftest import GOLDEN, install
+from sources import PACKAGE as ROOT
+from sources import forget_sources, nodes, nodes_of, parse
 
-ROOT = Path(actshard.__file__).parent
+__all__ = ["forget_sources"]
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
@@ -75,25 +78,23 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
-def imports(module: str) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(module: str) -> tuple[tuple[str, int], ...]:
     """actshard modules that a module imports, with line numbers. Includes local imports and those for types only."""
 
-    def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                for alias in child.names:
+    def visit() -> Iterator[tuple[str, int]]:
+        for node in nodes(MODULES[module]):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
                     if alias.name.partition(".")[0] == "actshard":
-                        yield alias.name.removeprefix("actshard").removeprefix("."), child.lineno
-            elif isinstance(child, ast.ImportFrom) and (child.module or "").partition(".")[0] == "actshard":
-                base = (child.module or "").removeprefix("actshard").removeprefix(".")
-                for alias in child.names:
+                        yield alias.name.removeprefix("actshard").removeprefix("."), node.lineno
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "actshard":
+                base = (node.module or "").removeprefix("actshard").removeprefix(".")
+                for alias in node.names:
                     full = f"{base}.{alias.name}".removeprefix(".")
-                    yield (full if full in MODULES else base), child.lineno
-            yield from visit(child)
+                    yield (full if full in MODULES else base), node.lineno
 
-    for found, line in visit(ast.parse(MODULES[module].read_text())):
-        if found != module:
-            yield found, line
+    return tuple((name, line) for name, line in visit() if name != module)
 
 
 def floor_of(module: str) -> tuple[int, int, str]:
@@ -157,19 +158,8 @@ def test_no_format_is_named_outside_its_folder() -> None:
     for module, path in MODULES.items():
         if module.partition(".")[0] not in ROOMS:
             continue
-        tree = ast.parse(path.read_text())
-        explained = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            if node.body and isinstance(node.body[0], ast.Expr)
-        }
-        explained |= {
-            id(node.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        }
-        for node in ast.walk(tree):
+        explained = {id(node.value) for node in nodes_of(path, ast.Expr) if isinstance(node.value, ast.Constant)}
+        for node in nodes(path):
             texts: list[str] = []
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explained:
                 texts = [node.value]
@@ -300,13 +290,16 @@ PAST_LOCATION = {"glob", "rglob", "iglob", "iterdir", "scandir", "listdir", "wal
 
 def reads_paths(module: str) -> list[str]:
     """Places where a module reads a file or lists a folder without ``Location``."""
-    tree = ast.parse(MODULES[module].read_text())
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    own |= {alias.asname or alias.name for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) for alias in x.names}
+    path = MODULES[module]
+    own = {node.name for node in nodes_of(path, ast.FunctionDef)}
+    own |= {alias.asname or alias.name for node in nodes_of(path, ast.ImportFrom) for alias in node.names}
     return [
         f"{module}:{node.lineno}: {ast.unparse(node)[:60]}"
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Attribute) and (node.attr in PAST_LOCATION or ast.unparse(node) == "np.load"))
+        for node in nodes(path)
+        if (
+            isinstance(node, ast.Attribute)
+            and (node.attr in PAST_LOCATION or (node.attr == "load" and ast.unparse(node) == "np.load"))
+        )
         or (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -325,9 +318,9 @@ def on_paths(module: str) -> str | None:
 
 
 def test_user_data_is_read_through_locations_only() -> None:
-    found = [place for module in MODULES if on_paths(module) is None for place in reads_paths(module)]
-    assert found == []
-    assert {on_paths(module) for module in MODULES if reads_paths(module)} == set(ON_PATHS), "take off what is freed"
+    reads = {module: reads_paths(module) for module in MODULES}
+    assert [place for module, places in reads.items() if on_paths(module) is None for place in places] == []
+    assert {on_paths(module) for module, places in reads.items() if places} == set(ON_PATHS), "take off what is freed"
 
 
 PICKLED = {
@@ -377,7 +370,7 @@ def test_a_type_name_means_one_thing() -> None:
     for module, path in [*MODULES.items(), ("_native", ROOT / "_native.pyi")]:
         if module.partition(".")[0] == "compat":
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in parse(path).body:
             names = [node.name] if isinstance(node, ast.ClassDef) else []
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
                 names = [x.id for x in node.targets if isinstance(x, ast.Name) and re.match(r"_?[A-Z]\w*[a-z]", x.id)]
@@ -393,11 +386,9 @@ def test_rooms_and_functions_are_short() -> None:
     functions = {}
     rooms = {str(path): path.read_text().count("\n") for path in [*MODULES.values(), *tests]}
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                explained = len((ast.get_docstring(node, clean=False) or "").splitlines())
-                lines = (node.end_lineno or 0) - node.lineno + 1 - explained
-                functions[f"{path}: {node.name}"] = lines
+        for node in nodes_of(path, ast.FunctionDef):
+            explained = len((ast.get_docstring(node, clean=False) or "").splitlines())
+            functions[f"{path}: {node.name}"] = (node.end_lineno or 0) - node.lineno + 1 - explained
     assert {name: lines for name, lines in rooms.items() if lines > 800} == {}
     assert {name: lines for name, lines in functions.items() if lines > 80} == {}
 

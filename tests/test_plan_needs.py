@@ -6,7 +6,6 @@ Memory is the peak of a process that loads the plan and runs one task (``VmHWM``
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from functools import partial
@@ -20,8 +19,10 @@ import actshard
 from actshard.converting import segments
 from actshard.converting.blocks import read
 from conftest import GOLDEN
+from tests.torture.budget import TORTURE
 
 pytestmark = [
+    pytest.mark.measures_memory,
     pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what is read"),
     pytest.mark.filterwarnings("ignore::actshard.ActshardWarning"),
 ]
@@ -30,7 +31,7 @@ WHOLE = ("npy_big_fortran_f32", "npz_example_files_f16", "pt_views_f16", "specfo
 """Datasets with arrays that are decoded when they are opened."""
 NOT_AS_THEY_ARE = (*WHOLE, "speculators_fp8")
 """Datasets with arrays that are decoded, or types that are wider when they are read."""
-ALL = os.environ.get("ACTSHARD_TORTURE") == "1"
+ALL = TORTURE
 """Whether all golden datasets are looked at, which takes minutes."""
 
 

@@ -94,7 +94,9 @@ def test_a_misaligned_array_is_an_index() -> None:
     assert np.array_equal(STORE.sequences(e, 5)[0], ACTS[7, 1])
 
 
-@pytest.mark.parametrize("bad", [[True, False], [0.0, 1.0], "01", None, ["a"], [[0], [1, 2]], object()], ids=repr)
+@pytest.mark.parametrize(
+    "bad", [[True, False], [0.0, 1.0], "01", None, ["a"], [[0], [1, 2]], pytest.param(object(), id="object")], ids=repr
+)
 def test_indices_that_are_no_integers_are_refused(bad: object) -> None:
     with pytest.raises(actshard.ArgumentError, match="expected"):
         STORE.gather(5, bad, 0)
@@ -198,7 +200,9 @@ def test_dtype_converts_like_astype(variant: str, dtype: object, io: str) -> Non
     assert np.array_equal(bits(listed[0]), bits(rows[1:2].astype(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, ">f4", "float33", np.complex64, "U3", object()], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.int32, ">f4", "float33", np.complex64, "U3", pytest.param(object(), id="object")], ids=str
+)
 def test_dtypes_that_cannot_be_given_are_refused(dtype: object) -> None:
     with pytest.raises(actshard.DtypeError) as caught:
         STORE.gather(5, 0, 0, dtype=dtype)

@@ -20,9 +20,13 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), r
 
 
 def steps(workflow: Path) -> list[str]:
-    """The commands of all steps of a workflow."""
-    jobs = yaml.safe_load(workflow.read_text())["jobs"]
-    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    """The commands of all steps of a workflow, one for each job of the matrix."""
+    commands = []
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        names = job.get("strategy", {}).get("matrix", {}).get("job", [""])
+        for step in job["steps"]:
+            commands += [step["run"].replace("${{ matrix.job }}", name) for name in names if "run" in step]
+    return commands
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -36,9 +40,17 @@ def test_workflows_run_targets_of_the_makefile(workflow: Path) -> None:
             assert words[1] in TARGETS, command
         elif words[0] == ".ci/run":
             assert (ROOT / ".ci/run").stat().st_mode & 0o111
+            assert words[1] in TARGETS, command
         else:
             assert words[:2] == ["curl", "-sSf"], command
             assert "rustup.rs" in command
+
+
+def test_every_job_of_a_local_run_is_a_job_of_the_workflow() -> None:
+    jobs = re.search(r"set -- (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)[1].split()  # type: ignore[index]
+    workflow = steps(ROOT / ".github/workflows/ci.yml")
+    assert {f".ci/run {job}" for job in jobs} <= set(workflow)
+    assert {"test", "test-slow"} <= set(jobs)
 
 
 def test_every_target_is_phony_and_explained() -> None:

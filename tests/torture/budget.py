@@ -1,7 +1,12 @@
-"""Budgets of randomized tests: seconds in `make test`, large with `ACTSHARD_TORTURE=1`."""
+"""Budgets and seeds of randomized tests, for the three tiers of tests.
+
+``ACTSHARD_TIER`` is ``test`` (the default), ``slow`` or ``torture``: `make test`, `make test-slow` and `make torture` set it.
+``ACTSHARD_SEED`` is the seed; the default is the day, so that every day looks elsewhere, and a run can be repeated.
+"""
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 from pathlib import Path
@@ -9,25 +14,38 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine
 
-TORTURE = os.environ.get("ACTSHARD_TORTURE", "") not in ("", "0")
+TIERS = ("test", "slow", "torture")
+TIER = os.environ.get("ACTSHARD_TIER", "test")
+if TIER not in TIERS:
+    raise ValueError(f"ACTSHARD_TIER: expected one of {', '.join(TIERS)}, found {TIER!r}")
+TORTURE = TIER == "torture"
+
+
+def seed() -> int:
+    """The seed of this run. Processes that it starts have the same one."""
+    # Set once: a run that continues past midnight keeps its seed.
+    return int(os.environ.setdefault("ACTSHARD_SEED", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"))
 
 
 def runs(small: int, large: int) -> int:
-    """`small`, or `large` under `make torture`, scaled by `ACTSHARD_TORTURE_SCALE`."""
-    return max(1, int(large * float(os.environ.get("ACTSHARD_TORTURE_SCALE", "1")))) if TORTURE else small
+    """The budget of this tier: `small` in `make test-slow`, a third of it in `make test`, `large` in `make torture`.
+
+    ``ACTSHARD_TORTURE_SCALE`` multiplies `large`.
+    """
+    if TORTURE:
+        return max(1, int(large * float(os.environ.get("ACTSHARD_TORTURE_SCALE", "1"))))
+    return small if TIER == "slow" else -(-small // 3)
 
 
 def machine_settings(small: int, large: int, steps: int = 20) -> settings:
-    """Hypothesis settings of a state machine. No deadline, because the machine may be busy.
+    """Hypothesis settings of a state machine; ``tests/conftest.py`` sets the seed.
 
     Without the explain phase, which before Python 3.12 traces every line of every run, also in forked children.
     """
     return settings(
         max_examples=runs(small, large),
         stateful_step_count=steps,
-        deadline=None,
         phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
-        derandomize=not TORTURE,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
