@@ -16,12 +16,12 @@ from typing import Any
 import hypothesis.core
 import numpy as np
 import pytest
-from durations import Durations
 from tests.torture import budget
 
 import actshard
 from actshard.formats import registry
 from actshard.plan import process
+from durations import Durations
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.torture.budget import TORTURE
 
 import actshard
 from actshard.converting import segments
 from actshard.converting.blocks import read
 from conftest import GOLDEN
-from tests.torture.budget import TORTURE
 
 pytestmark = [
     pytest.mark.measures_memory,

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import durations
 import pytest
 from tests.torture import budget
+
+import durations
 
 ROOT = Path(__file__).parents[1]
 pytest_plugins = ["pytester"]
