@@ -15,12 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 import actshard
 from actshard.formats import registry
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is no fault: neither an example nor the drawing of its data has a time limit.
+settings.register_profile("actshard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("actshard")
 
 GOLDEN = Path(__file__).parent / "golden"
 SAEV = sorted(p.parent for p in (GOLDEN / "saev").glob("*/expected.npz"))

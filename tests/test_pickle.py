@@ -23,6 +23,7 @@ import actshard
 from actshard import _native
 from conftest import GOLDEN, bits, refuses
 from pickle_files import change, dataset, item, opened, values, write
+from waiting import PATIENCE
 
 PICKLE = sorted(p.parent for p in (GOLDEN / "pickle").glob("*/expected.npz"))
 
@@ -86,7 +87,7 @@ def test_hostile_shards_take_no_memory_and_end() -> None:
         "    except actshard.ActshardError: pass\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert int(done.stdout) < 64e6
 
 
@@ -166,7 +167,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     value=st.one_of(PLAIN, st.lists(st.one_of(PLAIN, arrays()), max_size=4)), protocol=st.integers(0, 5), data=st.data()
 )
@@ -188,7 +189,7 @@ def test_what_the_stock_pickler_writes_is_read_as_the_stock_unpickler_reads_it(
         assert got[0] is got[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), protocol=st.integers(0, 5))
 def test_damaged_pickles_are_read_or_refused(data: st.DataObject, protocol: int) -> None:
     raw = bytearray(pickle.dumps({"layer_0": [item(1, values(1, 0, 2), metadata={"a": [1, 2.5, None]})]}, protocol))
@@ -300,7 +301,9 @@ def test_special_files_in_place_of_shards_are_errors(tmp_path: Path, io: str) ->
                 f"try: load_shard({str(path)!r})\n"
                 "except actshard.ActshardError as e: print(type(e).__name__)"
             )
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
+            )
             assert len(done.stdout.split()) == 2, done.stdout
 
 

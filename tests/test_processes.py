@@ -21,6 +21,7 @@ import pytest
 
 import actshard
 from conftest import GOLDEN, bits, saev_dump
+from waiting import PATIENCE
 
 N, L, T, D = 40, 2, 9, 256
 SMALL = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
@@ -227,7 +228,7 @@ def test_fork_after_use_works(dataset: Path, io: str) -> None:
     assert is_right(store)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)  # a hang is a failure
+        signal.alarm(PATIENCE)  # a hang is a failure
         os._exit(0 if is_right(store, 1) else 3)
     _, status = os.waitpid(pid, 0)
     assert status == 0
@@ -300,7 +301,7 @@ def test_ctrl_c_interrupts_a_long_gather(dataset: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(0.3)  # well inside the first gather
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=20)[0] == "interrupted\n"
+        assert child.communicate(timeout=PATIENCE)[0] == "interrupted\n"
     finally:
         child.kill()
 
@@ -357,7 +358,7 @@ def run(script: str, *args: object, **environment: str) -> str:
     """Output of a script in a separate process. A hang fails."""
     command = [sys.executable, "-W", "ignore", "-c", script, *map(str, args)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+        command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, **environment}, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

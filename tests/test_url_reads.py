@@ -10,6 +10,7 @@ import numpy as np
 
 import actshard
 from served import Served, served
+from waiting import PATIENCE
 
 EXAMPLES, LAYERS, TOKENS, D_MODEL = 12, (3, 7), 128, 256
 RUN = TOKENS * D_MODEL * 4
@@ -59,7 +60,7 @@ def test_the_rows_of_the_identity_are_asked_for_together(tmp_path: Path) -> None
     key = _made(tmp_path)
     with served(tmp_path) as server:
         store = actshard.open(f"s3://{key}", storage_options=server.options)
-        server.together = together = threading.Barrier(EXAMPLES // 2, timeout=10)
+        server.together = together = threading.Barrier(EXAMPLES // 2, timeout=PATIENCE)
         assert store.identity == actshard.open(tmp_path / key).identity
         assert not together.broken
 

@@ -26,6 +26,7 @@ from actshard.compat import levanter
 from conftest import GOLDEN
 from hub import Hub, hub
 from served import Served, served
+from waiting import PATIENCE
 
 LEVANTER = GOLDEN / "levanter"
 CACHES = sorted(p.parent for p in LEVANTER.rglob("shard_ledger.json"))
@@ -453,7 +454,7 @@ except KeyboardInterrupt:
         child.send_signal(signal.SIGINT)
         try:
             # The server never answers, so without an interrupt this waits for the retries, a minute and more.
-            assert child.communicate(timeout=30)[0] == "interrupted\n"
+            assert child.communicate(timeout=PATIENCE)[0] == "interrupted\n"
         finally:
             child.kill()
 

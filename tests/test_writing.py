@@ -48,7 +48,7 @@ def check(path: Path, wanted: list[np.ndarray], layers: list[int] = LAYERS) -> a
     return store
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=4),
@@ -84,7 +84,7 @@ def test_ragged_examples_come_back(
     assert report.codes() <= {"zero-token-example"}, report.findings
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     n=st.integers(1, 23),
     tokens=st.integers(2, 5),
