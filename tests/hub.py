@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from arrivals import Arrivals, CountingHandler
 from served import ManyConnections, part_of
 
 LARGE = 512
@@ -95,7 +95,7 @@ def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
     return entry
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(CountingHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
     hub: Hub
@@ -115,7 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, kind: str, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        self.hub.requests.append((kind, path, self.headers.get("Range", "")))
+        if not self.is_again:
+            self.hub.requests.append((kind, path, self.headers.get("Range", "")))
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -344,7 +345,7 @@ def hub() -> Iterator[Hub]:
     found = Hub()
     servers = []
     for base in (_Front, _Other):
-        server = ManyConnections(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found}))
+        server = ManyConnections(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found, "arrivals": Arrivals()}))
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)
