@@ -23,6 +23,7 @@ from conftest import GOLDEN
 from waiting import PATIENCE
 
 pytestmark = [
+    pytest.mark.usefixtures("without_pandas"),
     pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what is read"),
     pytest.mark.filterwarnings("ignore::actshard.ActshardWarning"),
 ]
