@@ -76,6 +76,20 @@ def _no_results_in_the_current_folder() -> Iterator[None]:
     assert not list(Path.cwd().glob(".actshard-*"))
 
 
+WITHOUT_PANDAS = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent)
+"""
+"""A sitecustomize: Python imports it when a process starts."""
+
+
 @pytest.fixture(scope="module")
 def without_pandas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Processes that are started, and plans, find no pandas, as in an environment that has only what actshard needs.
@@ -87,7 +101,7 @@ def without_pandas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         return
     folder = tmp_path_factory.mktemp("without")
-    (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["pandas"] = None\n')
+    (folder / "sitecustomize.py").write_text(WITHOUT_PANDAS)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = importlib.util.find_spec
 
