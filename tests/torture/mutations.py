@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute
+import pyarrow.parquet  # noqa: F401 -- imported once, not by each child, whose memory is limited
 from tests.waiting import PATIENCE
 
 import actshard
