@@ -14,11 +14,11 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from arrivals import Arrivals, CountingHandler
 from served import ManyConnections, part_of
 
 ACCOUNT = "lab"
@@ -65,7 +65,8 @@ def azure(root: Path) -> Iterator[Azure]:
     """Serves the folders directly below ``root`` as containers until the block ends."""
     found = Azure(root)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(CountingHandler):
+        arrivals = Arrivals()
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
 
@@ -89,7 +90,8 @@ def azure(root: Path) -> Iterator[Azure]:
             query = dict(urllib.parse.parse_qsl(url.query))
             account, _, path = urllib.parse.unquote(url.path).strip("/").partition("/")
             wanted = self.headers.get("Range") or self.headers.get("x-ms-range") or ""
-            found.requests.append((self.command, path, wanted or url.query))
+            if not self.is_again:
+                found.requests.append((self.command, path, wanted or url.query))
             found.signed.append("Authorization" in self.headers or "sig" in query)
             if account != ACCOUNT:
                 return self.answer(404)

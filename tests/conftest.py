@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -16,15 +17,20 @@ from typing import Any
 import hypothesis.core
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from tests.torture import budget
 
 import actshard
 from actshard.formats import registry
-from actshard.plan import process
+from actshard.plan import converting, process
 from durations import Durations
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is no fault: neither an example nor the drawing of its data has a time limit.
+settings.register_profile("actshard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("actshard")
 
 GOLDEN = Path(__file__).parent / "golden"
 SAEV = sorted(p.parent for p in (GOLDEN / "saev").glob("*/expected.npz"))
@@ -99,6 +105,48 @@ def _no_results_in_the_current_folder() -> Iterator[None]:
     """Plans without ``work=`` write there, and git would add their results."""
     yield
     assert not list(Path.cwd().glob(".actshard-*"))
+
+
+WITHOUT_PANDAS = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent)
+"""
+"""A sitecustomize: Python imports it when a process starts."""
+
+
+@pytest.fixture(scope="module")
+def without_pandas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that are started, and plans, find no pandas, as in an environment that has only what actshard needs.
+
+    pyarrow imports pandas where it is installed, when it makes some columns: 30 MB. Plans count them for every task with columns,
+    also for one that makes none of these.
+    """
+    if importlib.util.find_spec("pandas") is None:
+        yield
+        return
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "sitecustomize.py").write_text(WITHOUT_PANDAS)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = importlib.util.find_spec
+
+    def forget() -> None:
+        process._known.clear()
+        process.importing.cache_clear()
+        process._begun.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setattr(converting, "find_spec", lambda name: None if name == "pandas" else found(name))
+        forget()
+        yield
+    forget()
 
 
 @pytest.fixture(params=["mmap", "pread"])

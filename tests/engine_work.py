@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 import actshard
+from waiting import PATIENCE, wait_until
 
 N, TASKS = 60, 20
 
@@ -103,11 +103,11 @@ class Work:
     def finish_after_a_kill(self, *options: str) -> None:
         """Kills a driver when some tasks have begun, and starts it again."""
         driver = self.driver(*options)
-        until(lambda: len(self.begun()) >= 3, "tasks")
+        wait_until(lambda: len(self.begun()) >= 3, "tasks")
         driver.kill()
         driver.wait()
         assert self.plan.left()
-        assert self.driver(*options).wait(120) == 0
+        assert self.driver(*options).wait(PATIENCE) == 0
         self.check()
 
     def driver(self, *options: str) -> subprocess.Popen[bytes]:
@@ -119,19 +119,11 @@ class Work:
         )
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Waits for something."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, f"waited for {what}"
-        time.sleep(0.02)
-
-
 def when(condition: Callable[[], object], then: Callable[[], object]) -> threading.Thread:
     """Calls a function, in a thread, once something is so."""
 
     def wait() -> None:
-        until(condition, "the moment")
+        wait_until(condition, "the moment")
         then()
 
     thread = threading.Thread(target=wait, daemon=True)

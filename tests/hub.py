@@ -5,6 +5,7 @@ Written from what ``huggingface_hub`` 2.4 sends and expects; ``make test-remote`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -15,10 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from arrivals import Arrivals, CountingHandler
 from served import ManyConnections, part_of
 
 LARGE = 512
@@ -64,6 +65,8 @@ class Hub:
     """Headers of 429 answers to give first."""
     uploads: dict[str, bytes] = field(default_factory=dict)
     """LFS objects by SHA-256."""
+    trees: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Entries by commit, folder above and number of files."""
 
     @property
     def url(self) -> str:
@@ -80,6 +83,7 @@ class Hub:
         return repository.commit(files, revision)
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a request for an object looks for its digest among those of all files
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -95,7 +99,21 @@ def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
     return entry
 
 
-class _Handler(BaseHTTPRequestHandler):
+def _tree(files: dict[str, bytes], above: str) -> dict[str, dict[str, Any]]:
+    """Entries of all files and folders below a folder."""
+    entries: dict[str, dict[str, Any]] = {}
+    for path, data in sorted(files.items()):
+        if not path.startswith(above):
+            continue
+        folders = path[len(above) :].split("/")[:-1]
+        for depth in range(1, len(folders) + 1):
+            folder = above + "/".join(folders[:depth])
+            entries.setdefault(folder, {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder})
+        entries[path] = _tree_entry(path, data)
+    return entries
+
+
+class _Handler(CountingHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
     hub: Hub
@@ -115,7 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, kind: str, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        self.hub.requests.append((kind, path, self.headers.get("Range", "")))
+        if not self.is_again:
+            self.hub.requests.append((kind, path, self.headers.get("Range", "")))
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -197,15 +216,10 @@ class _Front(_Handler):
         if (found := self.find(name, revision)) is None:
             return None
         above = f"{below}/" if below else ""
-        entries: dict[str, dict[str, Any]] = {}
-        for path, data in sorted(found[1].items()):
-            if not path.startswith(above):
-                continue
-            folders = path[len(above) :].split("/")[:-1]
-            for depth in range(1, len(folders) + 1):
-                folder = above + "/".join(folders[:depth])
-                entries.setdefault(folder, {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder})
-            entries[path] = _tree_entry(path, data)
+        key = (*found[:1], above, len(found[1]))
+        if key not in self.hub.trees:  # asked for page by page
+            self.hub.trees[key] = _tree(found[1], above)
+        entries = self.hub.trees[key]
         if query.get("recursive", "false").lower() != "true":
             entries = {path: entry for path, entry in entries.items() if "/" not in path[len(above) :]}
         if below and not entries:
@@ -344,7 +358,7 @@ def hub() -> Iterator[Hub]:
     found = Hub()
     servers = []
     for base in (_Front, _Other):
-        server = ManyConnections(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found}))
+        server = ManyConnections(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found, "arrivals": Arrivals()}))
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)

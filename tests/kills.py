@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import actshard
+from waiting import PATIENCE
 
 LAYERS, WIDTH, N = [1, 4], 64, 48
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ def main(what: str, format: str, folder: Path, kills: int, seed: int) -> None:
                 traceback.print_exc()
                 os._exit(1)
         os.close(wrote)
-        limit = chance.random() * longest * 1.2 if killed < kills else 60.0
+        limit = chance.random() * longest * 1.2 if killed < kills else PATIENCE
         while (
             time.monotonic() - began < limit
             and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None

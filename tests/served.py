@@ -8,18 +8,36 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from arrivals import Arrivals
 from served_writing import WriteHandler, Written
+from waiting import PATIENCE
+
+
+class Meeting:
+    """A place where requests for ranges wait until so many different ones are there; later ones pass."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ranges: set[tuple[str, str]] = set()
+        self.complete = threading.Event()
+
+    def wait(self, path: str, wanted: str) -> None:
+        """Waits for the others. A repetition of a request is none of them."""
+        self.ranges.add((path, wanted))
+        if len(self.ranges) >= self.number:
+            self.complete.set()
+        self.complete.wait(PATIENCE)
 
 
 @dataclass
 class Served:
-    """A running server. ``requests`` has (method, path, range or query) of each request so far."""
+    """A running server. ``requests`` has (method, path, range or query) of each request so far, without repetitions."""
 
     root: Path
     port: int = 0
@@ -30,7 +48,7 @@ class Served:
     """Lengths to cut bodies to first, by the end of a path."""
     silent: set[str] = field(default_factory=set)
     """Ends of paths that are not answered until the server ends."""
-    together: threading.Barrier | None = None
+    together: Meeting | None = None
     """Requests for ranges wait here for each other."""
     ended: threading.Event = field(default_factory=threading.Event)
     written: Written = field(default_factory=Written)
@@ -100,7 +118,7 @@ def served(root: Path) -> Iterator[Served]:
     server = Served(root)
 
     class Handler(WriteHandler):
-        written, root, requests = server.written, server.root, server.requests
+        written, root, requests, arrivals = server.written, server.root, server.requests, Arrivals()
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
 
@@ -125,7 +143,8 @@ def served(root: Path) -> Iterator[Served]:
         def do_GET(self) -> None:
             url = urllib.parse.urlsplit(self.path)
             path, query = urllib.parse.unquote(url.path).strip("/"), dict(urllib.parse.parse_qsl(url.query))
-            server.requests.append((self.command, path, self.headers.get("Range") or url.query))
+            if not self.is_again:
+                server.requests.append((self.command, path, self.headers.get("Range") or url.query))
             for end, statuses in server.failing.items():
                 if path.endswith(end) and statuses:
                     return self.answer(statuses.pop(0), b"no")
@@ -149,8 +168,7 @@ def served(root: Path) -> Iterator[Served]:
             if wanted is None:
                 return self.answer(200, data, **more)
             if server.together is not None:
-                with suppress(threading.BrokenBarrierError):
-                    server.together.wait()
+                server.together.wait(path, wanted)
             start, end = part_of(wanted, len(data))
             if start >= len(data):
                 return self.answer(416, b"", Content_Range=f"bytes */{len(data)}")

@@ -14,10 +14,11 @@ import threading
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from arrivals import CountingHandler
 
 
 @dataclass
@@ -61,7 +62,7 @@ class _Cut(io.BytesIO):
         super().close()
 
 
-class WriteHandler(BaseHTTPRequestHandler):
+class WriteHandler(CountingHandler):
     """Requests that write. ``root`` and ``written`` are set by the server."""
 
     root: Path

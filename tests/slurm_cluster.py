@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from waiting import PATIENCE, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 CPUS = 8
@@ -61,17 +62,9 @@ def _path() -> str:
     return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Waits for something."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, f"waited for {what}"
-        time.sleep(0.05)
-
-
 def ask(*words: str) -> str:
     """Output of a program of Slurm."""
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
 
 
 @contextlib.contextmanager
@@ -92,11 +85,11 @@ def cluster() -> Iterator[Path]:
                 started.append(
                     subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
                 )
-            until(lambda: ready() or started[-1].poll() is not None, words[0])  # noqa: B023 -- called before the next round
+            wait_until(lambda: ready() or started[-1].poll() is not None, words[0])  # noqa: B023 -- called before the next round
             assert started[-1].poll() is None, (folder / f"{words[0]}.out").read_text()
         yield folder
-        subprocess.run(["scancel", "--user", getpass.getuser()], check=False, timeout=120)
-        until(lambda: not ask("squeue", "--noheader"), "jobs to end")
+        subprocess.run(["scancel", "--user", getpass.getuser()], check=False, timeout=PATIENCE)
+        wait_until(lambda: not ask("squeue", "--noheader"), "jobs to end")
     finally:
         for process in reversed(started):
             process.terminate()
@@ -138,12 +131,12 @@ def _munged(folder: Path) -> list[str]:
 
 
 def _answers() -> bool:
-    return subprocess.run(["scontrol", "ping"], capture_output=True, timeout=60, check=False).returncode == 0
+    return subprocess.run(["scontrol", "ping"], capture_output=True, timeout=PATIENCE, check=False).returncode == 0
 
 
 def _is_idle() -> bool:
     done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%T"], capture_output=True, text=True, timeout=60, check=False
+        ["sinfo", "--noheader", "--format=%T"], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     return done.stdout.strip() == "idle"
 

@@ -129,7 +129,7 @@ def plain() -> tuple[actshard.Store, int, np.ndarray]:
     return store, layer, np.stack(stacked(store, layer))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_keys_mean_what_they_mean_to_numpy(plain: Any, data: st.DataObject) -> None:
     store, layer, expected = plain
@@ -151,7 +151,7 @@ def test_keys_mean_what_they_mean_to_numpy(plain: Any, data: st.DataObject) -> N
     same(store.layer(layer)[key], wanted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_rows_are_indexed_as_numpy_does(plain: Any, data: st.DataObject) -> None:
     store, layer, expected = plain

@@ -18,6 +18,7 @@ import actshard
 from actshard.errors import boundary
 from actshard.formats.report import Report
 from conftest import GOLDEN, refuses, saev_dump
+from waiting import PATIENCE
 
 Copy = Callable[..., Path]
 DATASETS = {
@@ -30,7 +31,7 @@ DATASETS = {
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, **options)
 
 
 AS_NOBODY = """

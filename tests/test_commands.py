@@ -23,6 +23,7 @@ from actshard import _arguments
 from actshard.cli import app
 from actshard.cli._app import EXAMPLES, PANELS
 from conftest import GOLDEN
+from waiting import PATIENCE
 
 FINE = GOLDEN / "lmprobe/fullseq_logits_router"
 PLAIN = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -41,7 +42,7 @@ def leaves(group: Any = None, before: str = "") -> dict[str, Any]:
 def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env)
 
 
 def test_every_command_has_one_panel_and_examples() -> None:
@@ -154,7 +155,7 @@ def test_a_closed_pipe_exits_with_141(line: str) -> None:
     os.close(reading)
     try:
         command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *line.format(FINE).split()]
-        done = subprocess.run(command, stdout=writing, stderr=writing, check=False, timeout=120)
+        done = subprocess.run(command, stdout=writing, stderr=writing, check=False, timeout=PATIENCE)
     finally:
         os.close(writing)
     assert done.returncode == 141

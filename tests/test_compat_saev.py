@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import actshard
 from conftest import GOLDEN, saev_dump
+from waiting import PATIENCE, wait_for_the_end_of
 
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
@@ -83,7 +84,7 @@ def test_01_tokens_per_example() -> None:
         assert md.tokens_per_example == t
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     p=st.integers(1, 1000),
     layers=st.integers(1, 50),
@@ -589,8 +590,7 @@ def test_nothing_is_left_over(labelled: Dump) -> None:
         next(batches)
         del batches, loader
     gc.collect()
-    names = [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
-    assert "actshard-ahead" not in names
+    wait_for_the_end_of("actshard-ahead")
 
 
 @pytest.mark.parametrize(
@@ -685,7 +685,7 @@ def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code, str(dump)], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    said = [p.communicate(timeout=300)[0].split() for p in started]
+    said = [p.communicate(timeout=PATIENCE)[0].split() for p in started]
     assert all(p.returncode == 0 for p in started)
     files = sum(f.is_file() for f in dump.iterdir())
     assert sorted(int(n) for n, _ in said) == [0, 0, files]

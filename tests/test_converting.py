@@ -20,6 +20,7 @@ from actshard.converting import preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
 from conftest import GOLDEN, bits, refuses, saev_dump
+from waiting import PATIENCE
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 SOURCES = [saev_dump(p.parent) for p in sorted((GOLDEN / "saev").glob("*/expected.npz"))]
@@ -219,7 +220,7 @@ def test_blocks_wait_for_the_disk_while_the_next_are_read(tmp_path: Path, monkey
 
     def write(self: SaevTarget, block: Any) -> None:
         nonlocal written
-        assert third.wait(20)
+        assert third.wait(PATIENCE)
         writing(self, block)
         written += 1
 

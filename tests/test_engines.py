@@ -21,7 +21,8 @@ import pytest
 import actshard
 from actshard.runners.element import Element
 from actshard.runners.tasks import outcomes_at, plan_file
-from engine_work import N, Work, converted, environment, files, planned, until
+from engine_work import N, Work, converted, environment, files, planned
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.engines
 
@@ -92,8 +93,8 @@ def test_ray_finishes_when_a_node_is_killed(notes: Path, tmp_path: Path) -> None
         node = next(iter(cluster.worker_nodes))
         killing = after_notes(notes, 3, lambda: cluster.remove_node(node, allow_graceful=False))
         check(tmp_path, lambda plan: actshard.run(plan, on="ray", memory=1, retries=3))
-        killing.join(60)
-        until(
+        killing.join(PATIENCE)
+        wait_until(
             lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the node's death"
         )  # health checks take some seconds
         plan = planned(tmp_path / "failing", "fails")
@@ -164,7 +165,7 @@ def test_processes_of_mpi_have_shares(notes: Path) -> None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     code = "from actshard.plan.shares import *; import pathlib; pathlib.Path('share.%d.%d' % of_environment()).touch()"
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c", code]
-    subprocess.run(words, check=True, cwd=notes, timeout=120)
+    subprocess.run(words, check=True, cwd=notes, timeout=PATIENCE)
     assert shares_of(notes) == ["share.0.3", "share.1.3", "share.2.3"]
 
 
@@ -182,7 +183,7 @@ def test_dask_finishes_when_a_worker_is_killed(notes: Path, tmp_path: Path) -> N
         pids = list(client.run(os.getpid).values())
         killing = after_notes(notes, 3, lambda: os.kill(pids[0], signal.SIGKILL))
         check(tmp_path, lambda plan: actshard.run(plan, on="dask", scheduler=client, retries=3))
-        killing.join(60)
+        killing.join(PATIENCE)
         assert pids[0] not in client.run(os.getpid).values()
         plan = planned(tmp_path / "failing", "fails")
         with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:

@@ -83,7 +83,7 @@ def store() -> actshard.Store:
 
 
 @pytest.mark.filterwarnings("ignore:.*no example was chosen")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_choice_of_a_choice_is_a_choice_of_the_dataset(store: actshard.Store, data: st.DataObject) -> None:
     part, numbers = store, np.arange(len(store))
@@ -320,7 +320,7 @@ ALONE = [2, 7, 16, 18, 22, 23, 30, 38]
 GROUPED = [7, 8, 17, 18, 27, 28, 37, 38]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     keys=st.lists(st.sampled_from([None, 1, 2, 3, 4]), min_size=8, max_size=8),
     share=st.floats(0.05, 0.95),

@@ -13,6 +13,7 @@ import pytest
 import actshard
 from actshard.jax import DataSource, batches
 from conftest import GOLDEN, saev_dump
+from waiting import PATIENCE
 
 SOURCE = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 
@@ -23,7 +24,7 @@ def run(code: str, *more: str) -> None:
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", setup + code, *more],
-        capture_output=True, text=True, check=False, env=environment, timeout=300,
+        capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -184,7 +185,7 @@ if __name__ == "__main__":
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

@@ -136,7 +136,7 @@ def test_different_formats_and_dtypes_are_one_store(mixed: dict[str, actshard.St
             same(batch.activations[:, k], joined.gather(name, batch.examples, batch.tokens))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_join_is_a_concatenation(mixed: dict[str, actshard.Store], data: st.DataObject) -> None:
     stores = list(mixed.values())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE
+
 KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
 
 
@@ -22,6 +24,6 @@ CASES += [("merge", format) for format in MERGED]
 @pytest.mark.parametrize(("what", "format"), CASES)
 def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=KILLS * PATIENCE, check=False)
     assert told.returncode == 0, told.stderr[-3000:]
     assert json.loads(told.stdout)["killed"] == KILLS

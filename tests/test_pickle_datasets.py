@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from hypothesis import strategies as st
 import actshard
 from conftest import GOLDEN, bits, refuses
 from pickle_files import change, dataset, item, mixed, opened, values, write
+from waiting import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize("gz", [True, False])
@@ -160,7 +160,7 @@ def test_shards_without_ranges_are_looked_into_once_to_compare_their_numbers(tmp
     )  # the first shard is also opened for dtype and columns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sets=st.lists(st.frozensets(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=8),
     ranged=st.lists(st.booleans(), min_size=8, max_size=8),
@@ -246,7 +246,7 @@ def test_shards_of_another_width_are_refused(tmp_path: Path) -> None:
         opened(folder).gather(0, 1, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kinds=st.lists(st.sampled_from(["<f4", ">f4", "<f2", ">f2", "<f8", ">f8"]), min_size=2, max_size=14),
     gz=st.booleans(), protocol=st.integers(0, 5), dtype=st.sampled_from(["float16", "float32", "float64"]),
@@ -340,9 +340,9 @@ def test_stores_work_in_workers_and_threads(tmp_path: Path, start: str) -> None:
         workers = [context.Process(target=_child, args=(store, queue)) for _ in range(3)]
         for worker in workers:
             worker.start()
-        assert {queue.get(timeout=60) for _ in workers} == {want}
+        assert {queue.get(timeout=PATIENCE) for _ in workers} == {want}
         for worker in workers:
-            worker.join(60)
+            worker.join(PATIENCE)
             assert worker.exitcode == 0
 
 
@@ -497,7 +497,7 @@ assert np.array_equal(rows, read[0])
 def test_a_signal_handler_may_read_the_shard_whose_reading_it_interrupts(tmp_path: Path) -> None:
     array = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), (6000, 2048))
     write(tmp_path, [{"layer_3": [item(0, values(0, 3, 1, 2048))]}, {"layer_3": [item(1, array)]}])
-    subprocess.run([sys.executable, "-W", "ignore", "-c", HANDLER, str(tmp_path)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", HANDLER, str(tmp_path)], timeout=PATIENCE, check=True)
 
 
 @pytest.mark.parametrize(
@@ -530,10 +530,7 @@ def read_ahead(store: actshard.Store, example: int) -> None:
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     store.rows.read_ahead(example)
-    deadline = time.monotonic() + 20
-    while not set(tasks.iterdir()) <= before:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: set(tasks.iterdir()) <= before, "the thread")
 
 
 @pytest.mark.parametrize("gz", [True, False])
@@ -596,7 +593,7 @@ def test_a_forked_child_reads_the_shard_that_its_parent_reads_ahead(tmp_path: Pa
         store.rows.read_ahead(13)
         pid = os.fork()
         if pid == 0:
-            signal.alarm(20)  # a hang is a failure
+            signal.alarm(PATIENCE)  # a hang is a failure
             os._exit(0 if np.array_equal(store.sequence(13, 9), values(13, 9)) else 3)
         assert os.waitpid(pid, 0)[1] == 0
         assert np.array_equal(store.sequence(13, 9), values(13, 9))

@@ -25,6 +25,7 @@ from actshard.converting.segments import balanced
 from actshard.plan.book import ALIVE_SECONDS, Book
 from actshard.plan.data import Planned
 from conftest import GOLDEN
+from waiting import PATIENCE
 
 EPOCH = "SOURCE_DATE_EPOCH"
 
@@ -215,6 +216,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.usefixtures("without_pandas")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
 @pytest.mark.parametrize(
     ("format", "tasks"),
@@ -225,7 +227,7 @@ def test_memory_of_a_task_is_predicted(tmp_path: Path, format: str, tasks: int) 
     options = {**WAYS[format], "shard_bytes": None}
     plan = actshard.plan.convert(large, tmp_path / "d", format, tasks=tasks, **options)
     child = [sys.executable, "-W", "ignore", "-c", MEASURED, str(plan.save(tmp_path / "plan.json"))]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(child, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert plan.predicted.memory == pytest.approx(int(done.stdout) * 1024, rel=0.2)
 
 
@@ -350,7 +352,7 @@ def killed(plan: Path, what: str, calls: int) -> bool:
     """Runs a task or the commit in a process that is killed with SIGKILL at its n-th write, rename or sync. Whether it was."""
     tracing = f"inject=rename,renameat2,write,pwrite64,pwritev,fsync,fdatasync,mkdir,unlink:signal=KILL:when={calls}"
     child = (sys.executable, "-W", "ignore", "-c", CHILD, str(plan), what)
-    done = subprocess.run([*TRACED, tracing, *child], capture_output=True, timeout=120, check=False)
+    done = subprocess.run([*TRACED, tracing, *child], capture_output=True, timeout=PATIENCE, check=False)
     return done.returncode != 0
 
 
@@ -512,7 +514,7 @@ def test_a_store_is_no_source_of_other_processes(source: Path, tmp_path: Path) -
         actshard.plan.convert(actshard.open(source), tmp_path / "d", "zarr")  # type: ignore[arg-type]  # what is refused
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=40),
     st.integers(1, 9),

@@ -20,9 +20,11 @@ import actshard
 from actshard.converting import segments
 from actshard.converting.blocks import read
 from conftest import GOLDEN
+from waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.measures_memory,
+    pytest.mark.usefixtures("without_pandas"),
     pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what is read"),
     pytest.mark.filterwarnings("ignore::actshard.ActshardWarning"),
 ]
@@ -220,7 +222,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def measured(plan: Any, folder: Path, code: str = MEASURED) -> int:
     """Peak memory of a process that runs the first task."""
     child = [sys.executable, "-W", "ignore", "-c", code, str(plan.save(folder / "plan.json"))]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(child, capture_output=True, text=True, timeout=PATIENCE, check=True)
     return int(done.stdout) << 10
 
 
@@ -277,6 +279,6 @@ print(*[plan.predicted.memory for plan in made])
     told = []
     for kind in ("fresh", "busy"):
         child = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), kind]
-        done = subprocess.run(child, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(child, capture_output=True, text=True, timeout=PATIENCE, check=True)
         told.append([int(word) for word in done.stdout.split()])
     assert told[0] == pytest.approx(told[1], rel=0.04)

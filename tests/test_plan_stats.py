@@ -187,7 +187,7 @@ def test_arguments_are_checked_at_once(source: Path, tmp_path: Path, monkeypatch
     assert actshard.plan.load(tmp_path / "plan.json") == plan
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_ranges_join_in_any_grouping(data: st.DataObject) -> None:
     """Sums of ranges, kept as plain values and joined in any grouping, are those that were joined one by one."""

@@ -121,7 +121,7 @@ FILE = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(FILE, min_size=1, max_size=3), st.sampled_from(WAYS), st.sampled_from([1, 2, 3, 7, 100]))
 def test_lines_of_any_shape_give_the_bytes_of_one_process(
     tmp_path_factory: pytest.TempPathFactory, files: list[bytes], how: dict[str, Any], tasks: int
@@ -145,7 +145,7 @@ def test_lines_of_any_shape_give_the_bytes_of_one_process(
     shutil.rmtree(folder)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(FILE, st.lists(st.integers(0, 400), max_size=6))
 def test_every_line_belongs_to_one_range(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int]
@@ -246,7 +246,7 @@ def test_tasks_are_balanced(tmp_path: Path) -> None:
         assert min(made) >= 0.95 * sum(made) / tasks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(["any", "groups", None])), min_size=1, max_size=30),
     st.integers(1, 40),

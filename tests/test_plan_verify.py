@@ -148,7 +148,7 @@ def test_a_commit_holds_the_columns_of_one_task(tmp_path: Path) -> None:
     assert peak < 4 * one, f"{peak / one:.1f} times the columns of a task"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
     """Against bit operations on all rows."""

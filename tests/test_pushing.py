@@ -28,6 +28,7 @@ from conftest import GOLDEN
 from hub import hub as hub_server
 from served import Served, served
 from test_urls import places, quietly, same
+from waiting import PATIENCE
 
 SAEV = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
 
@@ -506,13 +507,13 @@ def test_a_killed_push_is_completed_by_the_next(server: Served, tmp_path: Path) 
     def hold(method: str, query: str) -> bool:
         if method == "PUT" and "partNumber=2" in query:
             reached.set()
-            going.wait(60)
+            going.wait(PATIENCE)
         return False
 
     server.written.refuse = (hold, 500)
     command = [sys.executable, "-W", "ignore", "-c", KILLED, folder, f"http://127.0.0.1:{server.port}"]
     child = subprocess.Popen([os.fspath(word) for word in command])
-    assert reached.wait(60)
+    assert reached.wait(PATIENCE)
     child.send_signal(signal.SIGKILL)
     child.wait()
     server.written.refuse = None

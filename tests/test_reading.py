@@ -32,7 +32,7 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @given(st.lists(st.tuples(st.integers(0, N - 1), st.integers(-T, T - 1)), max_size=50), st.sampled_from([0, 1, 2]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_gather_equals_numpy_indexing(pairs: list[tuple[int, int]], group: int) -> None:
     e, t = [p[0] for p in pairs], [p[1] for p in pairs]
     got = STORE.gather(STORE.layers[group], e, t)

@@ -18,6 +18,7 @@ import actshard
 from actshard import work
 from actshard.writing.sink import Sink
 from conftest import refuses
+from waiting import PATIENCE
 
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
 FORMATS = (*MERGED, "hf_arrow", "npy", "safetensors")
@@ -180,7 +181,7 @@ def test_a_lock_whose_file_is_removed_meanwhile_is_not_held(tmp_path: Path) -> N
     assert running.stdout.readline().strip() == "True"
     with pytest.raises(actshard.LockedError):
         create(path, "zarr", resume=True)
-    running.communicate("x", timeout=60)
+    running.communicate("x", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -506,7 +507,7 @@ try:
 except KeyError:
     pass
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=PATIENCE)
     counts = [3, 1, 5, 2, 7, 4]
     items = [np.full((1, n, 4), n + 1, np.float32) for n in counts]
     with warnings.catch_warnings():

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import actshard
 from actshard import _arguments, cli
 from actshard.runners import capacity
 from conftest import refuses
+from waiting import PATIENCE, wait_until
 
 CAPTURE = """
 import os, pathlib, signal, sys, time
@@ -111,13 +111,6 @@ def command(*words: Any) -> Done:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def until(condition: Any, what: str) -> None:
-    limit = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < limit, f"waited for {what}"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -258,11 +251,11 @@ def test_workers_end_with_their_driver(notes: Path, tmp_path: Path, sent: signal
         [sys.executable, "-m", "actshard.cli", "run", str(file), "--workers", "2"], stderr=subprocess.DEVNULL
     )
     try:
-        until(lambda: len(list(notes.iterdir())) == 2, "two tasks")
+        wait_until(lambda: len(list(notes.iterdir())) == 2, "two tasks")
         workers = [int(note.suffix[1:]) for note in notes.iterdir()]
         driver.send_signal(sent)
-        assert driver.wait(120) != 0
-        until(lambda: not any(map(alive, workers)), "workers to exit")
+        assert driver.wait(PATIENCE) != 0
+        wait_until(lambda: not any(map(alive, workers)), "workers to exit")
     finally:
         driver.kill()
         driver.wait()

@@ -345,7 +345,7 @@ def test_stores_of_other_widths_have_cka_and_say_why_no_cosine(tmp_path: Path) -
 
 
 @given(st.integers(4, 30), st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_u_centred_rows_have_the_sum_0(n: int, seed: int) -> None:
     x = np.random.default_rng(seed).normal(size=(n, 3))
     found = u_centred(x @ x.T)

@@ -126,7 +126,7 @@ def test_epochs_differ_and_have_equally_many_batches(store: Store, shuffle: Any)
 
 
 @pytest.mark.filterwarnings("ignore:.*the stream has no rows")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     kept=st.lists(st.booleans(), min_size=120, max_size=120), ranks=st.integers(1, 5), pack=st.booleans(),
     shuffle=st.sampled_from([None, "exact", "window"]), budget=st.integers(40, 200), drop_last=st.booleans(),

@@ -26,6 +26,7 @@ import pytest
 import actshard
 from hub import hub
 from test_urls import places, quietly, same
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.servers
 
@@ -55,6 +56,14 @@ def _free_port() -> int:
         return int(opened.getsockname()[1])
 
 
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def _running(port: int, command: list[str]) -> Iterator[None]:
     """Runs a server until the block ends; enters when it listens."""
@@ -65,15 +74,10 @@ def _running(port: int, command: list[str]) -> Iterator[None]:
         ) as process,
     ):
         try:
-            for _ in range(300):
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
-                except OSError:
-                    if process.poll() is not None:
-                        said.seek(0)
-                        raise RuntimeError(f"{command[0]}: {said.read().decode()[-400:]}") from None
-                    time.sleep(0.1)
+            wait_until(lambda: _listens(port) or process.poll() is not None, command[0])
+            if process.poll() is not None:
+                said.seek(0)
+                raise RuntimeError(f"{command[0]}: {said.read().decode()[-400:]}")
             yield
         finally:
             process.kill()
@@ -307,7 +311,7 @@ def _opened(url: str, environment: dict[str, str]) -> subprocess.CompletedProces
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -14,8 +14,9 @@ import pytest
 import actshard
 import slurm_cluster
 from actshard.runners import squeue
-from engine_work import Work, environment, until, when
+from engine_work import Work, environment, when
 from slurm_cluster import ask
+from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.engines
 ACTSHARD = f"{sys.executable} -m actshard.cli"
@@ -40,7 +41,7 @@ def work(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("SLOWLY", "0.3")
     monkeypatch.chdir(tmp_path)  # sbatch writes its logs there
     yield made
-    until(lambda: not running(), "elements to end")
+    wait_until(lambda: not running(), "elements to end")
 
 
 def running() -> list[str]:
@@ -59,7 +60,7 @@ def test_an_array_job_of_sbatch_runs_a_task_in_each_element(work: Work) -> None:
     last = len(work.plan) - 1
     command = f"{ACTSHARD} run {work.file} --task $SLURM_ARRAY_TASK_ID"
     submitted(f"--array=0-{last}", "--wrap", command)
-    until(lambda: not work.plan.left(), "the tasks")
+    wait_until(lambda: not work.plan.left(), "the tasks")
     assert work.begun() == set(range(len(work.plan)))
     work.plan.commit()
     work.check()
@@ -68,7 +69,7 @@ def test_an_array_job_of_sbatch_runs_a_task_in_each_element(work: Work) -> None:
 def test_elements_and_their_steps_share_the_tasks(work: Work) -> None:
     """``--task auto`` in the two processes of a step, in each of the three elements of an array that does not begin at 0."""
     submitted("--array=10-14:2", "--ntasks=2", "--wrap", f"srun {ACTSHARD} run {work.file} --task auto")
-    until(lambda: not running(), "the array")
+    wait_until(lambda: not running(), "the array")
     assert work.plan.left() == [], log(work.folder)
     notes = [note.name.split(".") for note in work.notes.iterdir()]
     assert len(notes) == len(work.plan)  # each task once
@@ -159,13 +160,13 @@ def test_elements_that_lose_their_node_are_queued_again(work: Work, how: str, mo
 def test_a_driver_that_was_killed_is_started_again(work: Work) -> None:
     options = ("--on", "slurm", "-o", "array_size=3")
     driver = work.driver(*options)
-    until(lambda: len(work.begun()) >= 2, "tasks")
+    wait_until(lambda: len(work.begun()) >= 2, "tasks")
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert running()
     left = work.plan.left()
     assert left
-    assert work.driver(*options).wait(120) == 0
+    assert work.driver(*options).wait(PATIENCE) == 0
     work.check()
     assert not running()  # nor those of the first driver
     assert not work.plan.work.exists()
@@ -175,7 +176,7 @@ def test_a_driver_may_run_in_a_job(work: Work) -> None:
     """Its variables, such as memory by processor, contradict those of the array."""
     command = f"{ACTSHARD} run {work.file} --on slurm -o array_size=2 -o memory=200MiB -o cpus=2"
     submitted("--mem-per-cpu=300", "--ntasks=2", "--cpus-per-task=1", "--array=1-1", "--wrap", command)
-    until(lambda: not running(), "the driver")
+    wait_until(lambda: not running(), "the driver")
     assert not work.plan.left(), log(work.folder)
     work.check()
     assert {note.read_text() for note in work.notes.iterdir()} == {"2"}  # threads
@@ -190,7 +191,7 @@ def test_an_error_of_a_task_cancels_the_other_elements(work: Work, monkeypatch: 
     with pytest.raises(actshard.TasksFailedError, match="example 5") as failed:
         actshard.run(plan, on="slurm", array_size=4)
     assert set(failed.value.errors) == {1}
-    until(lambda: not running(), "the array")
+    wait_until(lambda: not running(), "the array")
     with pytest.raises(actshard.TasksFailedError, match="example 5"):
         actshard.run(plan, on="slurm", array_size=4, keep_going=True)
     assert plan.left() == [1]

@@ -24,6 +24,7 @@ from conftest import GOLDEN, refuses, saev_dump
 from hub import hub
 from served import Served, served
 from test_url_commands import command, outcome, words_of
+from waiting import PATIENCE
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
@@ -119,7 +120,7 @@ CHILD = """
 
 def killed(*arguments: Any) -> None:
     words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), json.dumps(arguments)]
-    assert subprocess.run(words, check=False, timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run(words, check=False, timeout=PATIENCE).returncode == -signal.SIGKILL
 
 
 def test_a_killed_copy_goes_on_with_the_files_that_are_missing(server: Served, tmp_path: Path) -> None:
@@ -415,7 +416,7 @@ def test_a_kill_between_the_renames_keeps_files_of_the_user(server: Served, tmp_
     code = f"import os, pathlib, signal, sys, json; from actshard import staging; {end}; u, f, o = json.loads(sys.argv[1]);"
     words = [sys.executable, "-W", "ignore", "-c", f"{code} staging.stage(u, f, storage_options=o)"]
     words.append(json.dumps([url, str(copy), server.options]))
-    assert subprocess.run(words, check=False, timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run(words, check=False, timeout=PATIENCE).returncode == -signal.SIGKILL
     actshard.stage(url, copy, storage_options=server.options)
     assert (copy / "mine").read_text() == "mine"
     assert set(files(copy)) - {"mine"} == set(files(far))

@@ -64,7 +64,7 @@ def test_quantiles_of_norms_are_within_their_bound(stats: Stats, rows: NDArray[n
     assert isinstance(stats.norms.median, float)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0, 1e300), max_size=60), st.floats(0, 1))
 def test_quantiles_of_any_norms(norms: list[float], q: float) -> None:
     bins: dict[int, int] = {}

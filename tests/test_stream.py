@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import actshard
 from actshard import Batch, Stream
 from conftest import GOLDEN, saev_dump
+from waiting import PATIENCE, wait_for_the_end_of
 from zarr_files import write_store
 
 DATASETS = {
@@ -164,7 +165,7 @@ def test_layers_are_aligned_or_interleaved(name: str, shuffle: str | None) -> No
         assert sorted(rows) == sorted((*k, layer) for k in every(store) for layer in names)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     batch_size=st.integers(1, 12),
@@ -291,7 +292,7 @@ def test_a_loop_left_early_begins_again_and_its_thread_ends() -> None:
     stream = store.stream(5, 8, shuffle="window", seed=1, memory=20_000)
     first = next(iter(stream))
     gc.collect()
-    assert no_threads()
+    check_no_threads()
     assert same([next(iter(stream))], [first])
     for batch in stream:
         assert same([batch], [first])
@@ -300,7 +301,7 @@ def test_a_loop_left_early_begins_again_and_its_thread_ends() -> None:
     with pytest.raises(ZeroDivisionError):
         fail_in_the_loop(stream)
     gc.collect()
-    assert no_threads()
+    check_no_threads()
     assert stream.epoch == 0
 
 
@@ -309,10 +310,9 @@ def fail_in_the_loop(stream: Stream) -> None:
         raise ZeroDivisionError
 
 
-def no_threads() -> bool:
-    """Whether no thread reads ahead. Native threads are not listed by Python."""
-    names = [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
-    return "actshard-ahead" not in names
+def check_no_threads() -> None:
+    """No thread reads ahead."""
+    wait_for_the_end_of("actshard-ahead")
 
 
 @pytest.mark.parametrize("shuffle", [None, "exact"])
@@ -612,7 +612,7 @@ def test_a_shard_that_disappears_is_one_clear_error(tmp_path: Path, shuffle: str
                 pass
         assert caught.value.path == shard
         gc.collect()
-        assert no_threads()
+        check_no_threads()
 
 
 def test_several_streams_of_one_store_at_once() -> None:
@@ -647,10 +647,10 @@ def test_one_thread_may_close_what_another_waits_for() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
     gc.collect()
-    assert no_threads()
+    check_no_threads()
 
 
 def _in_child(stream: Stream, left: Iterator[Batch], queue: Any) -> None:
@@ -673,8 +673,8 @@ def test_a_forked_child_goes_on_by_itself(shuffle: str | None) -> None:
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(stream, left, queue))
     child.start()
-    rest, whole = queue.get(timeout=60)
-    child.join(60)
+    rest, whole = queue.get(timeout=PATIENCE)
+    child.join(PATIENCE)
     assert child.exitcode == 0
     assert rest == want[1:]
     assert whole in (want, second, third)
@@ -710,7 +710,7 @@ def test_the_interpreter_may_end_while_batches_are_read() -> None:
             [sys.executable, "-W", "ignore", "-c", code, str(DATASETS["saev"])],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
         assert (found.returncode, found.stdout.strip(), found.stderr) == (0, "end", "")

@@ -18,6 +18,7 @@ from rich.console import Console
 import actshard
 from actshard.cli._tables import TableColumn, show_table
 from conftest import GOLDEN
+from waiting import PATIENCE
 
 WIDTHS = (60, 80, 100, 120)
 CACHE = GOLDEN / "levanter/supervised_llama3style/cache"
@@ -27,7 +28,7 @@ def shown(width: int, *words: str | Path) -> str:
     """Output of a command in a terminal of this width."""
     command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
     env = {**os.environ, "COLUMNS": str(width), "TTY_COMPATIBLE": "1", "TERM": "xterm", "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE, env=env)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout)
 
 
@@ -65,7 +66,7 @@ def test_tables_are_not_wider_than_the_terminal(width: int, wide: Path) -> None:
 CELLS = st.text("0123456789.,-e", min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data(), st.integers(30, 130), st.integers(1, 3), st.integers(0, 9), st.integers(0, 3))
 def test_every_cell_is_printed_whole(data: st.DataObject, width: int, keys: int, others: int, count: int) -> None:
     columns = [TableColumn("layer", least=8), *(TableColumn(f"k{i}") for i in range(1, keys))]

@@ -18,6 +18,7 @@ import pytest
 
 import actshard
 from conftest import GOLDEN, saev_dump
+from waiting import PATIENCE
 
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
@@ -163,7 +164,7 @@ def test_a_killed_worker_is_one_clear_error_and_no_hang(victim: int, tmp_path: P
     command = [sys.executable, "-W", "ignore", "-c", code]
     # Into a file: the other worker, which ends soon after its parent, would keep a pipe open.
     with (tmp_path / "said").open("wb") as file:
-        subprocess.run(command, stdout=file, stderr=file, cwd=Path(__file__).parent, timeout=120, check=False)
+        subprocess.run(command, stdout=file, stderr=file, cwd=Path(__file__).parent, timeout=PATIENCE, check=False)
     said = (tmp_path / "said").read_text()
     assert "ended without an error" not in said, said
     assert re.search(r"worker.*(exited|killed)|ConnectionError|ConnectionResetError|BrokenPipeError|EOFError", said), (

@@ -119,7 +119,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(VALUES)
 def test_nested_values_are_read_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     assert same(written(tmp_path_factory.mktemp("x") / "x.pt", value, "näme"), value)

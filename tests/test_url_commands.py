@@ -20,6 +20,7 @@ from actshard import tokens
 from conftest import GOLDEN, saev_dump
 from served import Served, served
 from test_urls import quietly, same
+from waiting import PATIENCE
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 
@@ -131,7 +132,7 @@ def command(*words: str, status: int = 0, **environment: str) -> subprocess.Comp
         text=True,
         check=False,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done

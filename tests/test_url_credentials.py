@@ -14,6 +14,7 @@ import pytest
 import actshard
 from served import Served, served
 from test_urls import places, quietly
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -28,8 +29,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield found
 
 
-def printing(tmp_path: Path, *, ends: timedelta, seconds: float = 0) -> Path:
-    """Makes a program for credentials the default profile's; the file that has a line for each of its runs."""
+def printing(tmp_path: Path, *, ends: timedelta, first: str) -> Path:
+    """Makes a program for credentials the default profile's; the file that has a line for each of its runs.
+
+    ``first``: what the program does before it prints.
+    """
     told = {
         "Version": 1,
         "AccessKeyId": "AKIAPUBLIC",
@@ -38,14 +42,14 @@ def printing(tmp_path: Path, *, ends: timedelta, seconds: float = 0) -> Path:
     }
     (tmp_path / "told").write_text(json.dumps(told))
     program = tmp_path / "program.sh"
-    program.write_text(f"echo run >> {tmp_path}/runs\nsleep {seconds}\ncat {tmp_path}/told\n")
-    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = sh {program}\n")
+    program.write_text(f"echo run >> {tmp_path}/runs\n{first}\ncat {tmp_path}/told\n")
+    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = exec sh {program}\n")
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize("ends", [timedelta(hours=1), timedelta(minutes=2)], ids=["an hour", "two minutes"])
+@pytest.mark.parametrize("ends", [timedelta(hours=1), timedelta(minutes=4)], ids=["an hour", "four minutes"])
 def test_many_requests_at_once_run_the_program_once(server: Served, tmp_path: Path, ends: timedelta) -> None:
-    runs = printing(tmp_path, ends=ends, seconds=0.3)
+    runs = printing(tmp_path, ends=ends, first="sleep 0.3")
     options = {"endpoint_url": f"http://127.0.0.1:{server.port}", "region": "us-east-1"}
     store = quietly("s3://bucket/run", storage_options=options)
     work = [threading.Thread(target=store.sequence, args=(e, store.layers[0])) for e in range(len(store))]
@@ -58,8 +62,8 @@ def test_many_requests_at_once_run_the_program_once(server: Served, tmp_path: Pa
 
 
 def test_a_program_that_never_ends_is_told(server: Served, tmp_path: Path) -> None:
-    # Longer than it is waited for, and not much longer: the shell is killed, but not its children.
-    printing(tmp_path, ends=timedelta(hours=1), seconds=30)
+    # With exec: only the process that was started is killed, not its children.
+    printing(tmp_path, ends=timedelta(hours=1), first=f"exec sleep {PATIENCE}")
     options = {"endpoint_url": f"http://127.0.0.1:{server.port}", "region": "us-east-1", "retry_timeout": "2s"}
     with pytest.raises(actshard.ActshardError, match="credential_process") as caught:
         quietly("s3://bucket/run", storage_options=options)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import actshard
-from served import Served, served
+from served import Meeting, Served, served
 
 EXAMPLES, LAYERS, TOKENS, D_MODEL = 12, (3, 7), 128, 256
 RUN = TOKENS * D_MODEL * 4
@@ -59,9 +58,9 @@ def test_the_rows_of_the_identity_are_asked_for_together(tmp_path: Path) -> None
     key = _made(tmp_path)
     with served(tmp_path) as server:
         store = actshard.open(f"s3://{key}", storage_options=server.options)
-        server.together = together = threading.Barrier(EXAMPLES // 2, timeout=10)
+        server.together = Meeting(EXAMPLES // 2)
         assert store.identity == actshard.open(tmp_path / key).identity
-        assert not together.broken
+        assert server.together.complete.is_set()
 
 
 def test_the_second_epoch_comes_from_the_cache_without_a_request(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from actshard.compat import levanter
 from conftest import GOLDEN
 from hub import Hub, hub
 from served import Served, served
+from waiting import PATIENCE, wait_until
 
 LEVANTER = GOLDEN / "levanter"
 CACHES = sorted(p.parent for p in LEVANTER.rglob("shard_ledger.json"))
@@ -447,13 +448,11 @@ except KeyboardInterrupt:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        while not any(path.endswith(silent) for path in server.since(0)):
-            assert child.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: any(path.endswith(silent) for path in server.since(0)), "the request")
         child.send_signal(signal.SIGINT)
         try:
-            # The server never answers, so without an interrupt this waits for the retries, a minute and more.
-            assert child.communicate(timeout=30)[0] == "interrupted\n"
+            # The server never answers, so without an interrupt this waits for the retries, and then raises another error.
+            assert child.communicate(timeout=PATIENCE)[0] == "interrupted\n"
         finally:
             child.kill()
 

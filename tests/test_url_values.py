@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 
 import actshard
-from azure import azure
+from azure import Azure, azure
 from conftest import GOLDEN, SAEV, saev_dump
-from hub import hub
-from served import served
+from hub import Hub, hub
+from served import Served, served
 from test_urls import quietly
 
 DATASETS = [saev_dump(variant) for variant in SAEV]
@@ -25,6 +26,7 @@ DATASETS = [
 ]
 DATASETS += [GOLDEN / "hf_arrow/hub_array2d_ragged_f32/dataset", GOLDEN / "hf_arrow/saelens_f16_shuffled/cache"]
 SCHEMES = ("s3", "gs", "az", "https", "hf")
+NUMBERS = itertools.count()
 
 
 def opened(path: str | Path, **options: Any) -> actshard.Store | type[Exception]:
@@ -35,28 +37,63 @@ def opened(path: str | Path, **options: Any) -> actshard.Store | type[Exception]
         return type(error)
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the servers: one for all tests, each of which has its own bucket."""
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Served]:
+    with served(root) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def account(root: Path) -> Iterator[Azure]:
+    with azure(root) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Hub]:
+    with hub() as running:
+        yield running
+
+
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def place(request: pytest.FixtureRequest, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Puts a folder behind a URL: a function that returns the URL and storage_options."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no token of whoever runs the tests
-    scheme = request.param
-    with served(tmp_path / "s") as server, azure(tmp_path / "s") as account, hub() as lab:
+    scheme, bucket = request.param, f"bucket-{next(NUMBERS)}"
+
+    def copy(folder: Path) -> str:
+        shutil.copytree(folder, root / bucket / "run" / folder.name)
+        return f"{bucket}/run/{folder.name}"
+
+    def put_on_the_hub(folder: Path) -> tuple[str, Any]:
+        lab: Hub = request.getfixturevalue("lab")
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no token of whoever runs the tests
         monkeypatch.setenv("HF_ENDPOINT", lab.url)
+        copy(folder)
+        lab.repositories.clear()
+        lab.add(f"lab/{bucket}", root / bucket)
+        return f"hf://datasets/lab/{bucket}/run/{folder.name}", None
 
-        def put(folder: Path) -> tuple[str, Any]:
-            name = f"bucket/run/{folder.name}"
-            shutil.copytree(folder, tmp_path / "s" / name)
-            if scheme == "hf":
-                lab.add("lab/acts", tmp_path / "s/bucket")
-                return f"hf://datasets/lab/acts/run/{folder.name}", None
-            if scheme == "https":
-                return server.web(name), None
-            google = {"google_base_url": server.web("").rstrip("/"), "google_skip_signature": True}
-            return f"{scheme}://{name}", {"s3": server.options, "gs": google, "az": account.options}[scheme]
+    def put(folder: Path) -> tuple[str, Any]:
+        if scheme == "hf":
+            return put_on_the_hub(folder)
+        if scheme == "az":
+            return f"az://{copy(folder)}", request.getfixturevalue("account").options
+        server: Served = request.getfixturevalue("server")
+        if scheme == "https":
+            return server.web(copy(folder)), None
+        google = {"google_base_url": server.web("").rstrip("/"), "google_skip_signature": True}
+        return f"{scheme}://{copy(folder)}", server.options if scheme == "s3" else google
 
-        yield put
+    yield put
+    shutil.rmtree(root / bucket)
 
 
 def either(read: Any) -> Any:

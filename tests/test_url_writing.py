@@ -20,6 +20,7 @@ from conftest import GOLDEN
 from served import Served, served
 from test_pushing import SAEV
 from test_urls import quietly, same
+from waiting import PATIENCE
 
 PLAIN = [name for name in formats.written() if not formats.get(name).target().needs_columns]
 """Formats that store rows without columns."""
@@ -228,7 +229,7 @@ writer.close()
 def test_a_killed_writer_to_a_url_is_continued_by_the_same_call(server: Served, tmp_path: Path) -> None:
     def run(until: int) -> int:
         words = [sys.executable, "-W", "ignore", "-c", KILLED, f"http://127.0.0.1:{server.port}", str(tmp_path / "s")]
-        return subprocess.run([*words, str(until)], check=False, timeout=60).returncode
+        return subprocess.run([*words, str(until)], check=False, timeout=PATIENCE).returncode
 
     assert run(2) == -signal.SIGKILL
     assert run(4) == -signal.SIGKILL

@@ -107,7 +107,7 @@ def test_texts_are_joined_by_sample() -> None:
 FORMS = st.tuples(*(st.integers(1, n) for n in (4, 3, 7, 9)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shape=FORMS,
     chunks=st.tuples(*(st.integers(1, n) for n in (5, 4, 9, 12))),

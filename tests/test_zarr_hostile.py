@@ -30,6 +30,7 @@ from actshard import _native
 from actshard.formats.zarr import package as _zarr_package
 from conftest import GOLDEN, refuses
 from torture.chunk_damage import values
+from waiting import PATIENCE
 from zarr_files import change, write_array, write_store
 
 CODECS = GOLDEN / "zarr_codecs"
@@ -42,7 +43,7 @@ def opened(path: Path, **options: Any) -> actshard.Store:
         return actshard.open(path, **options)
 
 
-def bounded(code: str, *, mib: int = 700, seconds: int = 60) -> str:
+def bounded(code: str, *, mib: int = 700) -> str:
     """Output of a program that may map `mib` MiB more than after its imports."""
     before = (
         "import resource, warnings; warnings.simplefilter('ignore'); import actshard, pyarrow, numpy as np\n"
@@ -54,7 +55,7 @@ def bounded(code: str, *, mib: int = 700, seconds: int = 60) -> str:
     )
     env = {**os.environ, "ACTSHARD_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", before + code], capture_output=True, text=True, check=False, timeout=seconds, env=env
+        [sys.executable, "-c", before + code], capture_output=True, text=True, check=False, timeout=PATIENCE, env=env
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
@@ -356,7 +357,7 @@ class TestPackage:
 
         def chunk(*_: Any) -> bytes:
             with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(20)
+                together.wait(PATIENCE)
             raise MemoryError("stop")
 
         monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
@@ -390,7 +391,7 @@ class TestPackage:
         monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
         monkeypatch.setattr(actshard.Store, "identity", "of rows that cannot be read")
         batches = iter(opened(store).stream(0, 2))
-        assert called.wait(60)
+        assert called.wait(PATIENCE)
         batches.close()  # type: ignore[attr-defined]
         del batches
         _native.looks()  # references dropped by threads without the GIL are released by the next call
@@ -456,7 +457,7 @@ def test_a_child_forked_beside_decoding_threads_decodes(tmp_path: Path) -> None:
         "    bad += os.waitpid(pid, 0)[1] != 0\n"
         "stop = True; [t.join() for t in threads]; print(bad)"
     )
-    assert bounded(code, mib=4000, seconds=120) == "0"
+    assert bounded(code, mib=4000) == "0"
 
 
 def test_threads_share_one_decoding_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, expected, write_l
 import actshard
 from actshard import tokens
 from actshard.tokens.patterns import matching
+from waiting import wait_until
 
 WAYS = [
     (layout, storage, jobs) for layout in ("consolidated", "sharded") for storage in ("plain", "lz4") for jobs in (1, 2)
@@ -484,9 +485,8 @@ class TestInterruptions:
         for _ in range(20 * wanted_kills):
             process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
             # Kill during the build, not during imports: wait for its folder.
-            deadline = time.monotonic() + 30
-            while not (out / ".actshard-build").exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.001)
+            begun = out / ".actshard-build"
+            wait_until(lambda: begun.exists() or process.poll() is not None, "the build")  # noqa: B023 -- called at once
             time.sleep(float(rng.uniform(0, 0.2)))
             if process.poll() is None:
                 process.kill()  # only this process: its workers must notice

@@ -52,7 +52,7 @@ def checked(found: CacheLook, documents: list[list[int]], cache: TokenCache) -> 
 documents = st.lists(st.lists(st.integers(-2, 6) | st.just(1 << 30), max_size=9), min_size=1, max_size=30)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(documents, st.integers(1, 12))
 def test_blocks_of_any_size_give_what_a_loop_over_documents_gives(
     tmp_path_factory: pytest.TempPathFactory, some: list[list[int]], block: int

@@ -14,6 +14,7 @@ import pytest
 
 import actshard
 from actshard import _native, tokens
+from waiting import PATIENCE
 
 NO_SHAPES = np.empty(0, np.int64)
 
@@ -25,7 +26,7 @@ def run(code: str, *arguments: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

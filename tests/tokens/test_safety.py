@@ -25,6 +25,7 @@ from tests.tokens.test_config import hub
 import actshard
 from actshard import _native, tokens
 from actshard.storage import Local
+from waiting import PATIENCE
 
 IDS = tokens.PrebuiltFormat()
 TOKENIZER = str(GOLDEN / LLAMA)
@@ -326,7 +327,9 @@ class TestWriterThatFailed:
             "import os, sys, numpy; from actshard import tokens\n"
             "w = tokens.CacheWriter(sys.argv[1], {'a': numpy.int32}); w.append([{'a': [1]}]); os.kill(os.getpid(), 9)"
         )
-        subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "c")], check=False, timeout=120)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "c")], check=False, timeout=PATIENCE
+        )
         assert [".tmp." in p.name for p in tmp_path.iterdir()] == [True]
         with tokens.CacheWriter(tmp_path / "c", {"a": np.int32}) as writer:
             writer.append([{"a": [2]}])
@@ -398,7 +401,7 @@ class TestDisk:
                 [sys.executable, "-W", "ignore", "-m", "actshard.tokens.shards"],
                 input=given,
                 capture_output=True,
-                timeout=120,
+                timeout=PATIENCE,
                 check=False,
             )
             assert (run.returncode, run.stdout, run.stderr) == (5, b"", b"")

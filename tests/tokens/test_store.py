@@ -43,7 +43,7 @@ def long_rows(total: int, seed: int = 0, high: int = 70_000) -> list[np.ndarray]
     return np.split(flat, np.sort(rng.integers(0, total, 40)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=30), max_size=60),
     dtype=st.sampled_from(["int64", "int32", "uint32", "uint16"]),
@@ -74,7 +74,7 @@ def test_any_rows_come_back(rows, dtype, storage, batch, length, io, tmp_path_fa
     assert actshard.verify(path, deep=True).ok
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 25), max_size=50),
     most=st.integers(1, 20),

@@ -21,6 +21,7 @@ import actshard
 from actshard import tokens
 from actshard.tokens.mixing import Sliced
 from conftest import refuses
+from waiting import PATIENCE, wait_until
 
 ROWS, LENGTH = 23, 6
 
@@ -241,9 +242,7 @@ def test_no_more_is_read_ahead_than_asked_for() -> None:
     dataset.read.clear()
     loop = iter(stream)
     next(loop)
-    stop = time.monotonic() + 10
-    while len(dataset.read) < 16 and time.monotonic() < stop:
-        time.sleep(0.01)
+    wait_until(lambda: len(dataset.read) >= 16, "batches ahead")
     time.sleep(0.1)
     # One with the user, three buffered.
     assert len(dataset.read) == 16
@@ -301,9 +300,9 @@ def test_a_stream_travels_to_other_processes(tmp_path: Path, how: str, storage: 
         stream.load_state_dict(stream.state_dict())
     child = context.Process(target=_child, args=(stream, send))
     child.start()
-    assert receive.poll(60)
+    assert receive.poll(PATIENCE)
     found = receive.recv()
-    child.join(60)
+    child.join(PATIENCE)
     assert child.exitcode == 0
     assert found == [dataset.get_batch(where).tokens.tolist() for where in wanted]
 
@@ -371,7 +370,7 @@ def test_levanters_get_batch_does_not_hold_the_event_loop(cache: tokens.TokenCac
 
     def slowly(indices: Any) -> Any:
         began.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         return read(indices)
 
     dataset._read = slowly

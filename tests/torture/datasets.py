@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.waiting import PATIENCE
 
 import actshard
 
@@ -73,7 +74,7 @@ def dataset(format: str, version: int = 0) -> Dataset:
     return Dataset(format, version)
 
 
-def in_a_child(work: Callable[[], Any], seconds: int = 60) -> Any:
+def in_a_child(work: Callable[[], Any]) -> Any:
     """Result of `work` in a forked child. AssertionError if the child dies, hangs, or raises anything but ActshardError.
 
     An ActshardError is returned.
@@ -83,7 +84,7 @@ def in_a_child(work: Callable[[], Any], seconds: int = 60) -> Any:
     if child == 0:
         try:
             os.close(read)
-            signal.alarm(seconds)
+            signal.alarm(PATIENCE)
             try:
                 found = (True, work())
             except actshard.ActshardError as error:

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from tests.torture.datasets import in_a_child
+from tests.waiting import PATIENCE
 
 import actshard
 
@@ -322,7 +323,7 @@ def _killed(work: Callable[[], Any]) -> None:
     if child == 0:
         code = 1
         try:
-            signal.alarm(60)
+            signal.alarm(PATIENCE)
             work()
             code = 0
         finally:

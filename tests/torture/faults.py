@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.torture import jobs
+from tests.waiting import PATIENCE
 
 import actshard
 
@@ -63,8 +64,6 @@ CALLS: dict[str, tuple[str, ...]] = {
     "rmdir": ("EIO",),
 }
 """System calls that change a file system, with the errors that a disk, a quota or a signal causes."""
-SECONDS = 60
-"""Timeout of a job, which normally takes milliseconds."""
 _PAGE = 1 << 17
 _LATE = ("actshard", "pyarrow", "tokenizers", "jinja2", "markupsafe", "numpy", "yaml", "json", "concurrent", "pandas")
 """Packages imported on demand, pandas by pyarrow. Imported first, so that no faults are injected into imports."""
@@ -97,7 +96,7 @@ def run(job: str, folder: Path, inject: str | None = None, log: Path | None = No
         tracer = _attach(child, inject, log)
     os.write(go, b"x")
     os.close(go)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + PATIENCE
     while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > until:
             os.kill(child, signal.SIGKILL)
@@ -180,7 +179,7 @@ def _attach(child: int, inject: str | None, log: Path | None, only: str | None =
 
 def _join(tracer: subprocess.Popen[str] | None) -> None:
     if tracer is not None:
-        tracer.communicate(timeout=SECONDS)
+        tracer.communicate(timeout=PATIENCE)
 
 
 def usable() -> bool:
@@ -189,7 +188,7 @@ def usable() -> bool:
         return False
     child = os.fork()
     if child == 0:
-        time.sleep(SECONDS)
+        time.sleep(PATIENCE)
         os._exit(0)
     try:
         tracer = _attach(child, None, Path(os.devnull))

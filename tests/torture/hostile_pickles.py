@@ -22,7 +22,8 @@ from typing import Any
 
 ADDRESS_SPACE = 3 << 30
 """Address space above that of the process: room for a mapping of ``decoded_memory``, most of it never touched."""
-SECONDS = 60
+SECONDS = 600
+"""When a child hangs. Processor time is measured: the machine may be busy."""
 
 
 def dataset(

@@ -44,11 +44,10 @@ from typing import Any
 
 from tests.torture import faults
 from tests.torture.plan_cases import EPOCH, Case, cases, plain
+from tests.waiting import PATIENCE
 
 import actshard
 
-SECONDS = 60
-"""Timeout of a child, which normally takes milliseconds."""
 _PAGE = 1 << 17
 
 
@@ -115,7 +114,7 @@ class Child:
 
     def wait(self, until: float | None = None) -> bool:
         """Waits for its end, or for a moment. Whether it ended; ``told`` then has how."""
-        limit = time.monotonic() + SECONDS
+        limit = time.monotonic() + PATIENCE
         while (found := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
             now = time.monotonic()
             if until is not None and now >= until:
@@ -419,7 +418,7 @@ class Bench:
         for pid in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _, stderr = driver.communicate(timeout=SECONDS)
+        _, stderr = driver.communicate(timeout=PATIENCE)
         found = 2 if self.case.name == "verify-broken" else 0  # the status of the report
         if driver.returncode not in (found, -signal.SIGKILL) and whom != "worker":
             raise Violation(f"{self.case.name}: the driver ended with {driver.returncode}: {stderr.decode()[-2000:]}")
@@ -490,7 +489,7 @@ def _children(pid: int) -> list[int]:
 
 def _gone(pids: list[int], where: str) -> None:
     """Waits until processes that are not ours have ended."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + PATIENCE
     for pid in pids:
         while _runs(pid):
             if time.monotonic() > until:

@@ -13,6 +13,7 @@ import pytest
 from conftest import GOLDEN
 from torture import hostile_pickles
 from torture.budget import TORTURE
+from waiting import PATIENCE
 
 MEMORY = 64 << 20
 CPU = 5.0
@@ -31,7 +32,7 @@ def test_hostile_pickles_are_refused_or_read_in_little_memory(
         [sys.executable, str(Path(hostile_pickles.__file__)), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=5 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from tests.torture.budget import CountedMachine, machine_settings
+from tests.waiting import PATIENCE
 
 import actshard
 
@@ -227,7 +228,7 @@ class Part:
         assert self.pipe is not None
         try:
             self.pipe.send((verb, {} if arguments is None else arguments, doom))
-            assert self.pipe.poll(300), f"{verb} hangs"
+            assert self.pipe.poll(PATIENCE), f"{verb} hangs"
             made: tuple[tuple[str, str] | None, Any, Any] = self.pipe.recv()
         except (EOFError, ConnectionError):
             return None
