@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.torture import calls
-from tests.torture.budget import TORTURE, runs
+from tests.torture.budget import runs
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,7 @@ def little_memory() -> Iterator[None]:
 def test_only_our_exceptions_come_out(root: Path, call: calls.Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
 
-    @settings(
-        max_examples=runs(25, 5_000), deadline=None, derandomize=not TORTURE, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=runs(25, 5_000), suppress_health_check=list(HealthCheck))
     @given(st.data())
     def generated(data: st.DataObject) -> None:
         function = call.make(root)
