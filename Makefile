@@ -24,7 +24,8 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# Any build will do that is up to date; without one, the build that compiles fastest: not optimized, and without remote stores.
+# Any build will do that is up to date; without one, the build that compiles fastest: that of the tests without remote stores, whose
+# crates the tests then need not compile again.
 demo: ## runs the main job: builds, then fits a probe per layer on the bundled dataset
 	@test -f $(VENV)/.base || echo "actshard: setting up $(VENV)"
 	@$(MAKE) --no-print-directory -s $(VENV)/.base
@@ -74,7 +75,7 @@ docs: $(VENV)/.docs ## builds the documentation site in site/; broken links are 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
-	$(PYTEST) -m peers
+	ACTSHARD_TIER=slow $(PYTEST) -m peers
 
 test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
@@ -128,7 +129,7 @@ $(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)
 	rm -f $(VENV)/.dev $(VENV)/.demo && touch $@
 
 $(VENV)/.demo: $(VENV)/.base $(NATIVE_SOURCES)
-	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile demo --no-default-features >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile dev --no-default-features >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	rm -f $(VENV)/.dev $(VENV)/.release && touch $@
 
 $(VENV)/.test: $(VENV)/.base pyproject.toml

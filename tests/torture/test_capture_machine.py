@@ -23,6 +23,8 @@ from tests.torture.datasets import in_a_child
 
 import actshard
 
+pytestmark = pytest.mark.machine
+
 SIZES = st.builds(
     Sizes,
     blocks=st.integers(1, 3),

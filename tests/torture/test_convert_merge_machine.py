@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.torture import budget
 from tests.torture.budget import CountedMachine, machine_settings, runs
 
 import actshard
@@ -324,6 +325,7 @@ class ConvertMergeMachine(CountedMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
+@pytest.mark.machine
 def test_conversions_and_merges_are_done_or_refused(
     plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +341,7 @@ def test_every_pair_of_formats_is_resumed_at_default_options(tmp_path: Path, sou
     made = make(tmp_path / "s", source, 3, small=False)
     own = {"pad": True} if to == "saev" else {}
     wanted = values(actshard.convert(made, tmp_path / "wanted", to, **own).path)
-    chance = random.Random(f"{source}{to}")
+    chance = random.Random(f"{source}{to}{budget.seed()}")
     for k in range(runs(1, 20)):
         path = tmp_path / f"t{k}"
         with interrupted_at(chance.randrange(1, 20)) as steps:
@@ -355,6 +357,7 @@ def test_every_pair_of_formats_is_resumed_at_default_options(tmp_path: Path, sou
 # -- naive oracles for fast paths --------------------------------------------------------------------------------
 
 
+@pytest.mark.machine
 def test_merged_saev_shards_hold_the_parts_one_after_another(tmp_path: Path) -> None:
     """For any sizes of parts and shards: the rows of the parts in order, in shards of one size."""
     chance = random.Random(5)
@@ -377,6 +380,7 @@ def test_merged_saev_shards_hold_the_parts_one_after_another(tmp_path: Path) -> 
         assert len({f.stat().st_size for f in files}) == 1
 
 
+@pytest.mark.machine
 def test_lmprobe_addresses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     """Shard and row of each token, assigned one by one: last tokens in separate shards, the others greedily after them."""
     chance = random.Random(6)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.torture import durability, faults, jobs
-from tests.torture.budget import TORTURE, runs
+from tests.torture.budget import TORTURE, runs, seed
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def strace() -> None:
 
 def _draw(bench: faults.Bench, n: int) -> list[str]:
     every = [*bench.faults(list(faults.CALLS), None, persistent=True), *bench.kills(list(faults.CALLS), None)]
-    return random.Random(f"{bench.job} {n}").sample(every, min(n, len(every)))
+    return random.Random(f"{bench.job} {n} {seed()}").sample(every, min(n, len(every)))
 
 
 @pytest.mark.parametrize("job", jobs.JOBS)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.torture import calls
 from tests.torture.budget import runs
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.torture import plan_kills
-from tests.torture.budget import runs
+from tests.torture.budget import runs, seed
 from tests.torture.plan_cases import Case, cases
 
 CASES = ("convert-pickle", "tokenize-plain", "merge-saev", "create-pickle", "stats-npy")
@@ -26,7 +26,7 @@ def case_of(name: str) -> Case:
 @traced
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_finished_with_the_bytes_of_one_process_after_any_kill(tmp_path: Path, name: str) -> None:
-    *_, told = plan_kills.campaign(tmp_path, [case_of(name)], runs(2, 100), seed=0, drivers=False)
+    *_, told = plan_kills.campaign(tmp_path, [case_of(name)], runs(2, 100), seed(), drivers=False)
     assert told["violations"] == []
     assert told["killed"] >= runs(2, 100)
 
@@ -44,12 +44,12 @@ def test_a_commit_killed_before_a_change_of_a_name_is_finished_by_the_next(
 
 def test_killed_drivers_and_workers_leave_a_plan_that_is_finished_with_the_same_bytes(tmp_path: Path) -> None:
     bench = plan_kills.Bench(case_of("merge-saev"), tmp_path / "merge")
-    killed = seed = 0
+    killed = rounds = 0
     while killed < runs(1, 60):
-        seed += 1
-        assert seed < 100 * runs(1, 10), "drivers end before they are killed"
+        rounds += 1
+        assert rounds < 100 * runs(1, 10), "drivers end before they are killed"
         bench.reset()
-        said = bench.kill_driver(random.Random(seed))
+        said = bench.kill_driver(random.Random(seed() + rounds))
         killed += not said.startswith("late")
         bench.half_done(said)
         bench.finish(said, [0, 1, 2, 3])

@@ -26,6 +26,8 @@ from tests.torture.datasets import EXAMPLES, FORMATS, LAYERS, D, dataset, in_a_c
 
 import actshard
 
+pytestmark = pytest.mark.machine
+
 Work = Callable[[], Any]
 DAMAGE = ("cut", "empty", "remove", "grow", "replace", "overwrite", "restore")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from tests.torture.budget import machine_settings
@@ -15,6 +16,8 @@ from tests.torture.datasets import FORMATS, LAYERS, D, dataset
 from tests.torture.loops import LoopMachine
 
 import actshard
+
+pytestmark = pytest.mark.machine
 
 Keys = list[tuple[int, int, int]]
 

@@ -20,6 +20,8 @@ from tests.torture.budget import machine_settings
 import actshard
 from actshard import tokens
 
+pytestmark = pytest.mark.machine
+
 CHUNK = 262_144
 EOS = 3
 Rows = list[NDArray[np.int64]]

@@ -24,6 +24,8 @@ from actshard import tokens
 from actshard.tokens.mixing import Sliced
 from actshard.tokens.stream import arrays
 
+pytestmark = pytest.mark.machine
+
 DATASETS = ("windows", "causal", "packed", "chat", "prebuilt", "permuted", "sliced", "mixture")
 ROWS = 17
 

@@ -29,6 +29,8 @@ from actshard import _native, tokens
 from actshard.tokens.ledger import Ledger
 from actshard.tokens.writing import FieldWriters
 
+pytestmark = pytest.mark.machine
+
 IDS = tokens.PrebuiltFormat()
 DEFAULTS: dict[str, Any] = {}
 Key = tuple[Any, ...]

@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from tests.torture.budget import CountedMachine, machine_settings
 from tests.waiting import PATIENCE
 
 import actshard
+
+pytestmark = pytest.mark.machine
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")

@@ -67,28 +67,30 @@ def test_what_zarr_python_refuses_gives_no_other_values(path: Path, tmp_path: Pa
     right = values().tobytes()
     refused = 0
     assert len(verdicts) == DAMAGES
-    for seed, verdict in enumerate(verdicts):
-        copy = copy_damaged(path, tmp_path, seed)
+    for number, verdict in enumerate(verdicts):
+        copy = copy_damaged(path, tmp_path, number)
         try:
             found = read(copy).tobytes()
         except actshard.ActshardError:
             refused += 1
         else:
-            assert found == right or str(zlib.crc32(found)) == verdict, (path.stem, seed, verdict)
+            assert found == right or str(zlib.crc32(found)) == verdict, (path.stem, number, verdict)
         shutil.rmtree(copy)
     assert refused > DAMAGES // 4
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("path", [p for p in stores() if p.stem in CHECKED], ids=lambda p: p.stem)
 def test_a_checksum_catches_every_change(path: Path, tmp_path: Path) -> None:
     right = values().tobytes()
-    for seed in range(1000, 1000 + runs(15, 2000)):
-        copy = copy_damaged(path, tmp_path, seed)
+    for number in range(seed(), seed() + runs(15, 2000)):
+        copy = copy_damaged(path, tmp_path, number)
         with contextlib.suppress(actshard.ActshardError):
-            assert read(copy).tobytes() == right, (path.stem, seed)
+            assert read(copy).tobytes() == right, (path.stem, number)
         shutil.rmtree(copy)
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("v3_*crc32c.zarr")), ids=lambda p: p.stem)
 def test_every_bit_of_a_chunk_with_crc32c_counts(path: Path, tmp_path: Path) -> None:
     right = values().tobytes()
@@ -106,13 +108,14 @@ def test_every_bit_of_a_chunk_with_crc32c_counts(path: Path, tmp_path: Path) -> 
         assert not report.ok or bytes(changed) == data
 
 
+@pytest.mark.machine
 @pytest.mark.peers
 @pytest.mark.parametrize("path", STORES, ids=lambda p: p.stem)
 def test_damaged_stores_give_what_zarr_gives_or_an_error(path: Path, tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     right = values().tobytes()
-    for seed in range(5000, 5000 + runs(20, 2000)):
-        copy = copy_damaged(path, tmp_path, seed)
+    for number in range(5000, 5000 + runs(20, 2000)):
+        copy = copy_damaged(path, tmp_path, number)
         try:
             found = read(copy).tobytes()
         except actshard.ActshardError:
@@ -120,5 +123,5 @@ def test_damaged_stores_give_what_zarr_gives_or_an_error(path: Path, tmp_path: P
         else:
             if found != right:
                 theirs = zarr.open_group(copy, mode="r")["arrays/activations"][...]
-                assert np.ascontiguousarray(theirs).tobytes() == found, (path.stem, seed)
+                assert np.ascontiguousarray(theirs).tobytes() == found, (path.stem, number)
         shutil.rmtree(copy)

@@ -1,5 +1,5 @@
 //! Times each kernel beside its oracle (the naive loop, compared for equality first) and the obvious alternative:
-//! `cargo bench -p actshard-core --profile thin`, 30 s. Records: benches/record/*-kernels.md.
+//! `cargo bench -p actshard-core`, 30 s. Records: benches/record/*-kernels.md.
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "a bench fails by panicking")]
 
