@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.torture.budget import runs, seed
 
 import actshard
 from conftest import GOLDEN
-from torture.budget import runs
 from torture.chunk_damage import DAMAGES, chunk_files, damaged, values
 
 FOLDER = GOLDEN / "zarr_codecs"
