@@ -17,7 +17,7 @@ RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz-smoke fmt clean help
+.PHONY: demo test torture check docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,6 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
-	$(MAKE) --no-print-directory fuzz-smoke
 	./scripts/suite.sh $(BIN)/python -m "$(LIGHT)"
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
@@ -43,14 +42,14 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
 	$(BIN)/python -m tests.torture.plan_kills --every
 	$(BIN)/python -m tests.torture.mutations --each 4000
-	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
+	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 $(MAKE) --no-print-directory fuzz
 	./scripts/sanitize.sh loom
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
 
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test docs ## formatting, lints, types, stubs, documentation
 	cargo fmt --all --check
-	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
+	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/explore/Cargo.toml >/dev/null
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -90,8 +89,8 @@ sdist: $(VENV)/.base ## builds the source distribution in dist/
 check-sdist: sdist ## builds and installs the source distribution without a network, and runs the demo there
 	./scripts/check_sdist.sh $(BIN) $(DIST)/*.tar.gz
 
-fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
-	./rust/fuzz/smoke.sh
+fuzz: ## libFuzzer looks for inputs that make a parser fail, 10 seconds for each; FUZZ_SECONDS, FUZZ_TARGETS: see rust/fuzz/explore.sh
+	./rust/fuzz/explore.sh
 
 fmt: $(VENV)/.check ## formats everything
 	cargo fmt --all
@@ -99,7 +98,7 @@ fmt: $(VENV)/.check ## formats everything
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LEVANTER) target rust/fuzz/target site
+	rm -rf $(VENV) $(LEVANTER) target rust/bench/target rust/fuzz/explore/target site
 
 $(VENV)/.base:
 	$(PYTHON) -m venv $(VENV)
