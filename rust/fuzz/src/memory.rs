@@ -4,6 +4,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use actshard_core::memory::output::page_bytes;
+
 /// The system's allocator. It counts for the whole process, because parsers hand work to the threads of a pool.
 struct Counting;
 
@@ -58,25 +60,29 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// The bytes that the counted calls of a run allocated: in all, and the peak of the call with the highest.
+/// The bytes that the counted calls of a run allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// All bytes that were allocated, also those that were freed again.
+    /// All bytes that were allocated, also those that were freed again, and pages of outputs.
     pub total: usize,
-    /// The highest sum of bytes in use at once.
+    /// The most bytes in use at once, of the call with the most; without pages of outputs.
     pub peak: usize,
 }
 
 static RUN_TOTAL: AtomicUsize = AtomicUsize::new(0);
 static RUN_PEAK: AtomicUsize = AtomicUsize::new(0);
 
+fn allocated() -> usize {
+    TOTAL.load(Ordering::Relaxed) + page_bytes()
+}
+
 /// Calls a parser under test and counts what it allocates, on whatever thread. What a target allocates outside of this, for its
 /// oracle, is not counted. Calls are not nested.
 pub fn counted<T>(parser: impl FnOnce() -> T) -> T {
-    let (total, live) = (TOTAL.load(Ordering::Relaxed), LIVE.load(Ordering::Relaxed));
+    let (total, live) = (allocated(), LIVE.load(Ordering::Relaxed));
     PEAK.store(live, Ordering::Relaxed);
     let value = parser();
-    RUN_TOTAL.fetch_add(TOTAL.load(Ordering::Relaxed) - total, Ordering::Relaxed);
+    RUN_TOTAL.fetch_add(allocated() - total, Ordering::Relaxed);
     RUN_PEAK.fetch_max(PEAK.load(Ordering::Relaxed).saturating_sub(live), Ordering::Relaxed);
     value
 }

@@ -132,3 +132,28 @@ fn memory_is_counted_on_every_thread_and_only_in_parsers() {
     let usage = Target { run: threads, ..BELIEVING }.usage(&[]);
     assert!(least(usage.total, 2 << 20) && least(usage.peak, 1 << 20), "{usage:?}");
 }
+
+/// For whoever sets a bound: `cargo test -p actshard-fuzz -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn most_that_each_target_allocates() {
+    let _alone = alone();
+    for target in TARGETS {
+        let (mut most, mut slope) = ([0; 3], 0);
+        for path in inputs(target) {
+            let bytes = fs::read(&path).unwrap();
+            let mut measure = |_: &str, bytes: &[u8]| {
+                let Ok(usage) = catch_unwind(AssertUnwindSafe(|| target.usage(bytes))) else { return };
+                most = most.max([usage.total, usage.peak, bytes.len()]);
+                slope = slope.max(usage.total.saturating_sub(target.bound.base) / bytes.len().max(1));
+            };
+            measure("", &bytes);
+            visit_mutations(&bytes, 100, measure);
+        }
+        let [total, peak, length] = most;
+        eprintln!(
+            "{}: {total} bytes in all and {peak} at once for an input of {length}; {slope} a byte above the base",
+            target.name
+        );
+    }
+}
