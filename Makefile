@@ -14,6 +14,9 @@ COMPATIBILITY ?= pypi
 # No path of the machine that builds stands in a wheel.
 RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap-path-prefix=$(CURDIR)=actshard
 
+# As maturin calls cargo: otherwise pyo3 would be compiled again by whichever of the two comes next.
+PYO3 = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_CONFIG_FILE=$$(ls $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/maturin/pyo3-config-*.txt | head -n 1)
+
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
@@ -50,7 +53,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test docs ## formatting, lints, types, stubs, documentation
 	cargo fmt --all --check
 	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/explore/Cargo.toml >/dev/null
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(PYO3) cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

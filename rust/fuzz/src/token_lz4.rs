@@ -10,13 +10,12 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
     let (mut out, mut next) = (vec![], 0);
     let long = |next: &mut usize, short: usize| -> Option<usize> {
         let mut n = short;
-        while short == 15 {
+        let mut goes_on = short == 15;
+        while goes_on {
             let more = *block.get(*next)?;
             *next += 1;
             n += usize::from(more);
-            if more != 255 {
-                break;
-            }
+            goes_on = more == 255;
         }
         Some(n)
     };
