@@ -16,10 +16,13 @@ COMPATIBILITY ?= pypi
 # No path of the machine that builds stands in a wheel.
 RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap-path-prefix=$(CURDIR)=actshard
 
+# As maturin calls cargo: otherwise pyo3 would be compiled again by whichever of the two comes next.
+PYO3 = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_CONFIG_FILE=$$(ls $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/maturin/pyo3-config-*.txt | head -n 1)
+
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo quick test test-slow torture check check-rust check-python docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz-smoke fmt clean help
+.PHONY: demo quick test test-slow torture check check-rust check-python docs test-peers test-remote test-engines test-levanter bench wheel check-wheel sdist check-sdist fuzz fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,7 +54,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
 	$(BIN)/python -m tests.torture.plan_kills --every
 	$(BIN)/python -m tests.torture.mutations --each 4000
-	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
+	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 $(MAKE) --no-print-directory fuzz
 	./scripts/sanitize.sh loom
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
@@ -59,10 +62,10 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test $(VENV)/.docs ## formatting, lints, types, stubs, documentation
 	$(MAKE) --no-print-directory --jobs=2 check-rust check-python docs
 
-check-rust: ## the part of check that is Rust's
+check-rust: $(VENV)/.dev ## the part of check that is Rust's
 	cargo fmt --all --check
-	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
-	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	for folder in rust/fuzz/explore rust/bench; do cargo check --quiet --locked --all-targets --manifest-path $$folder/Cargo.toml --target-dir target || exit 1; done
+	$(PYO3) cargo clippy --workspace --all-targets --quiet -- -D warnings
 
 check-python: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## the part of check that is Python's
 	$(BIN)/ruff format --check .
@@ -103,8 +106,8 @@ sdist: $(VENV)/.base ## builds the source distribution in dist/
 check-sdist: sdist ## builds and installs the source distribution without a network, and runs the demo there
 	./scripts/check_sdist.sh $(BIN) $(DIST)/*.tar.gz
 
-fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
-	./rust/fuzz/smoke.sh
+fuzz: ## libFuzzer looks for inputs that make a parser fail, 10 seconds for each; FUZZ_SECONDS, FUZZ_TARGETS: see rust/fuzz/explore.sh
+	./rust/fuzz/explore.sh
 
 fmt: $(VENV)/.check ## formats everything
 	cargo fmt --all
@@ -112,7 +115,7 @@ fmt: $(VENV)/.check ## formats everything
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LEVANTER) target rust/fuzz/target site
+	rm -rf $(VENV) $(LEVANTER) target rust/bench/target rust/fuzz/explore/target site
 
 $(VENV)/.base:
 	$(PYTHON) -m venv $(VENV)

@@ -10,7 +10,7 @@ trap 'rm -rf "$empty"' EXIT
 top=$(echo "$empty"/actshard-*)
 cargo fetch --quiet --locked --manifest-path "$top/Cargo.toml"
 "$bin/python" -m venv "$empty/venv"
-"$empty/venv/bin/pip" install --quiet --disable-pip-version-check "maturin>=1.9,<2" $("$bin/python" - "$top" <<'PYTHON'
+"$empty/venv/bin/pip" install --quiet --disable-pip-version-check "maturin>=1.9.4,<2" $("$bin/python" - "$top" <<'PYTHON'
 import sys, tomllib, pathlib
 print(*tomllib.loads((pathlib.Path(sys.argv[1]) / "pyproject.toml").read_text())["project"]["dependencies"])
 PYTHON

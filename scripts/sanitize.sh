@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the core's tests under a sanitizer: scripts/sanitize.sh asan|tsan|loom [arguments of cargo test, e.g. --test threads]
+# Runs the core's tests under a sanitizer: scripts/sanitize.sh asan|tsan|loom [arguments of cargo test, e.g. --test it threads::]
 #
 # Stable Rust ships the sanitizers' runtimes; RUSTC_BOOTSTRAP=1 makes -Zsanitizer available without a nightly compiler.
 #   asan  AddressSanitizer. The standard library needs no rebuilding. Without the runtime: valgrind's memcheck.
@@ -46,7 +46,7 @@ asan)
     fi
     ;;
 tsan)
-    [ $# -gt 0 ] || arguments=(--test threads)
+    [ $# -gt 0 ] || arguments=(--test it threads::)
     if runtime tsan && [ -f "$sysroot/lib/rustlib/src/rust/library/Cargo.lock" ]; then
         TSAN_OPTIONS=${TSAN_OPTIONS:-halt_on_error=1} build tsan thread -Zbuild-std
     else

@@ -1,7 +1,7 @@
 //! actshard's core: locates rows of activations and reads, writes and streams many of them at once.
 //!
 //! The modules form levels. Each level uses only those above it in this list, and imports of files form no cycle
-//! (`tests/floors.rs` checks both).
+//! (`tests/it/floors.rs` checks both).
 //!
 //! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`kernels`]: vector code. [`dtype`]:
 //!    element types and casts. [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out work.

@@ -749,7 +749,11 @@ mod tests {
                 prop_assert_eq!(cache.used(), oracle.iter().map(|(_, s)| s).sum::<u64>());
             }
         }
+    }
 
+    proptest! {
+        // Each case has thousands of numbers: a quarter of the usual cases (PROPTEST_CASES).
+        #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.div_ceil(4), ..ProptestConfig::default() })]
         /// More units than one eviction spares: the order is no longer exact, but cached units are correct and within
         /// the budget.
         #[test]

@@ -13,7 +13,7 @@ use crate::threads::fork::ForkMutex;
 const OWN_UNITS: u64 = 8;
 /// Longest wait, in ms, for another process's download, after which this process downloads the same bytes without
 /// caching them.
-const PATIENCE: u32 = 10_000;
+const PATIENCE: u32 = if cfg!(test) { 2_000 } else { 10_000 };
 /// The longest wait, in ms, after a wait that failed: the holder may be a child of a killed process, and hold its lock
 /// for hours.
 const IMPATIENCE: u32 = 100;

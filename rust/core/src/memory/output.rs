@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::MmapMut;
 
@@ -18,6 +19,15 @@ const GRAIN: usize = 2 << 20;
 /// and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. The
 /// lock is only tried, never waited for, so that a fork while it is locked costs an allocation at most.
 static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
+
+/// Bytes of all blocks of pages since the process began, recycled ones too.
+static PAGES: AtomicUsize = AtomicUsize::new(0);
+
+/// The bytes of pages that outputs have asked for since the process began: a counting allocator does not see them.
+#[doc(hidden)] // for the fuzz targets
+pub fn page_bytes() -> usize {
+    PAGES.load(Ordering::Relaxed)
+}
 
 /// An uncleared block of memory, aligned for any element type.
 #[derive(Debug)]
@@ -52,6 +62,7 @@ impl Output {
         if len < RECYCLE_FROM {
             return Ok(Output { memory: Allocation::Heap(vec![0; len.div_ceil(8)]), len });
         }
+        PAGES.fetch_add(len, Ordering::Relaxed);
         if let Ok(mut freed) = FREED.try_lock() {
             if let Some(at) = fitting(freed.iter().map(|map| map.len()), len) {
                 return Ok(Output { memory: Allocation::Pages(Some(freed.remove(at))), len });
@@ -73,6 +84,7 @@ impl Output {
 impl Output {
     /// A cleared block of which only touched pages of 4 KiB take memory, aligned to pages.
     pub fn sparse(len: usize) -> std::io::Result<Output> {
+        PAGES.fetch_add(len, Ordering::Relaxed);
         let map = MmapMut::map_anon(len.max(1))?;
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::NoHugePage);

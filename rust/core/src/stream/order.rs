@@ -226,7 +226,7 @@ mod tests {
         }
 
         #[test]
-        fn every_number_comes_once_and_is_found_again(n in prop_oneof![0u64..300, 65_000u64..67_000, 100_000u64..140_000], k in any::<u64>()) {
+        fn every_number_comes_once_and_is_found_again(n in prop_oneof![8 => 0u64..300, 1 => 65_000u64..67_000, 1 => 100_000u64..140_000], k in any::<u64>()) {
             let order = Permutation::shuffled(n, k);
             let mut seen = vec![false; n as usize];
             for position in 0..n {

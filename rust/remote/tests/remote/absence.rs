@@ -1,3 +1,6 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use actshard_core::Kind;
 use actshard_core::source::{Access, Store};
 use actshard_core::threads::Stop;
@@ -104,13 +107,15 @@ fn two_first_readers_of_an_object_see_one_version() {
     let place = store.location("run/0.0");
     // The first answer comes later than the replacement and the second one.
     let error = std::thread::scope(|scope| {
-        fake.fault("run/0.0", Fault::Stall(500, std::time::Duration::from_millis(150)), 1);
+        let is_free = Arc::new(AtomicBool::new(false));
+        fake.fault("run/0.0", Fault::Held(500, Arc::clone(&is_free)), 1);
         let first = scope.spawn(|| open(&store, &place));
         while fake.seen().is_empty() {
             std::thread::yield_now();
         }
         fake.put("run/0.0", noise(1000, 7));
         let second = open(&store, &place);
+        is_free.store(true, Ordering::SeqCst);
         [first.join().unwrap(), second].into_iter().find_map(Result::err)
     });
     let error = error.unwrap();

@@ -214,7 +214,8 @@ fn a_slow_answer_is_asked_for_again() {
     assert_eq!(read(&*source, 5, 10).unwrap(), noise(LEN, 1)[5..15]);
     fake.fault("run/a", Fault::Stall(100_000, Duration::from_secs(3600)), 1);
     assert_eq!(read(&*source, 0, LEN).unwrap(), noise(LEN, 1));
-    assert_eq!(store.counts().hedges, 2);
+    // On a busy machine other answers are slow too.
+    assert!(store.counts().hedges >= 2);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -32,6 +33,8 @@ pub enum Fault {
     Late(Duration),
     /// The rest of the body comes this much later.
     Stall(usize, Duration),
+    /// The rest of the body comes when the flag is set.
+    Held(usize, Arc<AtomicBool>),
     /// After so many bytes of the body, the others come one by one, so long apart.
     Drip(usize, Duration),
     /// A header with this value is added.
@@ -293,6 +296,14 @@ fn serve(
             let at = at.min(body.len());
             to.write_all(&body[..at]).ok()?;
             std::thread::sleep(time);
+            to.write_all(&body[at..]).ok()?;
+        }
+        Some(Fault::Held(at, is_free)) => {
+            let at = at.min(body.len());
+            to.write_all(&body[..at]).ok()?;
+            while !is_free.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             to.write_all(&body[at..]).ok()?;
         }
         Some(Fault::Drip(at, pause)) => {

@@ -1,0 +1,19 @@
+//! The core's integration tests: one program, because each takes long to link.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod array_meta;
+mod chunked;
+mod decodes;
+#[cfg(target_os = "linux")]
+mod disk_cache;
+mod far;
+mod floors;
+mod gather;
+mod kernels;
+mod layouts;
+mod names;
+mod several;
+mod sources;
+mod threads;
+mod token_arrays;
