@@ -1,6 +1,6 @@
 //! Fuzz targets: plain functions that read any bytes with a parser and panic if the parser breaks its promises.
 //!
-//! `cargo test -p actshard-fuzz` runs each over its seeds, over the inputs that failed once, and over mutations of the seeds;
+//! `cargo test --workspace --test inputs` runs each over its seeds, over the inputs that failed once, and over mutations of the seeds;
 //! `make fuzz` lets libFuzzer look for inputs that nobody thought of. Both check what the parser allocates.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a target fails by panicking")]
@@ -29,19 +29,19 @@ const MIB: usize = 1 << 20;
 targets! {
     address_table: total <= 64 * input + 64 * KIB, "";
     arrow_stream: total <= 64 * input + 64 * KIB, "";
-    containers: total <= 1100 * input + 4 * MIB, "a deflated member inflates to 1032 times its size, in a buffer of at most 1 MiB per torch.save file";
-    deflate: total <= 1100 * input + 8 * MIB, "data inflate to 1032 times their size, at most 4 MiB, once per member and once for the search of blocks";
+    containers: total <= 1100 * input + 4 * MIB, "deflate holds up to 1032 bytes in one; the target allows 1 MiB";
+    deflate: total <= 1100 * input + 8 * MIB, "deflate holds up to 1032 bytes in one; the target allows 4 MiB, twice";
     index_records: total <= 64 * input + 64 * KIB, "";
     pickle: total <= 64 * input + 64 * KIB, "";
     safetensors_header: total <= 64 * input + 64 * KIB, "";
-    token_array: peak <= 64 * input + 512 * MIB, "a chunk may have 2^24 elements of 8 bytes, and decoding needs a few times that; chunks are decoded one after the other";
+    token_array: peak <= 64 * input + 512 * MIB, "chunks of up to 2^24 elements of 8 bytes, one after the other";
     token_array_meta: total <= 64 * input + 64 * KIB, "";
-    token_frame: total <= 64 * input + 4 * MIB, "the frame of the chunk that the first bytes choose has up to 128 KiB, decoded block by block, once in full and once in part";
+    token_frame: total <= 64 * input + 4 * MIB, "up to 128 KiB of numbers, decoded in full and in part";
     token_index: total <= 64 * input + 64 * KIB, "";
     token_lz4: total <= 64 * input + 64 * KIB, "";
     token_offsets: total <= 64 * input + 64 * KIB, "";
-    zarr_chunk: total <= 64 * input + 4 * MIB, "the state of a bzip2 decoder has 2 MiB at level 1";
-    zarr_metadata: total <= 64 * input + 16 * MIB, "the same metadata make arrays twice and parsers of two versions, and 40 bytes are decoded by each codec";
+    zarr_chunk: total <= 64 * input + 4 * MIB, "a bzip2 decoder of level 1 has 2 MiB";
+    zarr_metadata: total <= 64 * input + 16 * MIB, "two parsers, two arrays, and what each codec decodes of 40 bytes";
 }
 
 /// A function that reads any bytes, and panics if a parser breaks a promise.

@@ -133,7 +133,7 @@ fn memory_is_counted_on_every_thread_and_only_in_parsers() {
     assert!(least(usage.total, 2 << 20) && least(usage.peak, 1 << 20), "{usage:?}");
 }
 
-/// For whoever sets a bound: `cargo test -p actshard-fuzz -- --ignored --nocapture`.
+/// For whoever sets a bound: `cargo test --workspace --test inputs -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn most_that_each_target_allocates() {

@@ -302,7 +302,7 @@ fn a_full_disk_gives_one_warning_and_no_error() {
         return;
     };
     // In a namespace of its own, so that the mount ends with the process.
-    let test = format!("{mount} && exec \"$0\" --exact child_on_a_full_disk --nocapture");
+    let test = format!("{mount} && exec \"$0\" --exact disk_cache::child_on_a_full_disk --nocapture");
     let done = run(unshare, &test).unwrap();
     let said = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&done.stderr));
