@@ -18,6 +18,7 @@ import actshard
 from actshard.errors import boundary
 from actshard.formats.report import Report
 from conftest import GOLDEN, refuses, saev_dump
+from shell import run_command
 from waiting import PATIENCE
 
 Copy = Callable[..., Path]
@@ -146,16 +147,16 @@ def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_
     warned = tmp_path / "w"
     shutil.copytree(DATASETS["lmprobe"], warned)
     (warned / "tensors/stray.safetensors").write_bytes(b"")
-    assert run("verify", DATASETS["lmprobe"]).returncode == 0
-    assert run("verify", warned).returncode == 1
+    assert run_command("verify", DATASETS["lmprobe"]).returncode == 0
+    assert run_command("verify", warned).returncode == 1
     (tmp_path / "empty").mkdir()
-    assert run("verify", tmp_path / "empty").returncode == 2  # it exists, but is not a dataset
+    assert run_command("verify", tmp_path / "empty").returncode == 2  # it exists, but is not a dataset
     for words in ([tmp_path / "nowhere"], [warned, "--format", "csv"], [warned, "--depe"], [], ["s3://b/x"]):
-        done = run("verify", *words)
+        done = run_command("verify", *words)
         assert done.returncode == 3, (words, done.stderr)
         assert "Traceback" not in done.stderr
-    assert run("verify", "--help").returncode == 0
-    assert run("info", tmp_path / "nowhere").returncode == 3
+    assert run_command("verify", "--help").returncode == 0
+    assert run_command("info", tmp_path / "nowhere").returncode == 3
 
 
 def nested(root: Path, caches: int) -> Path:
@@ -176,8 +177,8 @@ def test_every_verb_looks_at_what_is_at_the_path(tmp_path: Path, caches: int) ->
     assert actshard.open(dataset).format == "lmprobe"
     report = actshard.verify(dataset)
     assert (report.format, report.path, report.ok) == ("lmprobe", dataset, True)
-    assert json.loads(run("info", dataset, "--json").stdout)["format"] == "lmprobe"
-    assert "norms" in json.loads(run("head", dataset, "--json", "-n", "1").stdout)[0]
+    assert json.loads(run_command("info", dataset, "--json").stdout)["format"] == "lmprobe"
+    assert "norms" in json.loads(run_command("head", dataset, "--json", "-n", "1").stdout)[0]
     # A dataset at the path takes precedence over datasets below it.
     cache = dataset / "tokens0/train"
     assert actshard.verify(cache).format == "levanter"
@@ -189,7 +190,7 @@ def test_every_verb_looks_at_what_is_at_the_path(tmp_path: Path, caches: int) ->
         shutil.rmtree(dataset / "index")
         shutil.rmtree(dataset / "tensors")
         assert actshard.verify(tmp_path).path == cache
-        assert json.loads(run("info", tmp_path, "--json").stdout)["format"] == "levanter"
+        assert json.loads(run_command("info", tmp_path, "--json").stdout)["format"] == "levanter"
 
 
 def test_the_folder_of_parts_is_no_dataset(tmp_path: Path) -> None:

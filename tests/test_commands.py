@@ -23,6 +23,7 @@ from actshard import _arguments
 from actshard.cli import app
 from actshard.cli._app import EXAMPLES, PANELS
 from conftest import GOLDEN
+from shell import run_command
 from waiting import PATIENCE
 
 FINE = GOLDEN / "lmprobe/fullseq_logits_router"
@@ -37,12 +38,6 @@ def leaves(group: Any = None, before: str = "") -> dict[str, Any]:
         words = f"{before} {name}".strip()
         found |= leaves(command, words) if getattr(command, "commands", None) else {words: command}
     return found
-
-
-def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env)
 
 
 def test_every_command_has_one_panel_and_examples() -> None:
@@ -137,7 +132,7 @@ def test_exit_statuses(line: str, states: dict[str, Path], tmp_path: Path) -> No
         if expected is None:
             continue
         words = [word.format(path, out=tmp_path / state) for word in line.split()]
-        done = run(*words)
+        done = run_command(*words)
         assert done.returncode == expected, (state, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
 
@@ -171,7 +166,7 @@ def test_usage_errors_exit_with_3(command: str) -> None:
 def test_options_of_a_configuration_do_not_build_without_one(option: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     tokenizer = GOLDEN / "levanter/tokenizers/bpe_llama3style"
-    done = run("tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--out", tmp_path / "c", *option)
+    done = run_command("tokenize", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--out", tmp_path / "c", *option)
     assert (done.returncode, (tmp_path / "c").exists()) == (3, False)
     assert f"{option[0]}: expected --config FILE with it" in done.stderr
 
@@ -183,11 +178,11 @@ def test_a_token_cache_does_not_hide_a_dataset(tmp_path: Path) -> None:
         writer.append(np.zeros((2, 1, 3, 4), np.float32))
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
     for words in (("tokenize", "--out"), ("plan", "tokenize", "--cache")):
-        done = run(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], path)
+        done = run_command(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], path)
         assert done.returncode == 3
         assert "is a dataset (zarr); choose another folder for the token cache" in done.stderr
     for words in (("tokenize", "--out=~/d"), ("plan", "tokenize", "--cache=~/d"), ("tokenize", f"--out=file://{path}")):
-        done = run(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], HOME=str(tmp_path))
+        done = run_command(*words[:-1], tmp_path / "a.jsonl", "--format", "prebuilt", words[-1], HOME=str(tmp_path))
         assert "is a dataset (zarr); choose another folder for the token cache" in done.stderr
     assert not list(path.glob("*ledger*"))
     actshard.tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "cache", format="prebuilt")
@@ -199,13 +194,13 @@ def test_a_token_cache_does_not_hide_a_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script(shell: str, tmp_path: Path) -> None:
-    done = run("completion", shell)
+    done = run_command("completion", shell)
     assert done.returncode == 0
     assert "_ACTSHARD_COMPLETE" in done.stdout
     if shutil.which(shell):
         (tmp_path / "script").write_text(done.stdout)
         assert subprocess.run([shell, "-n", str(tmp_path / "script")], check=False).returncode == 0
-    assert run("completion", "csh").returncode == 3
+    assert run_command("completion", "csh").returncode == 3
 
 
 def test_completion_completes_commands_and_options() -> None:
@@ -224,7 +219,7 @@ def test_completion_completes_commands_and_options() -> None:
 def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=4) as writer:
         writer.append(np.ones((1, 1, 1, 4), np.float32))
-    said = " ".join(run("verify", tmp_path / "d", "--deep").stdout.split())
+    said = " ".join(run_command("verify", tmp_path / "d", "--deep").stdout.split())
     assert re.search(r"1 files|1 examples|1 rows", said) is None
     assert re.search(r"in .*1 example\b.*, 1 row\b", said)
     assert [_arguments.counted(n, "addresses") for n in (0, 1, 2)] == ["0 addresses", "1 address", "2 addresses"]

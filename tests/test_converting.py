@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -20,6 +18,7 @@ from actshard.converting import preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
 from conftest import GOLDEN, bits, refuses, saev_dump
+from shell import run_command
 from waiting import PATIENCE
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -317,12 +316,6 @@ def test_verify_sees_one_changed_bit(tmp_path: Path, ragged: Path) -> None:
         actshard.convert(ragged, tmp_path / "d", "zarr", exist_ok=True, verify=True)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "actshard.cli", *arguments], capture_output=True, text=True, check=False
-    )
-
-
 def test_a_preview_of_all_formats_fits_a_terminal(ragged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = actshard.converting.preview(ragged, "d", dtype="float16")
     possible = [p for p in found if not p.refused]
@@ -350,14 +343,14 @@ def test_a_preview_of_all_formats_fits_a_terminal(ragged: Path, capsys: pytest.C
 
 
 def test_the_commands(tmp_path: Path, ragged: Path) -> None:
-    told = run("convert", str(ragged), "--dry-run")
+    told = run_command("convert", str(ragged), "--dry-run")
     assert told.returncode == 0, told.stderr
     assert "--pad" in told.stdout
     assert all(f in told.stdout for f in FORMATS)
-    told = run("convert", str(ragged), str(tmp_path / "d"), "--to", "saev", "--dry-run", "--json")
+    told = run_command("convert", str(ragged), str(tmp_path / "d"), "--to", "saev", "--dry-run", "--json")
     assert told.returncode == 2
     assert "pad=True" in json.loads(told.stdout)[0]["refused"]
-    told = run(
+    told = run_command(
         "convert",
         str(ragged),
         str(tmp_path / "d"),
@@ -374,21 +367,21 @@ def test_the_commands(tmp_path: Path, ragged: Path) -> None:
     assert "lost" in told.stdout
     assert "every row was compared" in told.stdout
     assert actshard.open(tmp_path / "d").layers == (1,)
-    told = run("convert", str(ragged), str(tmp_path / "e"), "--to", "saev")
+    told = run_command("convert", str(ragged), str(tmp_path / "e"), "--to", "saev")
     assert told.returncode == 3
     assert told.stderr.startswith("actshard: example ")
     assert "Traceback" not in told.stderr
-    told = run("convert", str(ragged))
+    told = run_command("convert", str(ragged))
     assert told.returncode == 3
     assert "--dry-run" in told.stderr
-    clean = run("verify", str(ragged), "--deep", "--json")
+    clean = run_command("verify", str(ragged), "--deep", "--json")
     assert clean.returncode == 0
     assert json.loads(clean.stdout)["ok"]
     (ragged / "arrays/activations/3.1.0.0").write_bytes(b"short")
-    broken = run("verify", str(ragged))
+    broken = run_command("verify", str(ragged))
     assert broken.returncode == 2
     assert "[chunk-size]" in broken.stdout
-    told = run("merge", str(tmp_path / "m"), "--part", str(tmp_path / "d"), "--json")
+    told = run_command("merge", str(tmp_path / "m"), "--part", str(tmp_path / "d"), "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["examples"] == 40
 
@@ -428,11 +421,11 @@ def test_values_that_overflow_are_refused_or_counted(tmp_path: Path, spiky: Path
 
 
 def test_the_command_does_not_call_infinite_values_the_same(tmp_path: Path, spiky: Path) -> None:
-    told = run("convert", str(spiky), str(tmp_path / "d"), "--to", "zarr", "--dtype", "float16")
+    told = run_command("convert", str(spiky), str(tmp_path / "d"), "--to", "zarr", "--dtype", "float16")
     assert told.returncode == 3
     assert "overflow" in told.stderr
     words = ["convert", str(spiky), str(tmp_path / "d"), "--to", "zarr", "--dtype", "float16", "-o", "overflow=allow"]
-    told = run(*words, "--verify")
+    told = run_command(*words, "--verify")
     assert told.returncode == 0, told.stderr
     assert "as float16: the same, but 3 finite values are too large" in told.stdout
 
@@ -631,12 +624,12 @@ def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, s
     assert table["verb"].to_pylist() == COLUMNS["verb"]
     assert table["text"].to_pylist() == [f"text {i}" for i in range(6)]
     assert table["label"].null_count == 6
-    told = run(
+    told = run_command(
         "convert", str(path), str(tmp_path / "c"), "--to", "lmprobe", "--columns", f"{text},shard_index=part,verb"
     )
     assert told.returncode == 0, told.stderr
     assert actshard.open(tmp_path / "c").table.equals(table)
-    told = run("convert", str(path), str(tmp_path / "j"), "--to", "lmprobe", "--columns", json.dumps(["verb"]))
+    told = run_command("convert", str(path), str(tmp_path / "j"), "--to", "lmprobe", "--columns", json.dumps(["verb"]))
     assert told.returncode == 0, told.stderr
     assert "part" not in actshard.open(tmp_path / "j").table.column_names
 
@@ -696,7 +689,7 @@ def test_columns_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
         with pytest.raises(cls, match=said):
             actshard.convert(path, tmp_path / "t", "pickle", columns=asked)
         assert not (tmp_path / "t").exists()
-    told = run("convert", str(path), str(tmp_path / "t"), "--to", "pickle", "--columns", "verb=a,verb=b")
+    told = run_command("convert", str(path), str(tmp_path / "t"), "--to", "pickle", "--columns", "verb=a,verb=b")
     assert told.returncode != 0
     assert "every name once" in told.stderr
 

@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +29,7 @@ from actshard.formats import registry
 from actshard.formats.layout_toml import description
 from actshard.location import Location
 from conftest import GOLDEN
+from shell import run_command
 from test_runners import command
 
 CONTAINERS = GOLDEN / "containers"
@@ -428,8 +427,7 @@ def test_a_folder_is_verified_by_a_given_layout(undescribed: Path) -> None:
 
 def test_commands_take_and_propose_a_layout(undescribed: Path) -> None:
     def run(*words: str | Path) -> tuple[int, str]:
-        command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_command(*words)
         return done.returncode, done.stdout
 
     code, text = run("info", "--guess", undescribed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import actshard
 import actshard.tokens
 from actshard._arguments import local_path
 from conftest import GOLDEN, refuses
+from shell import run_command
 
 
 def create(path: Any) -> None:
@@ -135,13 +134,7 @@ def test_names_that_only_look_like_urls_are_local(here: Path) -> None:
 
 def test_the_command_line_refuses_remote_paths_in_one_line(here: Path) -> None:
     for words in (["merge", "s3://b/x"], ["info", "ftp://b/x"], ["convert", "source", "ftp://b/x", "--to", "zarr"]):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=here,
-        )
+        done = run_command(*words, cwd=here)
         assert done.returncode not in (0, 2), words
         assert "expected a local path here" in done.stderr
         assert len(done.stderr.splitlines()) == 1
@@ -165,8 +158,7 @@ def test_the_files_of_a_token_cache_are_named_by_file_urls(here: Path) -> None:
         ["tokenize", "a b/*.jsonl", "--out", "paths/train", *named],
         ["tokenize", "--config", f"file://{here}/c.yaml", "-q"],
     ):
-        command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+        done = run_command(*words, cwd=here)
         assert done.returncode == 0, done.stderr
     urls, paths, web = (here / name for name in ("urls/train", "paths/train", "caches/web/train"))
     assert [len(actshard.tokens.open_cache(path)) for path in (urls, paths, web)] == [2, 2, 1]

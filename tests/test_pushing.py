@@ -27,6 +27,7 @@ from actshard.pushing.buckets import Bucket
 from conftest import GOLDEN
 from hub import hub as hub_server
 from served import Served, served
+from shell import run_command
 from test_urls import places, quietly, same
 from waiting import PATIENCE
 
@@ -536,12 +537,12 @@ def test_a_folder_above_the_dataset_is_pushed_whole(server: Served, tmp_path: Pa
 
 def test_the_command_pushes(server: Served, tmp_path: Path) -> None:
     options = [word for name, value in server.keys.items() for word in ("--storage-option", f"{name}={value}")]
-    command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", "push", str(SAEV), "s3://bucket/run", *options]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    command = ["push", SAEV, "s3://bucket/run", *options]
+    done = run_command(*command, "--json")
     assert json.loads(done.stdout)["sent_files"] == len(contents(SAEV)), done.stderr
     assert "hushhush" not in done.stdout + done.stderr
     server.written.refuse = (lambda method, query: True, 403)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_command(*command)
     assert done.returncode == 3
     assert "hushhush" not in done.stdout + done.stderr
 

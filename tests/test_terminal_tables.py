@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from rich.console import Console
 import actshard
 from actshard.cli._tables import TableColumn, show_table
 from conftest import GOLDEN
-from waiting import PATIENCE
+from shell import run_command
 
 WIDTHS = (60, 80, 100, 120)
 CACHE = GOLDEN / "levanter/supervised_llama3style/cache"
@@ -26,9 +23,8 @@ CACHE = GOLDEN / "levanter/supervised_llama3style/cache"
 
 def shown(width: int, *words: str | Path) -> str:
     """Output of a command in a terminal of this width."""
-    command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", *map(str, words)]
-    env = {**os.environ, "COLUMNS": str(width), "TTY_COMPATIBLE": "1", "TERM": "xterm", "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE, env=env)
+    done = run_command(*words, COLUMNS=str(width), TTY_COMPATIBLE="1", TERM="xterm", NO_COLOR="1")
+    assert done.returncode == 0, done.stderr
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout)
 
 

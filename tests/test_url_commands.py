@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,8 @@ import actshard
 from actshard import tokens
 from conftest import GOLDEN, saev_dump
 from served import Served, served
+from shell import run_command
 from test_urls import quietly, same
-from waiting import PATIENCE
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 
@@ -126,14 +125,7 @@ def test_a_conversion_does_not_resume_from_a_source_that_changed(server: Served,
 
 
 def command(*words: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-        timeout=PATIENCE,
-    )
+    done = run_command(*words, **environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

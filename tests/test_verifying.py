@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import actshard
 from actshard._arguments import many
 from actshard.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
+from shell import run_command
 from zarr_files import write_store
 
 SOUND = [saev_dump(p.parent) for p in sorted((GOLDEN / "saev").glob("*/expected.npz"))]
@@ -370,9 +369,7 @@ def test_the_command_shows_all_and_its_status_tells(tmp_path: Path) -> None:
     path = saev(tmp_path)
     (path / "acts000000.bin").unlink()
     (path / "acts000009.bin").write_bytes(b"x")
-    told = subprocess.run(
-        [sys.executable, "-m", "actshard.cli", "verify", str(path)], capture_output=True, text=True, check=False
-    )
+    told = run_command("verify", path)
     assert told.returncode == 2
     assert re.search(r"^error \[missing-file\] .*acts000000\.bin: expected", told.stdout, re.M)
     assert re.search(r"^warning \[unlisted-file\] .*acts000009", told.stdout, re.M)
@@ -405,10 +402,7 @@ def test_commands_name_a_truncated_file(tmp_path: Path, command: str) -> None:
     shard = path / "shard-00000.bin"
     shard.write_bytes(shard.read_bytes()[:50])
     words = {"convert": [str(tmp_path / "out"), "--to", "specforge"], "stats": ["--layer", "1"]}.get(command, [])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "actshard.cli", command, str(path), *words],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_command(command, path, *words)
     assert done.returncode == 3, done.stdout
     assert "samples.idx: byte" in done.stderr
     assert "ends at byte" in done.stderr

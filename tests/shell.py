@@ -1,0 +1,103 @@
+"""Runs commands of ``actshard`` as a shell does, each in a process of its own, without starting an interpreter for each.
+
+One process per test process imports the command line once and forks for each command: a command costs hundredths of a second
+instead of a second. Use a real process where the start itself, signals or pipes are tested.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def run_command(*words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The status and the outputs of ``actshard WORDS``, without warnings of Python's that are no actshard's business.
+
+    Args:
+        words: arguments of the command; paths become texts.
+        cwd: the current folder of the command.
+        environment: variables that are added to those of this process.
+    """
+    arguments = [*map(str, words)]
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        request = {
+            "arguments": arguments,
+            "environment": {**os.environ, **environment},
+            "cwd": str(cwd or Path.cwd()),
+            "outputs": [out.name, err.name],
+        }
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        status = json.loads(server.stdout.readline())
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(["actshard", *arguments], status, *texts)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks. It ends when its stdin is closed, so also with a killed test process."""
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _serve() -> None:
+    import pyarrow.compute  # what most commands need
+    import pyarrow.parquet  # noqa: F401
+
+    from actshard.cli import main
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _become(request, main)
+        _, ending = os.waitpid(child, 0)
+        answers.write(f"{os.waitstatus_to_exitcode(ending)}\n")
+        answers.flush()
+
+
+def _become(request: dict[str, Any], main: Any) -> None:
+    """Turns this forked process into the command, and ends it."""
+    status = 70
+    try:
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["cwd"])
+        for number, path in enumerate(request["outputs"], 1):
+            descriptor = os.open(path, os.O_WRONLY)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.argv = ["actshard", *request["arguments"]]
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()
