@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
+# Where it is set, every process compiles all of Python's modules again: two thirds of the time of most commands.
+export PYTHONDONTWRITEBYTECODE =
 TORTURE_SCALE ?= 1
 # Two processes on two cores: most tests use one.
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile

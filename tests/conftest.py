@@ -25,6 +25,10 @@ from actshard.formats import registry
 from actshard.plan import converting, process
 from durations import Durations
 
+# Processes that tests start would compile every module again, which takes longer than most tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -82,19 +86,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"seed {budget.seed()}: ACTSHARD_SEED={budget.seed()} repeats the random choices")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _assumed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _assumed_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans assume a constant memory of a process, which they would otherwise measure by starting one.
 
-    Test files that are marked ``measures_memory`` measure.
+    Tests that are marked ``measures_memory`` measure.
     """
-    if request.node.get_closest_marker("measures_memory"):
+    if not request.node.get_closest_marker("measures_memory"):
+        monkeypatch.setattr(process, "_measured", lambda _: process.UNKNOWN)
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "_measured", lambda _: process.UNKNOWN)
-        yield
-    # Remembered by the process, which may run a file that measures next.
+    forget_memory()  # what other tests assumed
+    yield
+    forget_memory()
+
+
+def forget_memory() -> None:
+    """Clears what this process knows of the memory of tasks."""
     process.importing.cache_clear()
     process._begun.cache_clear()
     process._known.clear()

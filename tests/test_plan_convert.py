@@ -216,6 +216,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.measures_memory
 @pytest.mark.usefixtures("without_pandas")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
 @pytest.mark.parametrize(

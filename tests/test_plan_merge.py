@@ -258,6 +258,7 @@ def test_plans_that_others_wrote_are_refused_in_one_line(tmp_path: Path) -> None
     assert all(len(message.splitlines()) == 1 for message in refused)
 
 
+@pytest.mark.measures_memory
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 @pytest.mark.parametrize("format", ["saev", "lmprobe"])
 def test_the_memory_of_a_task_is_predicted(tmp_path: Path, far: Path, format: str) -> None:

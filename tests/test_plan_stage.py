@@ -609,6 +609,7 @@ def test_a_late_process_sees_that_another_committed(tmp_path: Path, monkeypatch:
     assert plan_again.commit().path == done.path
 
 
+@pytest.mark.measures_memory
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 @pytest.mark.parametrize("remote", [False, True])
 def test_the_memory_of_a_task_is_predicted(server: Served, tmp_path: Path, remote: bool) -> None:
