@@ -62,5 +62,6 @@ fn memory_beside_the_result_is_bounded() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "disk_cache::peak::child_that_measures", "--nocapture"]).env(CHILD, "1");
     let done = command.output().unwrap();
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let output = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success() && output.contains("1 passed"), "{output}{}", String::from_utf8_lossy(&done.stderr));
 }

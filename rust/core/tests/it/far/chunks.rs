@@ -194,7 +194,7 @@ fn a_gather_over_a_hundred_chunks_takes_a_few_round_trips() {
         let parallel = 128;
         let mut memory = Memory::new(made.objects(), Wishes { parallel, ..WISHES });
         let files = made.objects().len() - 1;
-        memory.together = files / 2 + 1;
+        *memory.together.get_mut() = files / 2 + 1;
         let store = Arc::new(memory);
         let rows = made.far(&store, 1 << 20);
         let at = all_rows(&made);
@@ -215,7 +215,7 @@ fn no_more_reads_are_on_their_way_than_wished() {
     for coding in [Coding::Plain, Coding::Zstd, Coding::Shards] {
         let made = Made { coding, ..HUNDRED };
         let mut memory = Memory::new(made.objects(), Wishes { parallel: 3, ..WISHES });
-        (memory.latency, memory.together) = (Duration::from_millis(1), 2);
+        (memory.latency, *memory.together.get_mut()) = (Duration::from_millis(1), 2);
         let store = Arc::new(memory);
         gather(&made.far(&store, 0), 0, &all_rows(&made), &mut || false).unwrap();
         assert!(store.most.load(Ordering::Relaxed) <= 3, "{coding:?}");
@@ -226,7 +226,7 @@ fn no_more_reads_are_on_their_way_than_wished() {
 fn chunks_longer_than_the_largest_read_are_read_at_once() {
     let made = Made { shape: [16, 1, 32, 64], chunk: [1, 1, 32, 64], coding: Coding::Zstd, holes: 0 };
     let mut memory = Memory::new(made.objects(), Wishes { parallel: 8, largest: 1000, ..WISHES });
-    memory.together = 5;
+    *memory.together.get_mut() = 5;
     let store = Arc::new(memory);
     let at = all_rows(&made);
     assert_eq!(gather(&made.far(&store, 1 << 20), 0, &at, &mut || false).unwrap(), expected(&made, 0, &at));

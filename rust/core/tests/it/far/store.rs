@@ -25,7 +25,7 @@ pub struct Memory {
     pub wishes: Wishes,
     pub latency: Duration,
     /// Reads wait until so many have been on their way at once, however slow a busy machine starts them.
-    pub together: usize,
+    pub together: AtomicUsize,
     /// Reads of this object fail.
     pub broken: Option<&'static str>,
     /// The next read of this object fails.
@@ -48,7 +48,7 @@ impl Memory {
             objects: Mutex::new(objects.into_iter().map(|(key, bytes)| (key, (bytes.into(), 1))).collect()),
             wishes,
             latency: Duration::ZERO,
-            together: 0,
+            together: AtomicUsize::new(0),
             broken: None,
             fails_once: Mutex::default(),
             replaced: AtomicBool::new(false),
@@ -89,13 +89,14 @@ impl Memory {
 
     /// Waits for the other reads of `together`.
     fn meet(&self) {
+        let together = self.together.load(Ordering::SeqCst);
         for _ in 0..60_000 {
-            if self.most.load(Ordering::SeqCst) >= self.together {
+            if self.most.load(Ordering::SeqCst) >= together {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        panic!("{} reads at once, expected {}", self.most.load(Ordering::SeqCst), self.together);
+        panic!("{} reads at once, expected {together}", self.most.load(Ordering::SeqCst));
     }
 
     /// Replaces or adds an object; `None` removes it.
