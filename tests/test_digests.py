@@ -74,7 +74,23 @@ def without_bytes(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("shuffle", streams.SHUFFLES)
+@pytest.mark.parametrize("layout", streams.LAYOUTS)
+def test_streams_are_what_they_ever_were(
+    layout: str, shuffle: str | None, recorded: dict[str, Any], folder: Path
+) -> None:
+    digests = json.loads(json.dumps(streams.found(folder, [layout], [shuffle])))
+    name = f"{layout}, {shuffle}"
+    assert differences(digests, {name: recorded["streams"][name]}) == []
+
+
+def test_all_streams_on_record_are_compared(recorded: dict[str, Any]) -> None:
+    assert recorded["streams"].keys() == {
+        f"{layout}, {shuffle}" for layout in streams.LAYOUTS for shuffle in streams.SHUFFLES
+    }
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name != "streams"])
 def test_what_is_found_is_what_it_ever_was(group: str, recorded: dict[str, Any], folder: Path) -> None:
     found = GROUPS[group](folder)
     found = json.loads(json.dumps(found))

@@ -91,13 +91,13 @@ def of(store: actshard.Store, shuffle: str | None, options: dict[str, Any]) -> s
         return f"refused: {error.kind}"
 
 
-def found(folder: Path) -> dict[str, Any]:
-    """Digests by layout, shuffle and setting."""
+def found(folder: Path, layouts: Iterable[str] = LAYOUTS, shuffles: Iterable[str | None] = SHUFFLES) -> dict[str, Any]:
+    """Digests by layout, shuffle and setting, of some layouts and shuffles."""
     made: dict[str, Any] = {}
-    for layout, make in LAYOUTS.items():
-        path = make(folder / layout.replace(" ", "_"))
+    for layout in layouts:
+        path = LAYOUTS[layout](folder / layout.replace(" ", "_"))
         mapped, read = opened(path, io="mmap"), opened(path, io="pread")
-        for shuffle in SHUFFLES:
+        for shuffle in shuffles:
             group = made[f"{layout}, {shuffle}"] = {}
             for name, options in settings(mapped, shuffle).items():
                 group[name] = of(mapped, shuffle, options)
