@@ -90,7 +90,18 @@ def test_all_streams_on_record_are_compared(recorded: dict[str, Any]) -> None:
     }
 
 
-@pytest.mark.parametrize("group", [name for name in GROUPS if name != "streams"])
+@pytest.mark.parametrize("verb", files.VERBS)
+def test_files_are_what_they_ever_were(verb: str, recorded: dict[str, Any], folder: Path) -> None:
+    written = json.loads(json.dumps(files.found(folder, [verb])))
+    written = written if recorded["versions"] == VERSIONS else without_bytes(written)
+    assert differences(written, {name: recorded["files"].get(name) for name in written}) == []
+
+
+def test_all_files_on_record_are_compared(recorded: dict[str, Any]) -> None:
+    assert recorded["files"].keys() == {name for jobs in files.VERBS.values() for name in jobs()}
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("streams", "files")])
 def test_what_is_found_is_what_it_ever_was(group: str, recorded: dict[str, Any], folder: Path) -> None:
     found = GROUPS[group](folder)
     found = json.loads(json.dumps(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -297,11 +297,14 @@ def _caches() -> dict[str, Job]:
     return made
 
 
-def found(folder: Path) -> dict[str, Any]:
-    """For every job a digest of each file, or the kind of its error."""
+VERBS = {"create": _creations, "convert": _conversions, "merge": _merges, "caches": _caches}
+
+
+def found(folder: Path, verbs: Iterable[str] = VERBS) -> dict[str, Any]:
+    """For every job of some verbs a digest of each file, or the kind of its error."""
     made: dict[str, Any] = {}
-    jobs = {**_creations(), **_conversions(), **_merges(), **_caches()}
-    for number, (name, job) in enumerate(jobs.items()):
+    jobs = [job for verb in verbs for job in VERBS[verb]().items()]
+    for number, (name, job) in enumerate(jobs):
         here = folder / str(number)
         here.mkdir()
         os.chdir(here)
