@@ -151,6 +151,7 @@ def test_keys_mean_what_they_mean_to_numpy(plain: Any, data: st.DataObject) -> N
     same(store.layer(layer)[key], wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data())
 def test_rows_are_indexed_as_numpy_does(plain: Any, data: st.DataObject) -> None:

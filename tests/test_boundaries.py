@@ -59,6 +59,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")
 @pytest.mark.parametrize("format", DATASETS)
 def test_folders_that_may_not_be_read_are_one_clear_error(tmp_path: Path, format: str) -> None:
@@ -128,6 +129,7 @@ def test_json_of_millions_of_values_is_refused_before_it_is_parsed(tmp_path: Pat
         actshard.open(tmp_path, format="saev")
 
 
+@pytest.mark.slow
 def test_the_commands_show_what_no_terminal_can(tmp_path: Path) -> None:
     """Lone surrogates from metadata are escaped, in text and in JSON."""
     with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, metadata={"model_id": "m"}) as writer:

@@ -203,6 +203,7 @@ def test_completion_prints_a_script(shell: str, tmp_path: Path) -> None:
     assert run_command("completion", "csh").returncode == 3
 
 
+@pytest.mark.slow
 def test_completion_completes_commands_and_options() -> None:
     def complete(line: str) -> list[str]:
         words = line.split(" ")

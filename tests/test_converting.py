@@ -179,6 +179,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(
         actshard.open(tmp_path / "d")
 
 
+@pytest.mark.slow
 def test_a_misfit_far_behind_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=8) as writer:
         writer.append([np.ones((1, 3 if i < 20_000 else 4, 8), np.float32) for i in range(20_001)])

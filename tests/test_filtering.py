@@ -82,6 +82,7 @@ def store() -> actshard.Store:
     return quietly(GOLDEN / "lmprobe" / "fullseq_f32")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no example was chosen")
 @settings(max_examples=150)
 @given(data=st.data())

@@ -323,6 +323,7 @@ def test_compressed_batches_and_dictionaries_are_refused(tmp_path: Path) -> None
         actshard.open(folder)
 
 
+@pytest.mark.slow
 def test_no_damaged_byte_escapes_the_errors(cache: Path) -> None:
     """Every 3rd byte of a file, set to 0xff or flipped: what opens reads rows, and everything else raises an ActshardError."""
     file = cache / "data-00002-of-00003.arrow"

@@ -21,6 +21,7 @@ CASES = [(what, format) for what in ("write", "convert") for format in (*MERGED,
 CASES += [("merge", format) for format in MERGED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "format"), CASES)
 def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]

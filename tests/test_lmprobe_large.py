@@ -158,6 +158,7 @@ def test_a_long_text_repeated_has_a_bound_of_all_its_copies(tmp_path: Path) -> N
         assert pages.decoded_at_most(source, pq.ParquetFile(source), "text") == n * 100_000
 
 
+@pytest.mark.slow
 def test_damaged_pages_have_no_bound_or_one_above_what_is_read(tmp_path: Path) -> None:
     part = tmp_path / "t.parquet"
     texts = [f"t{i % 5}" for i in range(200)] + [f"u{i}" for i in range(200)]

@@ -103,6 +103,7 @@ def test_repeat_reads_the_longest_store_once_and_begins_the_others_again(pair: A
     assert of_b[:80] != of_b[120:]  # another order
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     shares=st.lists(st.floats(0.25, 1), min_size=1, max_size=4),

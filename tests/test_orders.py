@@ -96,6 +96,7 @@ DIGESTS: dict[str, str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(STORES))
 def test_orders_are_what_they_ever_were(name: str, tmp_path: Path) -> None:
     store = STORES[name](tmp_path)

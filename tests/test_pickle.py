@@ -293,6 +293,7 @@ def test_arrays_over_one_buffer_in_two_byte_orders_are_two_arrays(tmp_path: Path
         assert np.array_equal(store.sequence(n, 0), w), kinds[n]
 
 
+@pytest.mark.slow
 def test_special_files_in_place_of_shards_are_errors(tmp_path: Path, io: str) -> None:
     """In a separate process, because opening a pipe may block."""
     for special in ("fifo", "zero", "folder"):

@@ -329,6 +329,7 @@ def _child(store: actshard.Store, queue: Any) -> None:
     queue.put(store.gather(9, [23, 1], [0, 0]).tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_stores_work_in_workers_and_threads(tmp_path: Path, start: str) -> None:
     store = opened(dataset(tmp_path / "d"))
@@ -494,6 +495,7 @@ assert np.array_equal(rows, read[0])
 """
 
 
+@pytest.mark.slow
 def test_a_signal_handler_may_read_the_shard_whose_reading_it_interrupts(tmp_path: Path) -> None:
     array = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), (6000, 2048))
     write(tmp_path, [{"layer_3": [item(0, values(0, 3, 1, 2048))]}, {"layer_3": [item(1, array)]}])

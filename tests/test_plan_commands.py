@@ -82,6 +82,7 @@ def test_a_conversion_by_commands_alone(source: Path, tmp_path: Path, monkeypatc
     assert files(tmp_path / "d") == files(tmp_path / "e")
 
 
+@pytest.mark.slow
 def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": f"the {i}"}) + "\n" for i in range(200)))

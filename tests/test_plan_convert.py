@@ -99,6 +99,7 @@ def in_one(
     monkeypatch.delenv(EPOCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", WAYS)
 def test_any_number_of_tasks_writes_the_bytes_of_one_process(
     source: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def test_any_number_of_tasks_writes_the_bytes_of_one_process(
     assert (counts == {1}) == (format in ONE_TASK)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 @pytest.mark.parametrize("path", list(sources()), ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_golden_datasets_are_converted_in_tasks(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +180,7 @@ def test_ranges_are_as_equal_as_borders_allow(weights: list[int], tasks: int, da
 # -- predictions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 @pytest.mark.parametrize("path", list(sources()), ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_sizes_of_golden_conversions_are_predicted_exactly(path: Path, tmp_path: Path) -> None:
@@ -216,6 +219,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.slow
 @pytest.mark.measures_memory
 @pytest.mark.usefixtures("without_pandas")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
@@ -360,6 +364,7 @@ def killed(plan: Path, what: str, calls: int) -> bool:
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
+@pytest.mark.slow
 @needs_strace
 @pytest.mark.parametrize("format", ["zarr", "saev"])
 def test_killed_tasks_and_commits_are_run_again(source: Path, tmp_path: Path, format: str) -> None:

@@ -68,6 +68,7 @@ def test_no_plan_is_faster_than_bandwidth_or_metadata_allow(system: FileSystem) 
         assert commit(work, system, costs) >= files / system.per_second["rename"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not faults.usable(), reason="strace is not installed or may not attach (Debian: apt-get install strace)"
 )

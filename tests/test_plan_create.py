@@ -163,6 +163,7 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
         again.writer(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", OPTIONS)
 def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path, format: str) -> None:
     first = {"saev": 3, "lmprobe": 14, "zarr": 18, "pickle": 22}[format]

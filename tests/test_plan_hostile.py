@@ -238,6 +238,7 @@ def _near(value: Any) -> list[Any]:
     return [value + 1, value - 1, 10**12] if type(value) is int else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNCHECKED)
 def test_any_changed_value_of_a_result_is_refused_in_one_line_or_harmless(kind: str, odd: Path, tmp_path: Path) -> None:
     plan = PLANS[kind](odd, tmp_path)

@@ -118,6 +118,7 @@ def test_what_is_copied_is_divided_by_bytes(tmp_path: Path) -> None:
     assert max(sizes) <= 1.05 * sum(sizes) / 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", OPTIONS)
 def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path, format: str) -> None:
     first, step = {"saev": (28, 24), "lmprobe": (29, 15), "zarr": (24, 13), "pickle": (32, 8)}[format]

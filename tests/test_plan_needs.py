@@ -66,6 +66,7 @@ def reads(plan: Any, folder: Path, *, fresh: bool) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_rows_are_read_as_predicted(kind: str, tmp_path: Path) -> None:
     """To some bytes, in any number of tasks; of chunks in shards that are decoded, the indexes are read besides."""
@@ -178,6 +179,7 @@ def made(request: pytest.FixtureRequest, rows: Any, tmp_path_factory: pytest.Tem
     return folder / name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stats", "verify"])
 def test_reads_of_large_data_are_predicted(made: Path, verb: str, tmp_path: Path) -> None:
     plan = getattr(actshard.plan, verb)(made, tasks=4, work=tmp_path / "w")
@@ -194,6 +196,7 @@ def test_reads_of_large_data_are_predicted(made: Path, verb: str, tmp_path: Path
     assert 0.99 * plan.predicted.read <= found <= 1.01 * plan.predicted.read + besides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["all", "last"])
 def test_reads_of_large_conversions_are_predicted(
     made: Path, tokens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,12 +229,14 @@ def measured(plan: Any, folder: Path, code: str = MEASURED) -> int:
     return int(done.stdout) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stats", "verify"])
 def test_memory_of_a_task_is_predicted(made: Path, verb: str, tmp_path: Path) -> None:
     plan = getattr(actshard.plan, verb)(made, tasks=1, work=tmp_path / "w")
     assert measured(plan, tmp_path) == pytest.approx(plan.predicted.memory, rel=0.2)
 
 
+@pytest.mark.slow
 def test_memory_of_a_conversion_is_predicted(made: Path, tmp_path: Path) -> None:
     plan = actshard.plan.convert(made, tmp_path / "d", "safetensors", tasks=1)
     assert measured(plan, tmp_path) == pytest.approx(plan.predicted.memory, rel=0.2)
@@ -258,6 +263,7 @@ def test_memory_of_an_extraction_is_predicted(format: str, tmp_path: Path) -> No
         assert more >= plan.predicted.memory
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_what_the_planning_process_did(tmp_path: Path) -> None:
     """A process that has imported and planned other things predicts the same, to a page of the libraries."""
     with actshard.create(tmp_path / "s", "lmprobe", layers=[0], d_model=8, storage="full_sequence") as writer:

@@ -138,6 +138,7 @@ def test_some_layers_in_tasks_are_those_of_one_stage(
         assert actshard.stage(path, tmp_path / f"copy{tasks}", layers).fetched == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 @pytest.mark.parametrize("layers", [None, [3]])
 def test_a_bucket_is_copied_with_one_request_for_each_file(
@@ -178,6 +179,7 @@ def test_token_caches_are_staged(server: Served, tmp_path: Path) -> None:
         actshard.plan.stage("s3://bucket/web", tmp_path / "other", [1])
 
 
+@pytest.mark.slow
 def test_all_tasks_read_one_commit_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     with hub() as lab:
@@ -405,6 +407,7 @@ def _run(file: Path, tasks: list[int], together: Any) -> None:
         plan.run(task)
 
 
+@pytest.mark.slow
 def test_processes_run_tasks_at_once_and_twice(server: Served, tmp_path: Path) -> None:
     url = put(server, LMPROBE)
     plan = actshard.plan.stage(url, tmp_path / "copy", tasks=4)
@@ -441,6 +444,7 @@ def test_an_attempt_that_ends_after_the_commit_changes_nothing(tmp_path: Path, m
     assert tidy(tmp_path, "copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["new", "again", "layers"])
 def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("plan_kills.py")), "stage", kind]

@@ -58,6 +58,7 @@ def same_bits(a: Stats, b: Stats) -> bool:
     return alike and norms and (a.rows, a.layer) == (b.rows, b.layer)
 
 
+@pytest.mark.slow
 def test_any_number_of_tasks_has_the_bits_of_one_process(source: Path, tmp_path: Path) -> None:
     store = actshard.open(source)
     expected = {layer: store.stats(layer) for layer in store.layers}
@@ -99,6 +100,7 @@ def test_rows_whose_norms_are_not_finite(bad: float, dtype: str, rows: list[int]
     assert want.repeats.rows == 180 - len(rows)
 
 
+@pytest.mark.slow
 def test_threads_do_not_matter(source: Path, tmp_path: Path) -> None:
     code = (
         "import sys, actshard; s = actshard.open(sys.argv[1]).stats(int(sys.argv[2]));"
@@ -120,6 +122,7 @@ def test_threads_do_not_matter(source: Path, tmp_path: Path) -> None:
     assert said == {f"{(found.mean.tobytes() + found.variance.tobytes()).hex()} {found.mean_norm.hex()}"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 def test_golden_datasets(tmp_path: Path) -> None:
     done = 0
@@ -139,6 +142,7 @@ def test_golden_datasets(tmp_path: Path) -> None:
     assert done > 20
 
 
+@pytest.mark.slow
 def test_a_changed_input_is_named(source: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
@@ -162,6 +166,7 @@ def test_a_changed_input_is_named(source: Path, tmp_path: Path) -> None:
         plan.commit()
 
 
+@pytest.mark.slow
 def test_results_of_other_leaves_are_refused(source: Path, tmp_path: Path) -> None:
     plan = actshard.plan.stats(source, tasks=3, work=tmp_path / "w")
     for task in range(3):

@@ -121,6 +121,7 @@ FILE = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(FILE, min_size=1, max_size=3), st.sampled_from(WAYS), st.sampled_from([1, 2, 3, 7, 100]))
 def test_lines_of_any_shape_give_the_bytes_of_one_process(
@@ -199,6 +200,7 @@ def _texts(path: Path, size: int, seed: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_sample_predicts_large_sources(tmp_path: Path) -> None:
     source = _texts(tmp_path / "a.jsonl", 4 << 20, 0)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_texts(tmp_path / "b", 2 << 20, 1).read_bytes()))

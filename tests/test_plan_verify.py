@@ -36,6 +36,7 @@ def planned(path: Path, work: Path, tasks: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 def test_golden_datasets_have_the_report_of_one_process(kind: str, tmp_path: Path) -> None:
     checked = 0

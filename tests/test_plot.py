@@ -75,6 +75,7 @@ def test_every_plot_opens_paths_and_refuses_other_types(what: str, store: actsha
             draw(actshard.pair(store, store))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PLOTS)
 @pytest.mark.parametrize("kind", [".svg", ".png"])
 def test_the_same_data_give_the_same_file(what: str, kind: str, store: actshard.Store, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_bars_are_whole_bins_and_have_all_rows() -> None:
     assert bars(Norms.of([]), 0)[1].sum() == 0
 
 
+@pytest.mark.slow
 def test_histograms_have_no_step_where_bins_double_in_width(tmp_path: Path) -> None:
     """Norms that are uniform from 4 to 16: bars from 8 on are twice as wide and have twice the rows."""
     rows = np.linspace(4, 16, 24_000, endpoint=False, dtype=np.float32)[:, None, None, None]

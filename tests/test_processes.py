@@ -303,6 +303,7 @@ def test_ctrl_c_interrupts_a_long_gather(dataset: Path) -> None:
     assert run(INTERRUPT, dataset) == "interrupted"
 
 
+@pytest.mark.slow
 def test_ten_thousand_opens_leak_no_descriptor_and_no_map(io: str) -> None:
     def held() -> tuple[int, int]:
         gc.collect()
@@ -408,6 +409,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_child_forked_beside_reading_threads_reads_with_all_threads(dataset: Path) -> None:
     assert run(FORK_BESIDE_A_BUSY_THREAD, dataset, ACTSHARD_NUM_THREADS="3") == "{3}"
@@ -453,6 +455,7 @@ print(main <= took / 0.02, other == 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_a_read_takes_the_gil_every_20_ms_at_most_and_never_off_the_main_thread(dataset: Path, threads: str) -> None:
     assert run(LOOKS, dataset, ACTSHARD_NUM_THREADS=threads) == "True True"
@@ -481,6 +484,7 @@ print(patient)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_a_read_takes_the_gil_less_often_the_longer_it_waits_for_it(dataset: Path, threads: str) -> None:
     assert run(LOOKS_NEXT_TO_A_BUSY_THREAD, dataset, ACTSHARD_NUM_THREADS=threads) == "True"
@@ -501,6 +505,7 @@ with ThreadPoolExecutor(16) as threads:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["saev", "zarr"])
 @pytest.mark.parametrize("limit", [64, 1024])
 def test_many_threads_read_more_files_than_there_are_descriptors(tmp_path: Path, name: str, limit: int) -> None:
@@ -550,6 +555,7 @@ print(len(first))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_store_that_is_read_keeps_its_descriptor_next_to_1000_idle_ones(tmp_path: Path) -> None:
     paths = []

@@ -102,6 +102,7 @@ def test_quiet_shows_nothing_on_a_terminal_and_in_a_log_file(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_long_commands_show_progress_unless_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr: stdout has results only."""
     monkeypatch.setattr(_progress, "_EVERY", 0)

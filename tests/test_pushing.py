@@ -114,6 +114,7 @@ def test_a_second_push_sends_what_is_missing_or_differs(server: Served) -> None:
     same(quietly("s3://bucket/run", storage_options=server.keys), quietly(SAEV))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder", [SAEV, GOLDEN / "zarr/run_20260122_101112", GOLDEN / "zarr/v3_sharded/activations.zarr"]
 )
@@ -143,6 +144,7 @@ def test_a_push_that_ends_anywhere_is_not_readable_and_is_continued(server: Serv
         same(quietly("s3://bucket/run", storage_options=server.keys), near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 @pytest.mark.parametrize("fault", ["503", "before", "after", "cut"])
 def test_a_fault_at_any_request_is_survived(server: Served, fault: str, scheme: str) -> None:
@@ -163,6 +165,7 @@ def test_a_fault_at_any_request_is_survived(server: Served, fault: str, scheme: 
     same(quietly("s3://bucket/run", storage_options=server.keys), near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", places()[::3])
 def test_what_is_pushed_to_google_opens_with_equal_values(server: Served, folder: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -497,6 +500,7 @@ actshard.push(sys.argv[1], "s3://bucket/run", {"endpoint_url": sys.argv[2], "key
 """
 
 
+@pytest.mark.slow
 def test_a_killed_push_is_completed_by_the_next(server: Served, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with actshard.create(tmp_path / "big", "pickle", layers=[0], d_model=512, shard_bytes="40MB") as writer:

@@ -112,6 +112,7 @@ def test_metadata_names_no_address_that_may_not_exist() -> None:
         assert not re.search(r"^(repository|homepage|documentation)\b", manifest.read_text(), re.MULTILINE), manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.name
 )

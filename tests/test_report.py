@@ -148,6 +148,7 @@ DEFECTS = {
 """Of each kind of defect: where it is, parts of its text, and of the code."""
 
 
+@pytest.mark.slow
 def test_every_known_defect_is_named_with_numbers_and_advice(data: Path, tmp_path: Path) -> None:
     page = read(actshard.report(data, tmp_path / "r.html"))
     found = advice_of({layer: actshard.open(data).stats(layer) for layer in (2, 5, 8)})
@@ -177,6 +178,7 @@ def test_every_known_defect_is_named_with_numbers_and_advice(data: Path, tmp_pat
         assert axis in page.text, axis
 
 
+@pytest.mark.slow
 def test_massive_dimensions_and_tokens_are_listed_with_place_and_text(data: Path, tmp_path: Path) -> None:
     page = read(actshard.report(data, tmp_path / "r.html"))
     column, row = actshard.open(data).stats(5).massive_columns[0], actshard.open(data).stats(8).massive_rows[0]
@@ -211,6 +213,7 @@ def test_the_command_stats_names_the_findings_of_the_report(data: Path, tmp_path
     assert found[0]["do"]
 
 
+@pytest.mark.slow
 def test_a_clean_dataset_has_no_findings(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(40, 2, 6, 32)).astype(np.float32)
     with actshard.create(tmp_path / "run", "lmprobe", layers=[2, 5], d_model=32, model="m") as writer:
@@ -249,6 +252,7 @@ def test_norms_of_examples_with_one_token_are_divided_by_the_layers_mean_norm(tm
     assert shown == ["k0", "k0", "k0", f"k{colour_of(9, 3)}"]
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_texts(tmp_path: Path) -> None:
     """In names of layers, columns, metadata and tokens."""
     names = [f"{i}{HOSTILE}" for i in range(3)]
@@ -264,6 +268,7 @@ def test_hostile_texts_are_texts(tmp_path: Path) -> None:
         assert not set(page.raw) & set("\x1b\x00")
 
 
+@pytest.mark.slow
 def test_large_datasets_have_small_reports(tmp_path: Path) -> None:
     """200 layers, long texts and long sequences."""
     rows = np.random.default_rng(0).normal(size=(2, 200, 400, 8)).astype(np.float16)
@@ -275,6 +280,7 @@ def test_large_datasets_have_small_reports(tmp_path: Path) -> None:
     assert "240 more" in page.text
 
 
+@pytest.mark.slow
 def test_the_same_dataset_gives_the_same_bytes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     one = actshard.report(data, tmp_path / "a.html").read_bytes()
@@ -349,6 +355,7 @@ def test_datasets_without_rows_have_a_report(tmp_path: Path) -> None:
     assert "contains no tokens" in read(actshard.report(tmp_path / "train", tmp_path / "r.html")).text
 
 
+@pytest.mark.slow
 def test_damage_that_verify_finds_is_in_the_report(data: Path, tmp_path: Path) -> None:
     text = read(actshard.report(data, tmp_path / "r.html", deep=True)).text
     found = actshard.verify(data, deep=True)
@@ -385,6 +392,7 @@ def test_the_report_of_the_damage_does_not_depend_on_the_layer(data: Path, tmp_p
     assert "Fix what the check of the files names" in read(tmp_path / "r.html").text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["cut", "missing"])
 def test_layers_that_can_be_read_are_reported_if_others_cannot(data: Path, tmp_path: Path, harm: str) -> None:
     shard = min(data.rglob("*layer005*.safetensors"))
@@ -421,6 +429,7 @@ def test_layers_with_the_same_damage_are_one_finding(
     assert "error layers 2, 8: cannot be read" in page.text
 
 
+@pytest.mark.slow
 def test_every_golden_dump_has_a_report(tmp_path: Path) -> None:
     for dump in (*SAEV[:3], *sorted((GOLDEN / "llamascopium").iterdir()), *sorted((GOLDEN / "zarr").iterdir())[:3]):
         read(actshard.report(dump, tmp_path / "r.html", examples=1))
@@ -450,6 +459,7 @@ def test_wrong_requests(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 actshard.report(data, tmp_path / "r.html")
 
 
+@pytest.mark.slow
 def test_the_command(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.html"
     told = CliRunner().invoke(app, ["report", str(data), "-o", str(file), "--layer", "5", "--examples", "1"])
@@ -517,6 +527,7 @@ def test_errors_of_files_name_the_file(data: Path, tmp_path: Path) -> None:
     assert f"header {shard.relative_to(data)} tensor" in page.text
 
 
+@pytest.mark.slow
 def test_kept_statistics_are_used_while_they_are_true(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +556,7 @@ def test_kept_statistics_are_used_while_they_are_true(
     assert computed == [8, 2, 5, 8]
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_where_single_rows_are_cheap(tmp_path: Path) -> None:
     """Spectrum, similarity, and the separability of a label; of files that are decoded whole a line says why not."""
     rng = np.random.default_rng(0)
@@ -569,11 +581,13 @@ def test_samples_are_drawn_where_single_rows_are_cheap(tmp_path: Path) -> None:
         assert "single rows of this dataset are slow to read" in read(actshard.report(dump, tmp_path / "r.html")).text
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(actshard.MissingFileError, match=r"none: expected a folder, found nothing. Create it first"):
         actshard.report(RUN, tmp_path / "none/report.html")
 
 
+@pytest.mark.slow
 def test_a_report_of_a_sample_is_marked(tmp_path: Path) -> None:
     marked = "a sample of at most 3 rows of each layer"
     assert marked in actshard.report(RUN, tmp_path / "sample.html", rows=3).read_text()
@@ -592,6 +606,7 @@ def test_whitespace_of_tokens_is_seen(tmp_path: Path) -> None:
     assert "td.text { white-space: pre; }" in page.raw
 
 
+@pytest.mark.slow
 def test_the_table_of_layers_counts_rows_and_dimensions(data: Path, tmp_path: Path) -> None:
     page = read(actshard.report(data, tmp_path / "r.html"))
     cells = page.text[page.text.index("massive rows massive dims constant dims NaN infinite") :].split()[8:56]
@@ -613,6 +628,7 @@ def test_gamma_of_equal_rows_is_infinite(tmp_path: Path) -> None:
     assert re.search(r" 1 18 5.477 5.48\d 5.48\d infinite 0 1 4 ", text)
 
 
+@pytest.mark.slow
 def test_wide_tables_show_that_they_scroll(data: Path, tmp_path: Path) -> None:
     """By shadows at their sides, on phones by a line above them too, and their first column stays in place."""
     page = read(actshard.report(data, tmp_path / "r.html"))

@@ -173,6 +173,7 @@ def test_no_task_begins_after_one_failed_unless_asked_to_keep_going(
     assert plan.left() == [5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [None, 2])
 def test_tasks_that_failed_are_run_again(notes: Path, tmp_path: Path, workers: int | None) -> None:
     plan = planned(tmp_path / "d", "once")

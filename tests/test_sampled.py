@@ -277,6 +277,7 @@ def test_cka_is_that_of_its_definition(tmp_path: Path, shape: tuple[int, int, in
     assert np.array_equal(found.cka, found.cka.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("period", [2, 3, 8, 64])
 def test_cka_does_not_depend_on_the_order_of_rows(tmp_path: Path, period: int, seed: int) -> None:

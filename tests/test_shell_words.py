@@ -79,6 +79,7 @@ def bad(param: object) -> list[str]:
     return kinds.get(longest, ["no-such", "-7", "", "x=[1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(leaves()) - WITHOUT_MESSAGES))
 def test_messages_name_options_and_not_arguments(
     name: str,

@@ -164,6 +164,7 @@ def _stage(url: str, folder: str, options: dict[str, Any], layers: Any) -> tuple
     return str(done.path), done.fetched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, [3]])
 def test_one_of_many_processes_fetches(server: Served, tmp_path: Path, layers: Any) -> None:
     url = put(server, LMPROBE)

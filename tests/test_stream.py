@@ -165,6 +165,7 @@ def test_layers_are_aligned_or_interleaved(name: str, shuffle: str | None) -> No
         assert sorted(rows) == sorted((*k, layer) for k in every(store) for layer in names)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=12),
@@ -696,6 +697,7 @@ def test_workers_share_batches_that_stay_the_same(workers: int, shuffle: str | N
         assert same(together, want[skip:])
 
 
+@pytest.mark.slow
 def test_the_interpreter_may_end_while_batches_are_read() -> None:
     code = (
         "import actshard,sys,numpy as np\n"

@@ -80,6 +80,7 @@ def test_datasets_are_pushed_into_a_container(folder: Path, account: Azure) -> N
     assert not (account.root / "box/run/.actshard-pushing.json").exists()
 
 
+@pytest.mark.slow
 def test_large_files_are_pushed_in_blocks_and_faults_are_survived(account: Azure, tmp_path: Path) -> None:
     (account.root / "box").mkdir()
     rng = np.random.default_rng(0)

@@ -278,6 +278,7 @@ def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     assert (tmp_path / "objects/mine").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_zarr_of_many_chunks_on_a_web_server(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chunks are neither listed nor asked for one by one: what needs their number is not told."""
     rng = np.random.default_rng(0)

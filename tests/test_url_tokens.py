@@ -359,6 +359,7 @@ def test_a_second_reading_comes_from_the_cache_on_disk(server: Served, tmp_path:
         equal(pickle.loads(pickle.dumps(far)), near)
 
 
+@pytest.mark.slow
 def test_children_and_workers_read_what_the_parent_has_open(server: Served) -> None:
     name = "text_llama3style_sharded/cache/train"
     put(server, LEVANTER / name)

@@ -226,6 +226,7 @@ writer.close()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_to_a_url_is_continued_by_the_same_call(server: Served, tmp_path: Path) -> None:
     def run(until: int) -> int:
         words = [sys.executable, "-W", "ignore", "-c", KILLED, f"http://127.0.0.1:{server.port}", str(tmp_path / "s")]

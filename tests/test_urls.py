@@ -198,6 +198,7 @@ def test_a_remote_dataset_is_converted_to_a_local_one(
             assert made.sequence(e, layer).tobytes() == near.sequence(e, layer).tobytes()
 
 
+@pytest.mark.slow
 def test_children_read_what_the_parent_has_open(server: Served) -> None:
     folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
     shutil.copytree(folder, server.root / "bucket" / folder.name)

@@ -86,6 +86,7 @@ BOMBS: dict[str, tuple[dict[str, Any], Callable[[], bytes]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", BOMBS)
 def test_a_chunk_decodes_to_no_more_than_its_shape_allows(tmp_path: Path, codec: str) -> None:
     compressor, bomb = BOMBS[codec]

@@ -140,6 +140,7 @@ def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> No
     same_rows(ours, tokens.build_cache(plain, tmp_path / "reference", tokenizer))
 
 
+@pytest.mark.slow
 def test_tokenizers_of_every_kind(in_golden, tmp_path) -> None:
     from tokenizers import Tokenizer
 
@@ -294,6 +295,7 @@ BAD_LINES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "said"), BAD_LINES)
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_broken_line_is_named_or_skipped_and_counted(line: str, said: str, jobs: int, tmp_path: Path) -> None:
@@ -509,6 +511,7 @@ class TestInterruptions:
         tokens.build_cache(sources, out, tokenizer, layout=layout)
         assert digests(out) == wanted
 
+    @pytest.mark.slow
     def test_every_step_of_finishing(self, sources, monkeypatch, tmp_path) -> None:
         """Stopped before each rename, link, removal and ledger: the next run produces the same bytes."""
         from actshard.tokens import building, shards
@@ -667,6 +670,7 @@ def test_globs_and_braces(tmp_path) -> None:
     assert cache.ledger.finished_shards[:2] == ("00000_00_jsonl", "00001_01_jsonl")
 
 
+@pytest.mark.slow
 def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: interpreters and tokenizers are loaded once per job, not per file; the cache is the same."""
     from actshard.tokens import workers

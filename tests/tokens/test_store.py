@@ -177,6 +177,7 @@ def test_small_caches_are_small_files(tmp_path: Path) -> None:
     assert not list((tmp_path / "empty").rglob("c"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [1, 4095, 4096, 4097, FRAME // 2 - 1, FRAME // 2, FRAME // 2 + 1, FRAME - 1, FRAME, FRAME + 1]
 )
@@ -411,6 +412,7 @@ def test_more_rows_than_there_are(tmp_path: Path) -> None:
         cache.rows(range(4))
 
 
+@pytest.mark.slow
 def test_lz4_data_that_was_changed_is_told_or_read_as_it_is(tmp_path: Path) -> None:
     """Frames have no checksum: invalid LZ4 data raise an error; nothing crashes."""
     write(tmp_path / "c", long_rows(200_000), "lz4")
@@ -502,6 +504,7 @@ class TestSharded:
 class TestProcesses:
     """Guarantee: caches can be sent to other processes and used by many threads."""
 
+    @pytest.mark.slow
     def test_pickled_and_forked(self, tmp_path: Path) -> None:
         rows = long_rows(FRAME + 100)
         cache = write(tmp_path / "c", rows, "lz4")

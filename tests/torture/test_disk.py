@@ -7,6 +7,7 @@ from tests.torture import disk
 from tests.torture.budget import runs, seed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(disk.CC is None, reason="needs Linux and a C compiler")
 def test_rows_are_right_or_one_error_when_reads_of_the_disk_fail() -> None:
     found = disk.run(runs(24, 20_000), seed())

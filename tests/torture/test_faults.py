@@ -31,6 +31,7 @@ def _draw(bench: faults.Bench, n: int) -> list[str]:
     return random.Random(f"{bench.job} {n} {seed()}").sample(every, min(n, len(every)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", jobs.JOBS)
 def test_nothing_committed_is_lost_when_a_system_call_fails_or_kills(tmp_path: Path, job: str) -> None:
     bench = faults.Bench(job, tmp_path)

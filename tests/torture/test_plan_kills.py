@@ -23,6 +23,7 @@ def case_of(name: str) -> Case:
     return case
 
 
+@pytest.mark.slow
 @traced
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_finished_with_the_bytes_of_one_process_after_any_kill(tmp_path: Path, name: str) -> None:
@@ -31,6 +32,7 @@ def test_plans_are_finished_with_the_bytes_of_one_process_after_any_kill(tmp_pat
     assert told["killed"] >= runs(2, 100)
 
 
+@pytest.mark.slow
 @traced
 @pytest.mark.parametrize(("name", "each"), COMMITS)
 def test_a_commit_killed_before_a_change_of_a_name_is_finished_by_the_next(
@@ -42,6 +44,7 @@ def test_a_commit_killed_before_a_change_of_a_name_is_finished_by_the_next(
     assert kills == points >= 6
 
 
+@pytest.mark.slow
 def test_killed_drivers_and_workers_leave_a_plan_that_is_finished_with_the_same_bytes(tmp_path: Path) -> None:
     bench = plan_kills.Bench(case_of("merge-saev"), tmp_path / "merge")
     killed = rounds = 0

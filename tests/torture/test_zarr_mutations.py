@@ -61,6 +61,7 @@ def test_every_codec_gives_what_zarr_python_wrote(path: Path) -> None:
     assert read(path).tobytes() == values().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", stores(), ids=lambda p: p.stem)
 def test_what_zarr_python_refuses_gives_no_other_values(path: Path, tmp_path: Path) -> None:
     verdicts = json.loads((FOLDER / "verdicts.json").read_text())[path.stem]
