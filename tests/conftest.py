@@ -87,14 +87,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _assumed_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _assumed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans assume a constant memory of a process, which they would otherwise measure by starting one.
 
     Tests that are marked ``measures_memory`` measure.
     """
     if not request.node.get_closest_marker("measures_memory"):
-        monkeypatch.setattr(process, "_measured", lambda _: process.UNKNOWN)
-        yield
+        # Not the fixture `monkeypatch`: a test that uses it to change the current folder must be undone at its own place.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process, "_measured", lambda _: process.UNKNOWN)
+            yield
         return
     forget_memory()  # what other tests assumed
     yield
