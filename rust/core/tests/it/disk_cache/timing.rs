@@ -1,4 +1,4 @@
-//! Times of warm reads, compared with `pread` of a plain file. Not a test: `cargo test --profile thin --test it timing -- --ignored
+//! Times of warm reads, compared with `pread` of a plain file. Not a test: `cargo test --release --test it timing -- --ignored
 //! --nocapture`.
 
 use std::os::unix::fs::FileExt;
