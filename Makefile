@@ -19,7 +19,7 @@ COMPATIBILITY ?= pypi
 RELOCATED = --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo --remap-path-prefix=$(CURDIR)=actshard
 
 # As maturin calls cargo: otherwise pyo3 would be compiled again by whichever of the two comes next.
-PYO3 = PYO3_BUILD_EXTENSION_MODULE=1 PYO3_CONFIG_FILE=$$(ls $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/maturin/pyo3-config-*.txt | head -n 1)
+PYO3 = env PYO3_BUILD_EXTENSION_MODULE=1 $$(ls $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/maturin/pyo3-config-*.txt 2>/dev/null | head -n 1 | sed 's/^/PYO3_CONFIG_FILE=/')
 
 NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
@@ -42,7 +42,7 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 quick: $(VENV)/.dev $(VENV)/.test $(VENV)/.check ## what changed since the last commit on main, in a minute: QUICK_ARGS=--help tells the options
 	$(BIN)/python scripts/quick.py $(QUICK_ARGS)
 
-test: $(VENV)/.dev $(VENV)/.test ## passes the tests: the Rust and Python suites; no torch
+test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(PYTEST) -m "$(LIGHT) and not slow"
 
@@ -56,6 +56,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	$(BIN)/python -m tests.torture.plan_kills --kills 500
 	$(BIN)/python -m tests.torture.plan_kills --every
 	$(BIN)/python -m tests.torture.mutations --each 4000
+	PROPTEST_CASES=2000 cargo test --workspace --release --quiet
 	FUZZ_PROFILE=release FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 $(MAKE) --no-print-directory fuzz
 	./scripts/sanitize.sh loom
 	./scripts/sanitize.sh asan
@@ -66,8 +67,11 @@ check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test $(VENV)/.docs ## formatting, li
 
 check-rust: $(VENV)/.dev ## the part of check that is Rust's
 	cargo fmt --all --check
-	for folder in rust/fuzz/explore rust/bench; do cargo check --quiet --locked --all-targets --manifest-path $$folder/Cargo.toml --target-dir target || exit 1; done
 	$(PYO3) cargo clippy --workspace --all-targets --quiet -- -D warnings
+	for manifest in rust/fuzz/explore/Cargo.toml rust/bench/Cargo.toml; do \
+		cargo fmt --check --manifest-path $$manifest && \
+		cargo clippy --quiet --locked --all-targets --manifest-path $$manifest --target-dir target -- -D warnings || exit 1; \
+	done
 
 check-python: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## the part of check that is Python's
 	$(BIN)/ruff format --check .
@@ -143,6 +147,7 @@ $(VENV)/.test: $(VENV)/.base pyproject.toml
 # Faults are injected with strace. Where it cannot be installed, those tests are skipped and say so.
 $(VENV)/.strace: $(VENV)/.base
 	command -v strace >/dev/null || { apt-get update -qq && apt-get install -y -qq strace; } >/dev/null 2>&1 || \
+		{ sudo -n apt-get update -qq && sudo -n apt-get install -y -qq strace; } >/dev/null 2>&1 || \
 		echo "strace is not installed: tests that inject faults are skipped"
 	touch $@
 

@@ -32,8 +32,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine is no fault: neither an example nor the drawing of its data has a time limit.
-settings.register_profile("actshard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no fault: neither an example nor the drawing of its data has a time limit. In CI, too, the day's seed counts.
+settings.register_profile("actshard", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("actshard")
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,8 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.core.global_force_seed = budget.seed()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"seed {budget.seed()}: ACTSHARD_SEED={budget.seed()} repeats the random choices")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Prints the seed first: a run that is killed has no summary."""
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        reporter.write_line(f"seed {budget.seed()}: ACTSHARD_SEED={budget.seed()} repeats the random choices")
 
 
 @pytest.fixture(autouse=True)

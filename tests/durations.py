@@ -11,6 +11,8 @@ from collections.abc import Generator
 
 import pytest
 
+import shell
+
 LIMIT = 5.0
 """Seconds of a test that is not marked. Those above one second are marked ``slow``: the rest is for slower machines."""
 EXEMPT = ("slow", "machine", "peers", "levanter", "engines", "servers")
@@ -19,9 +21,9 @@ RECORD = "actshard/durations"
 
 
 def processor_seconds() -> float:
-    """User and system time of this process and of its ended children."""
+    """User and system time of this process, of its ended children, and of commands."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + children.ru_utime + children.ru_stime + shell.spent_seconds()
 
 
 class Durations:
@@ -48,19 +50,23 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.processor_seconds
-        if report.is_limited and report.outcome == "passed":
+        # The report of a worker that crashed comes from pytest-xdist and was not measured.
+        seconds = getattr(report, "processor_seconds", 0.0)
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + seconds
+        if getattr(report, "is_limited", False) and report.outcome == "passed":
             self._limited.add(report.nodeid)
 
     def _expensive(self) -> dict[str, float]:
         return {name: self._seconds[name] for name in sorted(self._limited) if self._seconds[name] > LIMIT}
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._is_worker or self._config.cache is None:
+        if self._is_worker:
             return
-        recorded = self._config.cache.get(RECORD, {})
-        recorded.update({name: round(seconds, 3) for name, seconds in self._seconds.items()})
-        self._config.cache.set(RECORD, recorded)
+        cache = getattr(self._config, "cache", None)  # absent with -p no:cacheprovider
+        if cache is not None:
+            recorded = cache.get(RECORD, {})
+            recorded.update({name: round(seconds, 3) for name, seconds in self._seconds.items()})
+            cache.set(RECORD, recorded)
         if self._expensive() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

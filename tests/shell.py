@@ -10,15 +10,19 @@ import atexit
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE
+
 
 def run_command(*words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The status and the outputs of ``actshard WORDS``, without warnings of Python's that are no actshard's business.
+    """The status and the outputs of ``actshard WORDS``, with Python's own warnings off.
 
     Args:
         words: arguments of the command; paths become texts.
@@ -38,12 +42,27 @@ def run_command(*words: object, cwd: Path | None = None, **environment: str) -> 
         assert server.stdout is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        status = json.loads(server.stdout.readline())
+        ready, _, _ = select.select([server.stdout], [], [], PATIENCE)
+        answer = server.stdout.readline() if ready else ""
+        if not answer:
+            server.kill()
+            _server.cache_clear()
+            raise AssertionError(f"actshard {' '.join(arguments)}: no end within {PATIENCE} s, or its server died")
+        status, seconds = json.loads(answer)
+        _seconds.append(seconds)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode())
     return subprocess.CompletedProcess(["actshard", *arguments], status, *texts)
+
+
+_seconds: list[float] = []
+
+
+def spent_seconds() -> float:
+    """Processor time of all commands of this process, which are not its children."""
+    return sum(_seconds)
 
 
 @functools.cache
@@ -68,8 +87,8 @@ def _serve() -> None:
         child = os.fork()
         if child == 0:
             _become(request, main)
-        _, ending = os.waitpid(child, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(ending)}\n")
+        _, ending, usage = os.wait4(child, 0)
+        answers.write(f"{json.dumps([os.waitstatus_to_exitcode(ending), usage.ru_utime + usage.ru_stime])}\n")
         answers.flush()
 
 
@@ -93,6 +112,11 @@ def _become(request: dict[str, Any], main: Any) -> None:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
+        except BaseException:
+            traceback.print_exc()
+            status = 1
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

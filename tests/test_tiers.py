@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 from tests.torture import budget
 
 import durations
@@ -106,8 +107,11 @@ def test_an_expensive_test_without_a_mark_fails_the_run(
         ("tests/test_top.py", "tests/test_top.py"),
     ],
 )
-def test_quick_chooses_the_tests_of_what_changed(quick: ModuleType, path: str, test: str) -> None:
+def test_quick_chooses_the_tests_of_what_changed(
+    quick: ModuleType, path: str, test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where time is short: the best come first."""
+    monkeypatch.setattr(quick, "recorded_seconds", lambda texts: {})
     chosen, left_out = quick.choose_tests({path: {1}}, 80)
     assert test in chosen
     assert set(quick.ALWAYS) <= set(chosen)
@@ -135,12 +139,25 @@ def test_quick_sees_changed_new_and_deleted_files(
     assert quick.changed_lines(quick.base_commit()) == {}
     (tmp_path / "stream.py").write_text(source.replace("return 2", "return 3"))
     (tmp_path / "gone.py").unlink()
-    (tmp_path / "new.py").write_text("x = 1\n")
+    (tmp_path / "new é.py").write_text("x = (\n")
+    (tmp_path / "data.bin").write_bytes(bytes(range(256)))
     changes = quick.changed_lines(quick.base_commit())
-    assert changes.keys() == {"stream.py", "gone.py", "new.py"}
+    assert changes.keys() == {"stream.py", "gone.py", "new é.py", "data.bin"}
+    assert quick.changed_names("new é.py", {1}) == {"new"}
     assert changes["stream.py"] == {6}
     assert quick.changed_names("stream.py", changes["stream.py"]) == {"stream", "second"}
     assert quick.changed_names("gone.py", changes["gone.py"]) == {"gone"}
+
+
+def test_quick_knows_which_tests_are_slow(quick: ModuleType) -> None:
+    text = "@pytest.mark.slow\n@pytest.mark.parametrize(\n    'a', [1]\n)\ndef test_a(a):\n    pass\n\ndef test_b():\n    pass\n"
+    assert quick.SLOW.findall(text) == ["test_a"]
+
+
+def test_a_machine_has_the_seed_of_the_day_also_in_ci() -> None:
+    """Hypothesis has a profile of its own for CI, which would derandomize."""
+    assert not budget.machine_settings(3, 3).derandomize
+    assert not settings().derandomize
 
 
 def test_quick_runs_as_a_command() -> None:

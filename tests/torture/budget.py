@@ -27,6 +27,11 @@ def seed() -> int:
     return int(os.environ.setdefault("ACTSHARD_SEED", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"))
 
 
+def first_number() -> int:
+    """The first of a million numbers for choices that are numbered one by one; other days have other numbers."""
+    return seed() * 1_000_000
+
+
 def runs(small: int, large: int) -> int:
     """The budget of this tier: `small` in `make test-slow`, a third of it in `make test`, `large` in `make torture`.
 

@@ -1,6 +1,6 @@
 """Failing and killing system calls, and a model of power failures: committed data are never lost.
 
-`make test` samples a few faults per job; `make torture` runs `python -m tests.torture.faults`, which injects all of them.
+`make test-slow` samples a few faults per job; `make torture` runs `python -m tests.torture.faults`, which injects all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _usable() -> bool:
     return faults.usable()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def strace() -> None:
     if not _usable():
         pytest.skip("strace is not installed or may not attach (Debian: apt-get install strace)")
@@ -32,6 +32,7 @@ def _draw(bench: faults.Bench, n: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("job", jobs.JOBS)
 def test_nothing_committed_is_lost_when_a_system_call_fails_or_kills(tmp_path: Path, job: str) -> None:
     bench = faults.Bench(job, tmp_path)
@@ -39,6 +40,7 @@ def test_nothing_committed_is_lost_when_a_system_call_fails_or_kills(tmp_path: P
         bench.disturb(inject)
 
 
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("job", jobs.JOBS)
 def test_data_are_on_the_disk_before_the_manifest_and_folders_after_it(tmp_path: Path, job: str) -> None:
     folder = tmp_path / "run"
@@ -49,6 +51,7 @@ def test_data_are_on_the_disk_before_the_manifest_and_folders_after_it(tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("job", jobs.JOBS)
 def test_a_full_disk_is_said_and_costs_nothing_committed(tmp_path: Path, job: str) -> None:
     try:

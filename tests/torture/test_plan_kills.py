@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from tests.torture import plan_kills
-from tests.torture.budget import runs, seed
+from tests.torture.budget import first_number, runs
 from tests.torture.plan_cases import Case, cases
 
 CASES = ("convert-pickle", "tokenize-plain", "merge-saev", "create-pickle", "stats-npy")
 COMMITS = (("convert-saev", 1), ("tokenize-lz4", 13), ("create-zarr", 7))
-"""Cases, and of how many kill points ``make test`` takes one. Of the first, it takes all that make or rename a file."""
+"""Cases, and of how many kill points ``make test-slow`` takes one. Of the first, it takes all that make or rename a file."""
 traced = pytest.mark.skipif(
     not plan_kills.usable(), reason="strace is not installed or may not attach (Debian: apt-get install strace)"
 )
@@ -27,7 +27,7 @@ def case_of(name: str) -> Case:
 @traced
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_finished_with_the_bytes_of_one_process_after_any_kill(tmp_path: Path, name: str) -> None:
-    *_, told = plan_kills.campaign(tmp_path, [case_of(name)], runs(2, 100), seed(), drivers=False)
+    *_, told = plan_kills.campaign(tmp_path, [case_of(name)], runs(2, 100), first_number(), drivers=False)
     assert told["violations"] == []
     assert told["killed"] >= runs(2, 100)
 
@@ -52,7 +52,7 @@ def test_killed_drivers_and_workers_leave_a_plan_that_is_finished_with_the_same_
         rounds += 1
         assert rounds < 100 * runs(1, 10), "drivers end before they are killed"
         bench.reset()
-        said = bench.kill_driver(random.Random(seed() + rounds))
+        said = bench.kill_driver(random.Random(first_number() + rounds))
         killed += not said.startswith("late")
         bench.half_done(said)
         bench.finish(said, [0, 1, 2, 3])

@@ -89,7 +89,7 @@ impl Target {
         let usage = self.usage(input);
         let most = self.bound.most(input.len());
         assert!(
-            usage.total <= most,
+            (self.bound.measure)(usage) <= most,
             "{usage:?} bytes allocated for {} bytes of input, at most {most} expected",
             input.len()
         );
