@@ -44,6 +44,7 @@ def reasons(rows: list[dict[str, Any]]) -> list[str]:
     return [row["note"] for row in rows if row["ours_value"] is None]
 
 
+@pytest.mark.slow
 def test_every_workload_runs(tmp_path: Path) -> None:
     """Those whose peers are not installed say so."""
     rows, seconds = tiny(tmp_path)

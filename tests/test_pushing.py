@@ -68,6 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", golden())
 def test_what_is_pushed_opens_with_equal_values(folder: Path, server: Served) -> None:
     done = push(server, folder, verify=False)

@@ -25,7 +25,7 @@ DATASETS = [
     next((path / name for name in ("activations.zarr", "capture") if (path / name).exists()), path) for path in DATASETS
 ]
 DATASETS += [GOLDEN / "hf_arrow/hub_array2d_ragged_f32/dataset", GOLDEN / "hf_arrow/saelens_f16_shuffled/cache"]
-SCHEMES = ("s3", "gs", "az", "https", "hf")
+SCHEMES = ("s3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gs", "az", "https", "hf")))
 NUMBERS = itertools.count()
 
 

@@ -50,6 +50,7 @@ def found(prose: Prose) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_words_that_readers_stumble_over_are_not_used() -> None:
     assert not [line for prose in everywhere() for line in found(prose)]
 
