@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import actshard
 from conftest import GOLDEN
 from torture import hostile_pickles
 from torture.budget import TORTURE
