@@ -211,3 +211,18 @@ def test_messages_name_the_argument_that_is_wrong(options: dict[str, Any], said:
     for also in ({}, {"divide": 2.0}):
         with pytest.raises(actshard.ArgumentError, match="center: expected an offset"):
             store.stream(store.layers[0], 4, center=stats.std, **also)
+
+
+@pytest.mark.parametrize("options", [np.array([]), np.array([1, 2]), [], "", 0, ()], ids=repr)
+def test_storage_options_that_are_no_mapping_are_refused_for_local_paths_too(options: Any, tmp_path: Path) -> None:
+    """The truth value of an array is an error of numpy's."""
+    path = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+    store = actshard.open(path)
+    for call in (
+        lambda: actshard.open(path, storage_options=options),
+        lambda: actshard.tokens.open_cache(tmp_path, storage_options=options),
+        lambda: actshard.verify(store, storage_options=options),
+        lambda: actshard.convert(store, tmp_path / "d", "zarr", storage_options=options),
+    ):
+        with pytest.raises(actshard.ArgumentTypeError, match="storage_options: expected a mapping"):
+            call()

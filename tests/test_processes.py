@@ -318,7 +318,8 @@ def test_ten_thousand_opens_leak_no_descriptor_and_no_map(io: str) -> None:
         if i % 2:
             store.close()
     del store
-    assert held() == before
+    # Fewer is right too: descriptors that earlier tests left to the collector.
+    assert all(after <= first for after, first in zip(held(), before, strict=True)), (before, held())
 
 
 def test_more_files_than_descriptors_still_read(tmp_path: Path) -> None:

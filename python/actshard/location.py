@@ -59,6 +59,11 @@ def network_io(path: Path | Location) -> str:
     return "pread" if _native.is_network(path) else "mmap"
 
 
+def has_options(options: Mapping[str, Any] | None) -> bool:
+    """Whether storage options are given. ArgumentTypeError if they are not a mapping: an array has no truth value."""
+    return bool(_pairs(options))
+
+
 def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str, str]]:
     """Options as strings; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
     if options is None:
@@ -166,7 +171,7 @@ class Location:
             if why := storage.native.cache_warning():
                 warn(f"cache: {why}", code="disk-cache")
             return cls(storage, storage.native.root)
-        if storage_options:
+        if has_options(storage_options):
             raise ArgumentError("storage_options: expected a URL to use them for, found a local path")
         return value if isinstance(value, Location) else cls(_LOCAL, os.fspath(local_path(value, remedy=_OR_URL)))
 

@@ -21,6 +21,7 @@ from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
+from actshard.location import has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Decided
@@ -136,7 +137,7 @@ def source(
 ) -> Store:
     """Opens the dataset to convert, unless it is already a store."""
     if isinstance(src, Store):
-        if storage_options:
+        if has_options(storage_options):
             raise ArgumentError("storage_options: expected a URL to use them for, found an open store")
         return src
     return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache, layout=layout)

@@ -18,7 +18,7 @@ from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.format import names_layers
 from actshard.formats.report import NOT_OF_DATA, Finding, Report
-from actshard.location import Location
+from actshard.location import Location, has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.walking import find_cache, is_cache_itself
@@ -85,7 +85,8 @@ def verify(
     _arguments.check_progress(progress)
     deep, store = _arguments.switch(deep, "deep"), path if isinstance(path, Store) else None
     if store is not None:
-        if storage_options or cache or layout is not None or format not in (None, store.format):
+        has_cache = cache is not None and cache is not False
+        if has_options(storage_options) or has_cache or layout is not None or format not in (None, store.format):
             raise ArgumentError(
                 "storage_options, cache, format, layout: expected none of them with an open store, which has its own"
             )
