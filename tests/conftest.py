@@ -18,12 +18,12 @@ import hypothesis.core
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.torture import budget
 
 import actshard
 from actshard.formats import registry
 from actshard.plan import converting, process
 from durations import Durations
+from torture import budget
 
 # Processes that tests start would compile every module again, which takes longer than most tests.
 sys.dont_write_bytecode = False
