@@ -95,7 +95,9 @@ impl<'a> Handout<'a> {
         }
         if let Err(error) = (self.work)(part, &self.stop) {
             let mut first = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-            if first.as_ref().is_none_or(|(p, _)| part < *p) {
+            // A part that was stopped because another one failed is not the cause, however low its number.
+            let rank = |part: usize, error: &Error| (error.kind == Kind::Interrupted, part);
+            if first.as_ref().is_none_or(|(p, e)| rank(part, &error) < rank(*p, e)) {
                 *first = Some((part, error));
             }
             self.stop.set();
@@ -126,7 +128,7 @@ impl<'a> Handout<'a> {
         }
     }
 
-    /// The error of the lowest failing part, so that the reported error does not depend on timing.
+    /// The error of the lowest failing part that no other one stopped, so that the reported error does not depend on timing.
     pub fn result(self) -> Result<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(interrupted());

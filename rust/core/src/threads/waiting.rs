@@ -94,4 +94,20 @@ mod tests {
         assert_eq!(run_waiting(10_000, 4, &work, &mut || false).unwrap_err().detail, "3");
         assert!(done.load(Ordering::Relaxed) < 10_000);
     }
+
+    #[test]
+    fn a_part_that_another_one_stopped_is_not_the_reported_error() {
+        let work = |part: usize, stop: &Stop| {
+            if part == 1 {
+                return Err(Error::new(Kind::NotFound, "gone"));
+            }
+            while !stop.is_set() {
+                std::thread::yield_now();
+            }
+            Err(Error::new(Kind::Interrupted, "interrupted"))
+        };
+        for _ in 0..20 {
+            assert_eq!(run_waiting(2, 2, &work, &mut || false).unwrap_err().kind, Kind::NotFound);
+        }
+    }
 }
