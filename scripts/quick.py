@@ -156,7 +156,7 @@ def main() -> int:
     """Runs the checks until one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", help="compare with this commit; by default the last one shared with main")
-    parser.add_argument("--seconds", type=float, default=40, help="time for tests (default: 40)")
+    parser.add_argument("--seconds", type=float, default=30, help="time for tests (default: 30)")
     parser.add_argument("--list", action="store_true", help="list the tests, run nothing")
     options = parser.parse_args()
     base = options.base or base_commit()
