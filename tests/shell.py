@@ -77,7 +77,7 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     import pyarrow.compute  # what most commands need
-    import pyarrow.parquet  # noqa: F401
+    import pyarrow.parquet  # noqa: F401  # likewise
 
     from actshard.cli import main
 

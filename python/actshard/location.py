@@ -59,7 +59,7 @@ def network_io(path: Path | Location) -> str:
     return "pread" if _native.is_network(path) else "mmap"
 
 
-def has_options(options: Mapping[str, Any] | None) -> bool:
+def has_options(options: Mapping[str, object] | None) -> bool:
     """Whether storage options are given. ArgumentTypeError if they are not a mapping: an array has no truth value."""
     return bool(_pairs(options))
 
