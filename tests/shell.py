@@ -1,7 +1,7 @@
-"""Runs commands of ``actshard`` as a shell does, each in a process of its own, without starting an interpreter for each.
+"""Runs commands of ``actshard`` and scripts in processes of their own, without starting an interpreter for each.
 
 One process per test process imports the command line once and forks for each command: a command costs hundredths of a second
-instead of a second. Use a real process where the start itself, signals or pipes are tested.
+instead of a second. Use a real process where the start itself, imports, memory, signals or pipes are tested.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,21 @@ def run_command(*words: object, cwd: Path | None = None, **environment: str) -> 
         cwd: the current folder of the command.
         environment: variables that are added to those of this process.
     """
-    arguments = [*map(str, words)]
+    return _run(["actshard", *map(str, words)], None, cwd, environment)
+
+
+def run_script(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The status and the outputs of ``python -c SCRIPT WORDS``. numpy, pyarrow and actshard are already imported."""
+    return _run(["-c", *map(str, words)], script, None, environment)
+
+
+def _run(
+    arguments: list[str], script: str | None, cwd: Path | None, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         request = {
             "arguments": arguments,
+            "script": script,
             "environment": {**os.environ, **environment},
             "cwd": str(cwd or Path.cwd()),
             "outputs": [out.name, err.name],
@@ -42,19 +54,21 @@ def run_command(*words: object, cwd: Path | None = None, **environment: str) -> 
         assert server.stdout is not None
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
-        ready, _, _ = select.select([server.stdout], [], [], PATIENCE)
-        answer = server.stdout.readline() if ready else ""
+        # Not select(), which refuses descriptors above 1,023.
+        waiting = select.poll()
+        waiting.register(server.stdout, select.POLLIN)
+        answer = server.stdout.readline() if waiting.poll(PATIENCE * 1000) else ""
         if not answer:
             server.kill()
             _server.cache_clear()
-            raise AssertionError(f"actshard {' '.join(arguments)}: no end within {PATIENCE} s, or its server died")
+            raise AssertionError(f"{' '.join(arguments)}: no end within {PATIENCE} s, or its server died")
         status, seconds = json.loads(answer)
         _seconds.append(seconds)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode())
-    return subprocess.CompletedProcess(["actshard", *arguments], status, *texts)
+    return subprocess.CompletedProcess(arguments, status, *texts)
 
 
 _seconds: list[float] = []
@@ -68,9 +82,7 @@ def spent_seconds() -> float:
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process that forks. It ends when its stdin is closed, so also with a killed test process."""
-    server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.kill)
     return server
 
@@ -104,11 +116,16 @@ def _become(request: dict[str, Any], main: Any) -> None:
             os.dup2(descriptor, number)
             os.close(descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.argv = ["actshard", *request["arguments"]]
+        sys.argv = request["arguments"]
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
         try:
-            main()
+            if request["script"] is None:
+                sys.warnoptions[:] = ["ignore"]  # as with -W ignore
+                warnings.simplefilter("ignore")
+                main()
+            else:
+                exec(compile(request["script"], "<string>", "exec"), {"__name__": "__main__"})
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -78,6 +78,8 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         raise FormatError(f"expected JSON: {error}", path=path) from error
     level = [value]
     for _ in range(MAX_DEPTH):
+        if not level:
+            break
         level = [y for x in level if isinstance(x, dict | list) for y in (x.values() if isinstance(x, dict) else x)]
     if level:
         raise FormatError("expected JSON, found a value nested too deep", path=path)

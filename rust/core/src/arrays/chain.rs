@@ -23,7 +23,7 @@ use zarrs::metadata_ext::codec::sharding::{
     ShardingCodecConfiguration, ShardingCodecConfigurationV1, ShardingIndexLocation,
 };
 
-use super::failing::{Said, Undecodable, no_memory, reserve};
+use super::failing::{Said, Undecodable, no_memory, reserve, zeros};
 use super::index::{DecodeIndex, IndexForm, place};
 use super::meta::index_numbers;
 use super::zstandard;
@@ -494,13 +494,14 @@ pub(super) fn assemble(
     let (total, per, size) = (total as usize, per as usize, fill.len());
     let mut made = if fixed {
         let bytes = total.checked_mul(size).ok_or_else(too_large)?;
-        let mut made = reserve(bytes as u64)?;
+        // Of a shard of 1 GiB that holds one chunk, the rest is never touched.
         if fill.iter().all(|b| *b == 0) {
-            made.resize(bytes, 0);
+            Elements::Fixed(zeros(bytes)?)
         } else {
+            let mut made = reserve(bytes as u64)?;
             (0..total).for_each(|_| made.extend_from_slice(fill));
+            Elements::Fixed(made)
         }
-        Elements::Fixed(made)
     } else {
         let mut each: Vec<Vec<u8>> = vec![];
         each.try_reserve_exact(total).map_err(|_| too_large())?;

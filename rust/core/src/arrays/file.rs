@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::failing::{Undecodable, reserve, zeros};
+use super::failing::{Undecodable, zeros};
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
 use crate::source::slots::Opened;
@@ -111,8 +111,7 @@ impl<'a> StoredUnit<'a> {
             }
             return Ok(Cow::Borrowed(whole));
         }
-        let mut whole = reserve(self.len).map_err(|e| self.bad(e))?;
-        whole.resize(self.len as usize, 0);
+        let mut whole = zeros(self.len as usize).map_err(|e| self.bad(e))?;
         self.source.read(self.offset, &mut whole)?;
         Ok(Cow::Owned(whole))
     }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::failing::{Said, Undecodable, reserve};
+use super::failing::{Said, Undecodable, reserve, zeros};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
 use crate::source::{ByteRange, Source};
@@ -80,8 +80,7 @@ impl IndexForm {
     pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
         let ByteRange { at, len } = self.range(shard, short)?;
         // The length of the file limits this allocation.
-        let mut raw = reserve(len).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
-        raw.resize(len as usize, 0);
+        let mut raw = zeros(len as usize).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
         shard.read(at, &mut raw)?;
         Ok((at, raw))
     }
