@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import tempfile
-import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def run_command(*words: object, cwd: Path | None = None, **environment: str) -> 
 
 
 def run_script(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The status and the outputs of ``python -c SCRIPT WORDS``. numpy, pyarrow and actshard are already imported."""
+    """The status and the outputs of ``python -W ignore -c SCRIPT WORDS``. numpy, pyarrow and actshard are already imported."""
     return _run(["-c", *map(str, words)], script, None, environment)
 
 
@@ -87,58 +87,47 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-def _serve() -> None:
+def _serve() -> dict[str, Any] | None:
+    """Forks for each request; returns it in the child. None at the end of the test process."""
     import pyarrow.compute  # what most commands need
     import pyarrow.parquet  # noqa: F401  # likewise
 
-    from actshard.cli import main
+    import actshard.cli  # noqa: F401  # likewise
 
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        request = json.loads(line)
+        request: dict[str, Any] = json.loads(line)
         child = os.fork()
         if child == 0:
-            _become(request, main)
+            return request
         _, ending, usage = os.wait4(child, 0)
         answers.write(f"{json.dumps([os.waitstatus_to_exitcode(ending), usage.ru_utime + usage.ru_stime])}\n")
         answers.flush()
+    return None
 
 
-def _become(request: dict[str, Any], main: Any) -> None:
-    """Turns this forked process into the command, and ends it."""
-    status = 70
-    try:
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        os.chdir(request["cwd"])
-        for number, path in enumerate(request["outputs"], 1):
-            descriptor = os.open(path, os.O_WRONLY)
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.argv = request["arguments"]
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
-        try:
-            if request["script"] is None:
-                sys.warnoptions[:] = ["ignore"]  # as with -W ignore
-                warnings.simplefilter("ignore")
-                main()
-            else:
-                exec(compile(request["script"], "<string>", "exec"), {"__name__": "__main__"})
-            status = 0
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if isinstance(end.code, str):
-                sys.stderr.write(f"{end.code}\n")
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
+def _become(request: dict[str, Any]) -> None:
+    """Turns this forked process into the command or the script. Python then ends it as any other process."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    for number, path in enumerate((os.devnull, *request["outputs"])):
+        descriptor = os.open(path, os.O_RDWR)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = request["arguments"]
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
+    sys.warnoptions[:] = ["ignore"]  # as with -W ignore
+    warnings.simplefilter("ignore")
+    if request["script"] is None:
+        from actshard.cli import main
+
+        main()
+    else:
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(request["script"], "<string>", "exec"), vars(module))
 
 
-if __name__ == "__main__":
-    _serve()
+if __name__ == "__main__" and (request := _serve()) is not None:
+    _become(request)

@@ -18,7 +18,7 @@ import actshard
 from actshard.errors import boundary
 from actshard.formats.report import Report
 from conftest import GOLDEN, refuses, saev_dump
-from shell import run_command
+from shell import run_command, run_script
 from waiting import PATIENCE
 
 Copy = Callable[..., Path]
@@ -72,8 +72,7 @@ def test_folders_that_may_not_be_read_are_one_clear_error(tmp_path: Path, format
         for mode in (0o000, 0o444):
             before = folder.stat().st_mode
             folder.chmod(mode)
-            command = [sys.executable, "-c", AS_NOBODY, str(copy), str(tmp_path / "made")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = run_script(AS_NOBODY, copy, tmp_path / "made")
             folder.chmod(before)
             for made in tmp_path.glob("made*"):
                 shutil.rmtree(made)

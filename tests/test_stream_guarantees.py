@@ -22,6 +22,7 @@ import pytest
 import actshard
 from actshard import quality
 from conftest import GOLDEN, refuses, saev_dump
+from shell import run_script
 from waiting import PATIENCE
 from zarr_files import write_store
 
@@ -268,13 +269,7 @@ def test_labels_that_are_cut_short_kill_nobody(tmp_path: Path, io: str) -> None:
     for first, said in (("yes", "read"), ("no", "refused labels.bin")):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(SAEV, folder)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, str(folder), io, first],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        done = run_script(code, folder, io, first)
         assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
@@ -543,13 +538,7 @@ def test_a_sparse_file_claims_no_memory(tmp_path: Path) -> None:
         "    try: read()\n"
         "    except actshard.ActshardError as error: print(type(error).__name__)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = run_script(code, tmp_path)
     told = done.stdout.split()
     assert told[:5] == [f"{n}", "1", *[f"{n}"] * 3], done.stderr
     assert len(told) == 9

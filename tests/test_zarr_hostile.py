@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 import types
@@ -29,6 +28,7 @@ import actshard
 from actshard import _native
 from actshard.formats.zarr import package as _zarr_package
 from conftest import GOLDEN, refuses
+from shell import run_script
 from torture.chunk_damage import values
 from waiting import PATIENCE
 from zarr_files import change, write_array, write_store
@@ -53,10 +53,7 @@ def bounded(code: str, *, mib: int = 700) -> str:
         "    try: return f()\n"
         "    except actshard.ActshardError as e: assert len(str(e).splitlines()) == 1; return type(e).__name__\n"
     )
-    env = {**os.environ, "ACTSHARD_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", before + code], capture_output=True, text=True, check=False, timeout=PATIENCE, env=env
-    )
+    done = run_script(before + code, ACTSHARD_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

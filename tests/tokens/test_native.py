@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,14 @@ import pytest
 
 import actshard
 from actshard import _native, tokens
-from waiting import PATIENCE
+from shell import run_script
 
 NO_SHAPES = np.empty(0, np.int64)
 
 
 def run(code: str, *arguments: str) -> str:
     """Runs code in a separate process, because it may abort, hang or change limits."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_script(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
