@@ -100,7 +100,7 @@ bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench $(LEVANTER)/.installed ## p
 
 wheel: $(VENV)/.base ## builds the wheel in dist/; its platform tag is what it can run on
 	rm -f $(DIST)/*.whl
-	RUSTFLAGS="$(RELOCATED)" $(BIN)/maturin build --quiet --locked --release --strip --compatibility $(COMPATIBILITY) --out $(DIST)
+	RUSTFLAGS="$(RELOCATED)" $(BIN)/maturin build --quiet --locked --profile dist --strip --compatibility $(COMPATIBILITY) --out $(DIST)
 
 check-wheel: wheel $(VENV)/.wheel ## checks the wheel's tag, installs it into a bare environment and runs the demo there
 	./scripts/check_wheel.sh $(BIN) $(DIST)/*.whl

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import select
 import subprocess
 import sys
@@ -20,6 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from waiting import PATIENCE
+
+IMPORTED = (
+    "pyarrow.compute",
+    "pyarrow.parquet",
+    "actshard.cli",
+    "actshard.formats",
+    "actshard.verifying",
+    "actshard.stats",
+)
 
 
 def run_command(*words: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,11 +101,17 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> dict[str, Any] | None:
     """Forks for each request; returns it in the child. None at the end of the test process."""
-    import pyarrow.compute  # what most commands need
-    import pyarrow.parquet  # noqa: F401  # likewise
+    # What each command would import again.
+    import typer._adapters  # noqa: F401
 
-    import actshard.cli  # noqa: F401  # likewise
+    import actshard.cli  # noqa: F401
 
+    for name in IMPORTED:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
+    gc.freeze()  # children share this memory
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)

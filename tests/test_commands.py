@@ -137,6 +137,7 @@ def test_exit_statuses(line: str, states: dict[str, Path], tmp_path: Path) -> No
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -63,6 +63,7 @@ def rows_in(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", OPTIONS)
 def test_any_number_of_tasks_in_any_order_gives_every_example_once(tmp_path: Path, format: str) -> None:
     for tasks in (1, 2, 3, 7, 1000):
@@ -106,6 +107,7 @@ def test_the_result_is_that_of_parts_and_merge(tmp_path: Path, format: str) -> N
     assert rows_in(plan.commit()) == rows_in(actshard.merge(tmp_path / "b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", OPTIONS)
 def test_tasks_at_default_options_write_all_examples_and_what_is_predicted(tmp_path: Path, format: str) -> None:
     asked: dict[str, Any] = {"layers": LAYERS, "d_model": WIDTH, "dtype": "float32", "num_examples": N}

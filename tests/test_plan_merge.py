@@ -69,6 +69,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["linked", "copied"])
 @pytest.mark.parametrize(("format", "physical"), CASES)
 def test_any_number_of_tasks_in_any_order_gives_the_bytes_of_one_merge(
@@ -259,6 +260,7 @@ def test_plans_that_others_wrote_are_refused_in_one_line(tmp_path: Path) -> None
     assert all(len(message.splitlines()) == 1 for message in refused)
 
 
+@pytest.mark.slow
 @pytest.mark.measures_memory
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 @pytest.mark.parametrize("format", ["saev", "lmprobe"])

@@ -129,6 +129,7 @@ def test_golden_rows_that_are_converted_are_read_as_predicted(
         assert abs(sum(seen) - len(seen) * mine - plan.predicted.read) <= 16 * len(plan), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stats", "verify", "convert"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_golden_datasets_is_predicted(kind: str, verb: str, tmp_path: Path) -> None:
@@ -252,6 +253,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
 def test_memory_of_an_extraction_is_predicted(format: str, tmp_path: Path) -> None:
     """Without the model, and the batches that are appended: here of half a MiB."""

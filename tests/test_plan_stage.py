@@ -115,6 +115,7 @@ def as_tuple(done: staging.Staged) -> tuple[Any, ...]:
     return tuple(getattr(done, name) for name in done.__dataclass_fields__)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 @pytest.mark.parametrize("path", DATASETS, ids=lambda path: path.parent.name + "-" + path.name)
 def test_some_layers_in_tasks_are_those_of_one_stage(
@@ -303,6 +304,7 @@ def test_files_of_others_are_refused_and_stay(tmp_path: Path) -> None:
     assert plan.commit().files > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("near", [True, False], ids=["local", "bucket"])
 def test_changed_inputs_are_named(near: bool, server: Served, tmp_path: Path) -> None:
     url = put(server, SAEV)
@@ -613,6 +615,7 @@ def test_a_late_process_sees_that_another_committed(tmp_path: Path, monkeypatch:
     assert plan_again.commit().path == done.path
 
 
+@pytest.mark.slow
 @pytest.mark.measures_memory
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc")
 @pytest.mark.parametrize("remote", [False, True])

@@ -84,6 +84,7 @@ def shuffled(plan: Plan) -> list[int]:
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no eos token")
 @pytest.mark.parametrize("variant", BUILDS)
 def test_tasks_write_what_one_process_writes(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +171,7 @@ def stored(root: Path) -> tuple[int, int]:
     return sum(sizes), len(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no eos token")
 @pytest.mark.parametrize("variant", BUILDS)
 def test_bytes_and_files_of_small_sources_are_predicted_exactly(
@@ -441,6 +443,7 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_a_commit_that_is_killed_goes_on(how: dict[str, Any], tmp_path: Path, killing: Callable[[int], None]) -> None:
     for i in range(3):

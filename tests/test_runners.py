@@ -144,6 +144,7 @@ def test_workers_live_as_long_as_there_are_tasks_and_share_the_processors(
     assert "words on stdout" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capture", "why"), [("killed", "killed by SIGKILL"), ("exits", "ended with status 7")])
 def test_a_worker_that_dies_fails_its_task_alone(notes: Path, tmp_path: Path, capture: str, why: str) -> None:
     plan = planned(tmp_path / "d", capture)
@@ -158,6 +159,7 @@ def test_a_worker_that_dies_fails_its_task_alone(notes: Path, tmp_path: Path, ca
     assert not now.committed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [None, 1])
 def test_no_task_begins_after_one_failed_unless_asked_to_keep_going(
     notes: Path, tmp_path: Path, workers: int | None
@@ -245,6 +247,7 @@ def test_time_limits_are_read_as_slurm_reads_them() -> None:
             _arguments.minutes(wrong, "time")  # type: ignore[arg-type]  # that is the test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_driver(notes: Path, tmp_path: Path, sent: signal.Signals) -> None:
     file = planned(tmp_path / "d", "waits").save(tmp_path / "plan.json")

@@ -93,6 +93,7 @@ def test_an_object_of_other_bytes_is_not_replaced(server: Served, local: Path, c
     assert (server.root / "bucket/run/small").read_bytes() == b"other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "before", "after", "cut"])
 @pytest.mark.parametrize("name", ["small", "large", "new"])
 def test_a_fault_at_any_request_changes_nothing(server: Served, local: Path, fault: str, name: str) -> None:

@@ -177,7 +177,6 @@ def test_small_caches_are_small_files(tmp_path: Path) -> None:
     assert not list((tmp_path / "empty").rglob("c"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [1, 4095, 4096, 4097, FRAME // 2 - 1, FRAME // 2, FRAME // 2 + 1, FRAME - 1, FRAME, FRAME + 1]
 )
