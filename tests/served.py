@@ -147,7 +147,8 @@ def served(root: Path) -> Iterator[Served]:
                 server.requests.append((self.command, path, self.headers.get("Range") or url.query))
             for end, statuses in server.failing.items():
                 if path.endswith(end) and statuses:
-                    return self.answer(statuses.pop(0), b"no")
+                    # A repetition uses up no fault: it gets the next one, too, if there is one.
+                    return self.answer(statuses[0] if self.is_again else statuses.pop(0), b"no")
             if any(path.endswith(end) for end in server.silent):
                 server.ended.wait()
                 return None

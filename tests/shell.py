@@ -7,6 +7,7 @@ instead of a second. Use a real process where the start itself, imports, memory,
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -14,6 +15,7 @@ import json
 import os
 import pkgutil
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,7 @@ def run_command(*words: object, cwd: Path | None = None, **environment: str) -> 
     Args:
         words: arguments of the command; paths become texts.
         cwd: the current folder of the command.
-        environment: variables that are added to those of this process.
+        environment: variables that are added to those of this process. Those that Python reads when it starts have no effect.
     """
     return _run(["actshard", *map(str, words)], None, cwd, environment)
 
@@ -61,6 +63,8 @@ def _run(
             "cwd": str(cwd or Path.cwd()),
             "outputs": [out.name, err.name],
         }
+        if _server().poll() is not None:  # a test killed it, or the system did
+            _server.cache_clear()
         server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -71,7 +75,7 @@ def _run(
         waiting.register(server.stdout, select.POLLIN)
         answer = server.stdout.readline() if waiting.poll(PATIENCE * 1000) else ""
         if not answer:
-            server.kill()
+            _kill(server)
             _server.cache_clear()
             raise AssertionError(f"{' '.join(arguments)}: no end within {PATIENCE} s, or its server died")
         status, seconds = json.loads(answer)
@@ -94,9 +98,18 @@ def spent_seconds() -> float:
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process that forks. It ends when its stdin is closed, so also with a killed test process."""
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.kill)
+    server = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    atexit.register(_kill, server)
     return server
+
+
+def _kill(server: subprocess.Popen[str]) -> None:
+    """Kills the server, and a command that does not end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def _serve() -> dict[str, Any] | None:

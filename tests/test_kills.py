@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torture.budget import first_number
 from waiting import PATIENCE
 
 KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
@@ -24,7 +25,8 @@ CASES += [("merge", format) for format in MERGED]
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "format"), CASES)
 def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]
+    kills = Path(__file__).with_name("kills.py")
+    command = [sys.executable, *map(str, (kills, what, format, tmp_path, KILLS, first_number()))]
     told = subprocess.run(command, capture_output=True, text=True, timeout=KILLS * PATIENCE, check=False)
     assert told.returncode == 0, told.stderr[-3000:]
     assert json.loads(told.stdout)["killed"] == KILLS

@@ -33,14 +33,14 @@ run() {
     folders=("$corpus/$target" "seeds/$target")
     [ ! -d "failed/$target" ] || folders+=("failed/$target")
     if FUZZ_TARGET=$target "$built/$host/$profile/explore" -runs="${FUZZ_RUNS:-300000}" -max_total_time="${FUZZ_SECONDS:-10}" \
-        -max_len="${FUZZ_MAX_LEN:-1048576}" -timeout=60 -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$work/$target-" \
+        -max_len="${FUZZ_MAX_LEN:-1048576}" -timeout=60 -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$corpus/failed-$target-" \
         "${folders[@]}" >"$log" 2>&1 &&
         done=$(grep -E 'Done [0-9]+ runs' "$log"); then
         echo "fuzz $target: $done"
         return
     fi
     cat "$log"
-    echo "fuzz $target: FAILED, input in $work; a copy in rust/fuzz/failed/$target makes cargo test run it"
+    echo "fuzz $target: FAILED, input in $corpus; a copy in rust/fuzz/failed/$target makes cargo test run it"
     return 1
 }
 

@@ -20,7 +20,8 @@ fn check(source: &dyn Source, place: &ArrayPlace) {
     let extent = place.extent().expect("an extent that fits 64 bits");
     let size = place.inside.map_or(source.size(), |region| region.size);
     assert!(extent == 0 || place.at + extent <= size);
-    match counted(|| arrays::read(source, place)) {
+    // Not counted: many arrays of one storage are larger than the file, and a reader has one of them at a time.
+    match arrays::read(source, place) {
         Ok(bytes) => assert_eq!(Some(bytes.len() as u64), place.count().map(|n| n * place.item())),
         Err(error) => refused(&error),
     }

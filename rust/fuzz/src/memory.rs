@@ -65,12 +65,14 @@ unsafe impl GlobalAlloc for Counting {
 pub struct Usage {
     /// All bytes that were allocated, also those that were freed again, and pages of outputs.
     pub total: usize,
-    /// The most bytes in use at once, of the call with the most; without pages of outputs.
+    /// The most bytes in use at once within a call, with what earlier calls left in use; without pages of outputs.
     pub peak: usize,
 }
 
 static RUN_TOTAL: AtomicUsize = AtomicUsize::new(0);
 static RUN_PEAK: AtomicUsize = AtomicUsize::new(0);
+/// Bytes in use when the run began.
+static RUN_LIVE: AtomicUsize = AtomicUsize::new(0);
 
 fn allocated() -> usize {
     TOTAL.load(Ordering::Relaxed) + page_bytes()
@@ -79,11 +81,12 @@ fn allocated() -> usize {
 /// Calls a parser under test and counts what it allocates, on whatever thread. What a target allocates outside of this, for its
 /// oracle, is not counted. Calls are not nested.
 pub fn counted<T>(parser: impl FnOnce() -> T) -> T {
-    let (total, live) = (allocated(), LIVE.load(Ordering::Relaxed));
-    PEAK.store(live, Ordering::Relaxed);
+    let total = allocated();
+    PEAK.store(LIVE.load(Ordering::Relaxed), Ordering::Relaxed);
     let value = parser();
     RUN_TOTAL.fetch_add(allocated() - total, Ordering::Relaxed);
-    RUN_PEAK.fetch_max(PEAK.load(Ordering::Relaxed).saturating_sub(live), Ordering::Relaxed);
+    let peak = PEAK.load(Ordering::Relaxed).saturating_sub(RUN_LIVE.load(Ordering::Relaxed));
+    RUN_PEAK.fetch_max(peak, Ordering::Relaxed);
     value
 }
 
@@ -91,6 +94,7 @@ pub fn counted<T>(parser: impl FnOnce() -> T) -> T {
 pub(crate) fn usage(run: impl FnOnce()) -> Usage {
     RUN_TOTAL.store(0, Ordering::Relaxed);
     RUN_PEAK.store(0, Ordering::Relaxed);
+    RUN_LIVE.store(LIVE.load(Ordering::Relaxed), Ordering::Relaxed);
     run();
     Usage { total: RUN_TOTAL.load(Ordering::Relaxed), peak: RUN_PEAK.load(Ordering::Relaxed) }
 }

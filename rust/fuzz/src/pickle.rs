@@ -130,8 +130,9 @@ pub fn pickle(bytes: &[u8]) {
         let size = item.array.element.dtype.size().expect("a float") as u64;
         let expected = item.array.shape.iter().product::<u64>() * size;
         assert_eq!(item.array.data.len(), expected);
+        // Not counted: many arrays of one buffer are larger than the input, and a reader has one of them at a time.
         let mut out = vec![];
-        counted(|| tree.materialise(bytes, item.array, &mut out)).expect("an array that was checked");
+        tree.materialise(bytes, item.array, &mut out).expect("an array that was checked");
         assert_eq!(out.len() as u64, expected);
         if let Some(range) = item.array.in_place() {
             assert_eq!(bytes[range], out[..]);

@@ -95,8 +95,9 @@ impl<'a> Handout<'a> {
         }
         if let Err(error) = (self.work)(part, &self.stop) {
             let mut first = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-            // A part that was stopped because another one failed is not the cause, however low its number.
-            let rank = |part: usize, error: &Error| (error.kind == Kind::Interrupted, part);
+            // A part that was stopped because another one failed is not the cause, however low its number. An exception that a
+            // callback raised, KeyboardInterrupt too, is one.
+            let rank = |part: usize, error: &Error| (error.kind == Kind::Interrupted && error.carried.is_none(), part);
             if first.as_ref().is_none_or(|(p, e)| rank(part, &error) < rank(*p, e)) {
                 *first = Some((part, error));
             }

@@ -60,10 +60,11 @@ pub fn run_waiting(
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
-    use crate::error::{Error, Kind};
+    use crate::error::{Carried, Error, Kind};
 
     #[test]
     fn work_below_work_learns_that_nobody_waits() {
@@ -108,6 +109,23 @@ mod tests {
         };
         for _ in 0..20 {
             assert_eq!(run_waiting(2, 2, &work, &mut || false).unwrap_err().kind, Kind::NotFound);
+        }
+    }
+
+    #[test]
+    fn an_exception_of_a_callback_is_as_much_an_error_as_any_other() {
+        let both = std::sync::Barrier::new(2);
+        for raising in 0..2 {
+            let work = |part: usize, _: &Stop| {
+                both.wait();
+                let mut error =
+                    Error::new(if part == raising { Kind::Interrupted } else { Kind::Format }, format!("{part}"));
+                error.carried = (part == raising).then(|| Carried(Arc::new("KeyboardInterrupt")));
+                Err(error)
+            };
+            for _ in 0..20 {
+                assert_eq!(run_waiting(2, 2, &work, &mut || false).unwrap_err().detail, "0", "the lowest part");
+            }
         }
     }
 }
