@@ -454,6 +454,7 @@ def test_threads_that_want_one_shard_inflate_it_once(tmp_path: Path) -> None:
     assert store._rows.inflated == 3
 
 
+@pytest.mark.slow
 def test_indices_overwritten_while_they_are_read_are_the_callers_error(tmp_path: Path) -> None:
     import threading
 
