@@ -29,6 +29,7 @@ from waiting import PATIENCE
 IMPORTED = (
     "pyarrow.compute",
     "pyarrow.parquet",
+    "typer._adapters",
     "actshard.cli",
     "actshard.formats",
     "actshard.verifying",
@@ -115,10 +116,6 @@ def _kill(server: subprocess.Popen[str]) -> None:
 def _serve() -> dict[str, Any] | None:
     """Forks for each request; returns it in the child. None at the end of the test process."""
     # What each command would import again.
-    import typer._adapters  # noqa: F401
-
-    import actshard.cli  # noqa: F401
-
     for name in IMPORTED:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
