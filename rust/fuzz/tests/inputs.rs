@@ -120,9 +120,10 @@ fn memory_that_a_number_in_a_file_chooses_is_refused() {
 #[test]
 fn memory_is_counted_on_every_thread_and_only_in_parsers() {
     let _alone = alone();
-    let least = |usage: usize, expected: usize| (expected..expected + 10_000).contains(&usage);
+    // The threads of the test harness allocate and free a little at any time.
+    let near = |usage: usize, expected: usize| usage.abs_diff(expected) < 10_000;
     let usage = BELIEVING.usage(&50_000_u64.to_le_bytes());
-    assert!(least(usage.total, 50_000) && least(usage.peak, 50_000), "{usage:?}");
+    assert!(near(usage.total, 50_000) && near(usage.peak, 50_000), "{usage:?}");
     let threads = |_: &[u8]| {
         let size = 1 << 20;
         drop(vec![1_u8; 16 * size]);
@@ -130,7 +131,7 @@ fn memory_is_counted_on_every_thread_and_only_in_parsers() {
         let _ = counted(on_a_thread) + counted(on_a_thread);
     };
     let usage = Target { run: threads, ..BELIEVING }.usage(&[]);
-    assert!(least(usage.total, 2 << 20) && least(usage.peak, 1 << 20), "{usage:?}");
+    assert!(near(usage.total, 2 << 20) && near(usage.peak, 1 << 20), "{usage:?}");
 }
 
 /// For whoever sets a bound: `cargo test --workspace --test inputs -- --ignored --nocapture`.
