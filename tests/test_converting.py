@@ -730,3 +730,52 @@ def test_patch_labels_that_are_left_out_are_a_loss_and_names_are_unicode(tmp_pat
     assert any("patch_labels" in loss.detail for loss in made.losses)
     with pytest.raises(actshard.ArgumentError, match="surrogate"):
         actshard.convert(tmp_path / "a", tmp_path / "c", "zarr", columns={"label": "\udcff"})
+
+
+@pytest.mark.parametrize("cls_token", [False, True])
+@pytest.mark.parametrize("format", ["saev", "npy", "zarr"])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"tokens": "last"}, [3]),
+        ({"tokens": "content"}, [0, 1, 2, 3]),
+        ({"truncate": True, "tokens_per_example": 3}, [0, 1, 2]),
+        ({"pad": True, "tokens_per_example": 7}, None),
+        ({"examples": [5, 0]}, [0, 1, 2, 3]),
+    ],
+)
+def test_labels_follow_their_tokens_or_are_a_loss(
+    tmp_path: Path, format: str, options: dict[str, Any], kept: list[int] | None, cls_token: bool
+) -> None:
+    if "tokens_per_example" in options:
+        if format != "saev":
+            pytest.skip("this format has any number of tokens")
+        options = {**options, "tokens_per_example": options["tokens_per_example"] + cls_token}
+    labels = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    with actshard.create(tmp_path / "s", "saev", layers=[0], d_model=4, cls_token=cls_token) as writer:
+        writer.append(np.ones((6, 1, 4 + cls_token, 4), np.float32), labels=labels)
+    foretold = actshard.converting.preview(writer.path, tmp_path / "t", format, **options)
+    done = actshard.convert(writer.path, tmp_path / "t", format, **options)
+    assert ("labels" in [loss.what for loss in done.losses]) == (kept is None)
+    assert [[str(loss) for loss in each.losses] for each in foretold if each.format == format] == [
+        [str(loss) for loss in done.losses]
+    ]
+    store = actshard.open(done.path)
+    found = store.labels
+    if format != "saev":
+        found = np.array(store.table["patch_labels"].to_pylist())
+    if kept is None:
+        assert found is None
+        return
+    assert found is not None
+    assert np.array_equal(found, labels[options.get("examples", range(6))][:, kept])
+
+
+def test_equal_texts_of_all_shards_are_counted(tmp_path: Path) -> None:
+    """A dry run decodes one shard; the writer sees every text."""
+    with actshard.create(tmp_path / "s", "pickle", layers=[0], d_model=4, shard_bytes=600) as writer:
+        for i in range(12):
+            writer.append(np.ones((1, 1, 3, 4), np.float32), columns={"text_preview": [f"text {i % 4}"]})
+    assert len(list((tmp_path / "s").glob("shard_*"))) > 2
+    done = actshard.convert(tmp_path / "s", tmp_path / "t", "lmprobe")
+    assert "8 examples have the same text" in " ".join(map(str, done.losses))

@@ -272,11 +272,17 @@ def _unfinished(root: Location, journal: Journal) -> UnfinishedError:
     )
 
 
-def detect(root: Location) -> str:
-    """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
+def _matching(root: Location) -> tuple[dict[str, Evidence], list[str]]:
+    """The evidence of all formats, and the formats that recognise a path. What a writer marked has no other format."""
     with one_look():
         evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
+    return evidence, [name for name in matches if evidence[name].marked] or matches
+
+
+def detect(root: Location) -> str:
+    """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
+    evidence, matches = _matching(root)
     LOG.debug(
         "%s: %s",
         root,
@@ -399,5 +405,4 @@ def _kind(folder: Location) -> str | None:
     """Names of the formats that recognise a folder, joined by ``/``; None if no format does."""
     if is_cache_itself(folder):
         return of_tokens()
-    with one_look():
-        return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None
+    return "/".join(_matching(folder)[1]) or None

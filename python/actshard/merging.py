@@ -49,6 +49,7 @@ from actshard.work import (
     PLAN_FOLDER,
     locked,
     refuse_planned,
+    refuse_within,
     remove_made,
     rename,
     tidy,
@@ -323,6 +324,13 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
         if not asked.parts:
             raise ArgumentError("parts: expected at least one dataset")
         sources = [find(existing(p))[0].local for p in asked.parts]
+        for source in sources:
+            refuse_within(root, source)
+            if root.resolve() in source.resolve().parents:
+                raise ArgumentError(
+                    f"parts: {source} lies inside of the folder of the merged dataset. Choose a folder outside",
+                    path=root,
+                )
         if len(set(sources)) < len(sources):
             raise ArgumentError("parts: the list contains a dataset twice")
         if (root / PARTS).exists():

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
+from actshard.formats.tables import hashes_of, repeats
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
+from actshard.work import refuse_within
 from actshard.writing.columns import Decided
 from actshard.writing.creating import make_target
 
@@ -238,6 +241,8 @@ def settle(
         options=options,
         created=created,
     )
+    if isinstance(store.path, Path):
+        refuse_within(target.place(), store.path)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
@@ -297,15 +302,13 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
             columns.made_up_texts |= text is None
             if target.finds_by_text and text is not None and found.table is not None:
-                texts = found.table[text].drop_null().to_pylist()
                 columns.without_text += found.table[text].null_count
-                hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
+                hashes.append(hashes_of(found.table[text]))
             if unit is not None:
                 break
     except NumbersMatterError:
         return checked(asked, target, numbers=True)
-    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
-    columns.shared_texts = len(each) - len(np.unique(each))
+    columns.shared_texts = repeats(np.concatenate([np.zeros(0, np.int64), *hashes]))
     return columns
 
 
@@ -404,15 +407,19 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
     made += _column_losses(asked, target, columns)
+    if target.holds_labels and store.labels is not None and labels_for(asked, target) is None:
+        made.append(
+            Loss("labels", f"left out: {store.labels.shape[1]} of each example are fewer than the tokens of {format}")
+        )
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    if target.finds_by_text and columns.shared_texts:
+    if target.finds_by_text and (count := max(columns.shared_texts, target.shared_texts)):
         made.append(
             Loss(
                 "texts",
-                f"{many(columns.shared_texts, 'example', 'has', 'have')} the same text as another one: "
+                f"{many(count, 'example', 'has', 'have')} the same text as another one: "
                 f"{format} looks rows up by text and returns one example's rows for all",
             )
         )
@@ -491,13 +498,16 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     store = asked.store
     if store.labels is None and asked.columns is not None and asked.columns.get(PATCH_LABELS) != PATCH_LABELS:
         return None
+    last = asked.tokens == "last"
     if not target.holds_labels:
-        return store.labels
-    if asked.tokens == "last" or target.tokens is None:
+        return store.labels[:, -1:] if last and store.labels is not None else store.labels
+    if target.tokens is None:
         return None
     content = target.tokens - target.special_tokens
     labels = labels_of(store, content)
-    return labels if labels is not None and labels.shape[1] == content else None
+    if labels is None or labels.shape[1] < content:
+        return None
+    return labels[:, -content:] if last else labels[:, :content]
 
 
 def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:

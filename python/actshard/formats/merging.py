@@ -94,7 +94,7 @@ class Merge:
         if target.exists():
             return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)
-        if self.move:
+        if self.move and not has_links(source):
             rename(source, target)
             return
         if source.is_dir():
@@ -126,7 +126,18 @@ class Merge:
             _link(source, copy)
 
 
+def has_links(path: Path) -> bool:
+    """Whether a path is a symbolic link, or a folder with one below it. Moved, it may lead elsewhere."""
+    if path.is_symlink():
+        return True
+    below = os.walk(path) if path.is_dir() else ()
+    return any(os.path.islink(os.path.join(at, name)) for at, folders, names in below for name in (*folders, *names))  # noqa: PTH114, PTH118 -- walk gives texts
+
+
 def _link(source: Any, target: Any) -> None:
+    source = os.path.realpath(
+        source
+    )  # a hard link of a symbolic link leads wherever the link does, from another folder
     try:
         os.link(source, target)
     except OSError:

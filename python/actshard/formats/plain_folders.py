@@ -35,9 +35,8 @@ def plain_evidence(path: Location, format: str) -> Evidence:
     if path.kind() != "folder" or (path / NAME).kind() != "file":
         return Evidence(False, looked_for, f"no {NAME}")
     found = marked(path / NAME)
-    return Evidence(
-        found == format, looked_for, f"the mark {found!r}" if found else f"a {NAME} without a mark", near=True
-    )
+    text = f"the mark {found!r}" if found else f"a {NAME} without a mark"
+    return Evidence(found == format, looked_for, text, near=True, marked=found == format)
 
 
 def plain_contents(path: Location, options: Options, format: str) -> Contents:

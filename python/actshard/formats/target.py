@@ -149,6 +149,8 @@ class Target(ABC):
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
     without_text = 0
     """Number of examples written without a text although others have one, in formats that find examples by text."""
+    shared_texts = 0
+    """Number of examples written with the text of another one, in formats that find examples by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
@@ -323,6 +325,13 @@ class Target(ABC):
 
     def existing(self, n: int | None) -> Path | None:
         """Path of a finished dataset with this configuration and n examples, where the configuration determines it; else None."""
+        return None
+
+    def difference(self, place: Path) -> str | None:
+        """Where the rows and labels written so far differ from those of a finished dataset, for a message; None: nowhere.
+
+        For formats in which :meth:`existing` finds a dataset by its metadata, not by its path.
+        """
         return None
 
     def alike(self) -> Path | None:

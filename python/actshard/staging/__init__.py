@@ -40,7 +40,7 @@ from actshard.staging.copying import StageProgress, check_digests, check_space, 
 from actshard.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, received, revision_of, within
 from actshard.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
-from actshard.work import PUSHING, STAGED, make_folder, refuse_staging, remove, staging_folder
+from actshard.work import PUSHING, STAGED, make_folder, refuse_staging, refuse_within, remove, staging_folder
 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 
@@ -91,6 +91,8 @@ def stage(
     source = Location.of_any(url, storage_options)
     if not source.lists:
         raise UnsupportedError("a web server cannot list files to stage. Use actshard.convert", path=source)
+    if source.is_local:
+        refuse_within(target, source.local)
     with boundary(target, "stage"):
         return _staged(source, lambda: Location.of_any(url, storage_options), target, chosen, check, progress)
 

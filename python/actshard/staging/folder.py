@@ -119,8 +119,11 @@ def _discard(old: Path, target: Path) -> None:
     if others:
         number = next(n for n in itertools.count(1) if not os.path.lexists(_kept(target, n)))
         old.rename(_kept(target, number))
-    else:
-        remove(old)
+        return
+    for path in old.iterdir():
+        if path.name != STAGED:  # last: without it, what a kill leaves would be taken for the user's files
+            remove(path)
+    remove(old)
 
 
 def _kept(target: Path, number: int) -> Path:

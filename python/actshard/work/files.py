@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
-from actshard.errors import ActshardError, FileAccessError, MissingFileError, boundary, from_os
+from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
+
+_COMPARED_AT_ONCE = 1 << 20
+"""Bytes of each file in memory."""
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
@@ -131,6 +134,29 @@ def rename(source: Path, target: Path) -> None:
             raise from_os(error, source, "rename") from error
     except OSError as error:
         raise from_os(error, source, "rename") from error
+
+
+def first_difference(a: Path, b: Path, size: int) -> int | None:
+    """The first of ``size`` bytes in which two files differ; None if they do not. A missing or shorter file differs."""
+    with boundary(b, "read"):
+        if not b.exists():
+            return 0
+        with a.open("rb", buffering=0) as ours, b.open("rb", buffering=0) as theirs:
+            for first in range(0, size, _COMPARED_AT_ONCE):
+                n = min(_COMPARED_AT_ONCE, size - first)
+                x, y = ours.read(n), theirs.read(n)
+                if len(y) < n or x != y:
+                    same = len(os.path.commonprefix([x, y]))
+                    return first + same
+    return None
+
+
+def refuse_within(target: Path, source: Path) -> None:
+    """Raises ArgumentError if a target lies inside of the folder of a source: each run would read what the last one wrote."""
+    if source.is_dir() and source.resolve() in target.resolve().parents:
+        raise ArgumentError(
+            f"lies inside of {source}, which would then contain it. Choose a folder outside", path=target
+        )
 
 
 def remove(path: Path) -> None:

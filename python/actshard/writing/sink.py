@@ -74,19 +74,17 @@ class Sink:
         self._since = 0
         self.written_bytes = 0
         """Bytes of rows written to files so far."""
-        if self.journal.exists() and not resume:
-            self.journal.read()
-            raise ExistsError(
-                f"contains {many(self.journal.examples, 'example')} of an unfinished dataset. Pass resume=True (--resume) to "
-                "continue it, "
-                "or remove the folder.",
-                path=target.root,
-            )
         make_folder(self.journal.folder)
-        self.journal.lock.take()
+        self.journal.lock.take()  # before a look at the journal, which another process may be writing
         try:
             if self.journal.exists():
                 self.journal.read()
+                if not resume:
+                    raise ExistsError(
+                        f"contains {many(self.journal.examples, 'example')} of an unfinished dataset. Pass resume=True "
+                        "(--resume) to continue it, or choose another folder.",
+                        path=target.root,
+                    )
             else:
                 self._refuse_finished(resume)
             if self.journal.config:
@@ -150,13 +148,18 @@ class Sink:
                 f"line 1: field 'config': expected the settings of a {self.target.format} writer: {error!r}",
                 path=self.journal.path,
             ) from error
+        adopted = self.target.config()
         for name, value in asked.items():
-            # Compared as JSON, which turns tuples into lists and keys into strings. Earlier releases recorded fewer settings.
-            same = name not in config or _as_json(value) == _as_json(config[name])
-            if value is not None and not same and name != "created":
+            if name == "created" or name not in config:  # earlier releases recorded fewer settings
+                continue
+            # What was not given this time is what the target adopted; what it did not adopt must be given again.
+            before, now = config[name], adopted[name] if value is None else value
+            if value is None and before is None:
+                continue
+            if _as_json(now) != _as_json(before):  # as JSON, which turns tuples into lists and keys into strings
                 raise ArgumentError(
-                    f"{name}: expected {config.get(name)!r}, as in the unfinished dataset in {self.target.root}, "
-                    f"found {value!r}. Pass the same value, or write to another folder."
+                    f"{name}: expected {before!r}, as in the unfinished dataset in {self.target.root}, "
+                    f"found {now!r}. Pass the same value, or write to another folder."
                 )
 
     # -- blocks ----------------------------------------------------------------------------------------------------

@@ -354,6 +354,13 @@ class Writer:
             if not self._exist_ok:
                 sink.abort()
                 raise ExistsError.finished(found)
+            if (where := self._target.difference(found)) is not None:
+                sink.abort()
+                raise ExistsError(
+                    f"contains a dump with these metadata and other rows ({where}). Give this one metadata of its own, such as the "
+                    "name of the data (metadata=), or another folder; what was written is kept, unfinished",
+                    path=found,
+                )
             sink.discard()
             self.path = found
         else:

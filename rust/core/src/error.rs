@@ -238,6 +238,13 @@ impl Error {
         made
     }
 
+    /// Whether there is nothing at the error's location. A symbolic link that leads nowhere is something: of a clone without its
+    /// contents, or of a cache that was cleared.
+    pub(crate) fn is_absence(&self) -> bool {
+        let is_link = |location: &Location| location.path().is_some_and(std::path::Path::is_symlink);
+        self.kind == Kind::NotFound && !self.location.as_ref().is_some_and(is_link)
+    }
+
     /// Whether the process or the system has run out of file descriptors.
     pub(crate) fn is_out_of_descriptors(&self) -> bool {
         self.errno.is_some_and(is_out_of_descriptors)

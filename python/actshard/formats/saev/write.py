@@ -22,7 +22,7 @@ from actshard._json import read_json
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
 from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes
 from actshard.formats.target import PATCH_LABELS, AllExamples, Block, Spec, Target, array_of, flag, positive
-from actshard.work import FOLDER, rename, sync_folders, write_bytes, write_json
+from actshard.work import FOLDER, first_difference, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -369,6 +369,23 @@ class SaevTarget(Target):
 
     def place(self) -> Path:
         return self.spec.path / self.hash(self.n)
+
+    def difference(self, place: Path) -> str | None:
+        assert self._tokens is not None
+        shards = range(-(-self.n // self.eps))
+        files = [
+            (self._shard(i), f"acts{i:06}.bin", min(self.eps, self.n - i * self.eps) * self.example_bytes)
+            for i in shards
+        ]
+        if self.has_labels:
+            files.append((self.root / "labels.bin", "labels.bin", self.n * (self._tokens - self.cls)))
+        elif (place / "labels.bin").exists():
+            return "labels.bin, which only the finished dump has"
+        for file, name, size in files:
+            at = first_difference(file, place / name, size)
+            if at is not None:
+                return f"{name} from byte {at}"
+        return None
 
 
 def writing_folders(path: Path) -> list[Path]:

@@ -39,7 +39,7 @@ impl ChunkFile {
     ) -> Result<ChunkFile> {
         let source = match opened {
             Ok(source) => source,
-            Err(error) if error.kind == Kind::NotFound => {
+            Err(error) if error.is_absence() => {
                 return Ok(ChunkFile { source: None, index: Arc::new(Entries(Box::default())), version: None });
             }
             Err(error) => return Err(error),

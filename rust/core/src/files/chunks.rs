@@ -63,8 +63,8 @@ pub struct ChunkArray {
     pub shape: [u64; 4],
     /// The shape of every chunk.
     pub chunk: [u64; 4],
-    /// The element of missing chunks.
-    pub fill: Vec<u8>,
+    /// The element of missing chunks; `None` if the array's writer stores every chunk.
+    pub fill: Option<Vec<u8>>,
     /// The encoding of chunks.
     pub content: Content,
 }
@@ -292,7 +292,7 @@ impl ChunkFiles {
             // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
-        Ok(self.opened(array, grid, indices, location, found))
+        self.opened(array, grid, indices, location, found)
     }
 
     fn opened(
@@ -302,7 +302,7 @@ impl ChunkFiles {
         indices: [u64; 4],
         location: Location,
         found: FoundChunk,
-    ) -> OpenFile {
+    ) -> Result<OpenFile> {
         let mut swapped = matches!(array.content, Content::Plain { swapped: true });
         let mut start = 0;
         let body = match found {
@@ -313,10 +313,16 @@ impl ChunkFiles {
                 Body::Shared(source)
             }
             FoundChunk::Decoded(block) => Body::Decoded(location, block),
-            FoundChunk::Absent => Body::Fill(location, array.fill.clone()),
+            FoundChunk::Absent => {
+                let detail = "expected a chunk, found nothing: its writer stores every chunk of every token";
+                let Some(fill) = array.fill.clone() else {
+                    return Err(Error::new(Kind::NotFound, detail).at(&location));
+                };
+                Body::Fill(location, fill)
+            }
         };
         let place = self.place(grid, indices, swapped);
-        OpenFile::new(body, Place { start, end: start + place.end, ..place })
+        Ok(OpenFile::new(body, Place { start, end: start + place.end, ..place }))
     }
 
     /// Chunks of one array of a slow store.
@@ -346,7 +352,7 @@ impl ChunkFiles {
             threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
         }
         let each = indices.into_iter().zip(locations).zip(found);
-        Ok(each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect())
+        each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect()
     }
 }
 
@@ -362,7 +368,7 @@ enum FoundChunk {
 /// The file of a plain chunk.
 fn plain(opened: Result<Box<dyn Source>>, grid: &Grid, bytes: u64) -> Result<FoundChunk> {
     let source = match opened {
-        Err(error) if error.kind == Kind::NotFound => return Ok(FoundChunk::Absent),
+        Err(error) if error.is_absence() => return Ok(FoundChunk::Absent),
         opened => opened?,
     };
     let len = source.size();

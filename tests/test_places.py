@@ -1,0 +1,243 @@
+"""What lies at a place is seen as it is: links, datasets inside of each other, marks of writers, datasets being written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard.staging import MARKER
+from conftest import refuses
+from shell import run_script
+
+FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+
+
+def written(path: Path, format: str, value: float, n: int = 3) -> Path:
+    """A dataset of ``n`` examples of 4 tokens, all of whose rows are ``value``."""
+    with actshard.create(path, format, layers=[0, 1], d_model=8) as writer:
+        writer.append(np.full((n, 2, 4, 8), value, np.float32))
+    return Path(writer.path)
+
+
+def linked(source: Path, copy: Path, relative: bool) -> Path:
+    """A copy of a dataset whose files are links, as git-annex and the hub's cache have them; metadata are files."""
+    store = copy.with_name(f"{copy.name}.files")
+    shutil.move(source, store)
+    for path in sorted(store.rglob("*")):
+        there = copy / path.relative_to(store)
+        if path.is_dir():
+            there.mkdir(parents=True)
+            continue
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if path.name.startswith(".z") or path.suffix in (".json", ".parquet"):
+            shutil.copy(path, there)
+        else:
+            there.symlink_to(os.path.relpath(path, there.parent) if relative else path)
+    return copy
+
+
+def values(path: Path) -> list[float]:
+    """The first element of each example, quietly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(path)
+        return [float(store.sequence(i, 1)[0, 0]) for i in range(len(store))]
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_merging_links_of_files_takes_the_files(format: str, relative: bool, tmp_path: Path) -> None:
+    parts = []
+    for k, name in enumerate("ab"):
+        whole = written(tmp_path / "source" / name, format, k + 1.0)
+        parts.append(linked(whole, tmp_path / "linked" / name / whole.name, relative))
+    merged = actshard.merge(tmp_path / "deep" / "deeper" / "merged", parts)
+    assert values(merged) == [1.0] * 3 + [2.0] * 3
+    shutil.rmtree(tmp_path / "linked")
+    assert values(merged) == [1.0] * 3 + [2.0] * 3, "without its sources"
+    assert not [path for path in merged.rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_parts_with_links_are_merged_where_they_are(format: str, tmp_path: Path) -> None:
+    for k in range(2):
+        with actshard.create(tmp_path / "run", format, layers=[0, 1], d_model=8, part=(k, 2)) as writer:
+            writer.append(np.full((3, 2, 4, 8), k + 1.0, np.float32))
+    moved = 0
+    for path in sorted((tmp_path / "run" / ".parts").rglob("*")):
+        if path.is_file() and path.stat().st_size >= 3 * 4 * 8 * 4 and "tensors" not in path.suffix:
+            there = tmp_path / f"far{moved}"
+            path.rename(there)
+            path.symlink_to(os.path.relpath(there, path.parent))
+            moved += 1
+    assert moved
+    assert values(actshard.merge(tmp_path / "run")) == [1.0] * 3 + [2.0] * 3
+
+
+def chunks(path: Path) -> list[Path]:
+    """The chunk files of activations of a Zarr store."""
+    return sorted(p for p in path.rglob("activations/*") if p.is_file() and not p.name.startswith("."))
+
+
+def unsigned(path: Path) -> None:
+    """Removes what says that actshard wrote a store."""
+    for name in (".zattrs", ".zmetadata"):
+        if (path / name).exists():
+            text = (path / name).read_text()
+            (path / name).write_text(text.replace('"written_by"', '"made_by"'))
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_chunk_that_is_a_broken_link_is_an_error_and_no_fill_value(io: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "run", "zarr", 1.0)
+    unsigned(path)
+    chunk = chunks(path)[0]
+    chunk.unlink()
+    chunk.symlink_to("nowhere")
+    store = actshard.open(path, io=io)
+    with refuses(actshard.MissingFileError, chunk):
+        store.sequence(0, 0)
+    report = actshard.verify(path)
+    assert "missing-file" in report.codes()
+    assert not report.ok
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_a_missing_chunk_of_our_own_store_is_an_error_and_of_others_has_the_fill_value(io: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "run", "zarr", 1.0)
+    chunk = chunks(path)[0]
+    chunk.unlink()
+    with refuses(actshard.MissingFileError, chunk, "every chunk"):
+        actshard.open(path, io=io).sequence(0, 0)
+    assert "missing-file" in actshard.verify(path).codes()
+    with pytest.raises(actshard.MissingFileError):
+        actshard.convert(path, tmp_path / "other", "npy")
+    unsigned(path)
+    assert not actshard.open(path, io=io).sequence(0, 0).any()
+    assert "chunk-missing" in actshard.verify(path).codes()
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+def test_a_folder_that_its_writer_marked_is_of_no_other_format(format: str, tmp_path: Path) -> None:
+    """Its columns lie in a parquet file, which may have vectors of its own."""
+    embedding = np.arange(9, dtype=np.float32).reshape(3, 3)
+    with actshard.create(tmp_path / "run", format, layers=[0], d_model=4) as writer:
+        writer.append(np.ones((3, 1, 2, 4), np.float32), columns={"embedding": embedding})
+    store = actshard.open(tmp_path / "run")
+    assert store.format == format
+    assert np.array_equal(np.stack(store.table["embedding"].to_pylist()), embedding)
+    assert actshard.verify(tmp_path / "run").ok
+    done = actshard.convert(tmp_path / "run", tmp_path / "copy", "zarr")
+    assert done.examples == 3
+
+
+def test_targets_inside_of_their_sources_are_refused(tmp_path: Path) -> None:
+    source = written(tmp_path / "a", "zarr", 1.0)
+    other = written(tmp_path / "b", "zarr", 2.0)
+    before = sorted(tmp_path.rglob("*"))
+    inside = source / "new"
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    verbs: list[tuple[Path, Callable[[Path], Any]]] = [
+        (inside, lambda to: actshard.merge(to, [source, other])),
+        (inside, lambda to: actshard.stage(source, to)),
+        (inside, lambda to: actshard.convert(source, to, "npy")),
+        (link / "deep" / "new", lambda to: actshard.convert(source, to, "npy")),
+        (inside, lambda to: actshard.plan.convert(source, to, "npy", tasks=2)),
+        (inside, lambda to: actshard.plan.stage(source, to)),
+        (inside, lambda to: actshard.plan.merge(to, [source, other])),
+    ]
+    for to, verb in verbs:
+        with pytest.raises(actshard.ArgumentError, match="inside of"):
+            verb(to)
+    with pytest.raises(actshard.ArgumentError, match="inside of"):
+        actshard.merge(tmp_path, [source, other])
+    link.unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_replaced_copy_is_removed_whole_after_a_kill_at_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = written(tmp_path / "source", "zarr", 1.0), tmp_path / "copy"
+    actshard.stage(source, target)
+    from actshard.staging import folder
+
+    class KilledError(Exception):
+        pass
+
+    remove, step = folder.remove, 0
+    while True:
+        shutil.rmtree(source)
+        written(tmp_path / "source", "zarr", 2.0 + step)
+        left = [step]
+
+        def dying(path: Path, left: list[int] = left) -> None:
+            if left[0] == 0:
+                raise KilledError
+            left[0] -= 1
+            remove(path)
+
+        monkeypatch.setattr(folder, "remove", dying)
+        try:
+            actshard.stage(source, target)
+            killed = False
+        except KilledError:
+            killed = True
+        monkeypatch.setattr(folder, "remove", remove)
+        actshard.stage(source, target)
+        assert values(target) == [2.0 + step] * 3
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "source"], step
+        assert (target / MARKER).exists()
+        if not killed:
+            break
+        step += 1
+    assert step >= 3
+
+
+WRITES = """
+import sys, numpy as np, actshard
+for exist_ok, resume in ((False, False), (True, False), (False, True), (True, True)):
+    try: actshard.create(sys.argv[1], "zarr", layers=[0], d_model=4, exist_ok=exist_ok, resume=resume)
+    except actshard.ActshardError as error: print(type(error).__name__, "remove" in str(error))
+"""
+
+
+def test_a_dataset_that_is_being_written_is_locked_and_nobody_is_told_to_remove_it(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "run", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((2, 1, 3, 4), np.float32))
+        writer.flush()
+        said = run_script(WRITES, tmp_path / "run").stdout.split("\n")
+        assert said == ["LockedError False"] * 4 + [""]
+
+
+def test_rows_are_not_discarded_for_a_dump_with_equal_metadata(tmp_path: Path) -> None:
+    """saev names a dump by its metadata: two splits of equal size have the same name."""
+
+    def write(value: float, labels: int | None = None) -> None:
+        with actshard.create(tmp_path / "runs", "saev", layers=[0, 1], d_model=4, exist_ok=True) as writer:
+            more = {} if labels is None else {"labels": np.full((8, 3), labels, np.uint8)}
+            writer.append(np.full((8, 2, 3, 4), value, np.float32), **more)
+
+    write(1.0, labels=7)
+    (dump,) = (tmp_path / "runs").iterdir()
+    write(1.0, labels=7)  # the same again
+    for value, labels, where in (
+        (2.0, 7, "acts000000.bin from byte"),
+        (1.0, 8, "labels.bin"),
+        (1.0, None, "labels.bin"),
+    ):
+        with refuses(actshard.ExistsError, dump, where):
+            write(value, labels)
+        shutil.rmtree(next(p for p in (tmp_path / "runs").iterdir() if p != dump))  # kept, unfinished
+    store = actshard.open(dump)
+    assert store.sequence(7, 1).tolist() == [[1.0] * 4] * 3
+    assert (store.labels == 7).all()
