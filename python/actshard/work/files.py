@@ -145,9 +145,10 @@ def first_difference(a: Path, b: Path, size: int) -> int | None:
             for first in range(0, size, _COMPARED_AT_ONCE):
                 n = min(_COMPARED_AT_ONCE, size - first)
                 x, y = ours.read(n), theirs.read(n)
-                if len(y) < n or x != y:
-                    same = len(os.path.commonprefix([x, y]))
-                    return first + same
+                if x != y:
+                    return first + next(
+                        (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y))
+                    )
     return None
 
 
