@@ -574,3 +574,29 @@ def test_a_full_disk_at_the_last_name_is_a_full_disk(tmp_path: Path, monkeypatch
     with create(tmp_path / "d", "saev", resume=True):
         pass
     check(tmp_path / "d", examples([4, 4]))
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("zarr", {"t_max": 16}),
+        ("lmprobe", {"pooling": "mean", "storage": "pooled"}),
+        ("lmprobe", {"model": "m/x"}),
+        ("lmprobe", {"revision": "r1"}),
+    ],
+)
+def test_what_was_given_before_must_be_given_again(tmp_path: Path, format: str, options: dict[str, Any]) -> None:
+    """The names of rows are metadata about what they are: no second call may change them without a word."""
+    rows = np.ones((2, 1, 1, 4), np.float32)
+    base = {"layers": [0], "d_model": 4, **{k: v for k, v in options.items() if k == "storage"}}
+    writer = actshard.create(tmp_path / "run", format, **{**base, **options})
+    writer.append(rows)
+    writer.flush()
+    writer.abort()
+    (given,) = set(options) - set(base)
+    with pytest.raises(actshard.ArgumentError, match=f"{given}: expected .*{options[given]}.*, as in the unfinished"):
+        actshard.create(tmp_path / "run", format, resume=True, **base)
+    with actshard.create(tmp_path / "run", format, resume=True, **{**base, **options}) as again:
+        assert again.committed == 2
+        again.append(rows)
+    assert len(actshard.open(tmp_path / "run")) == 4
