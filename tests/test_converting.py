@@ -773,9 +773,11 @@ def test_labels_follow_their_tokens_or_are_a_loss(
 
 def test_equal_texts_of_all_shards_are_counted(tmp_path: Path) -> None:
     """A dry run decodes one shard; the writer sees every text."""
-    with actshard.create(tmp_path / "s", "pickle", layers=[0], d_model=4, shard_bytes=600) as writer:
+    with actshard.create(tmp_path / "s", "pickle", layers=[0], d_model=4) as writer:
         for i in range(12):
             writer.append(np.ones((1, 1, 3, 4), np.float32), columns={"text_preview": [f"text {i % 4}"]})
+            if i % 4 == 3:
+                writer.flush()
     assert len(list((tmp_path / "s").glob("shard_*"))) > 2
     done = actshard.convert(tmp_path / "s", tmp_path / "t", "lmprobe")
     assert "8 examples have the same text" in " ".join(map(str, done.losses))

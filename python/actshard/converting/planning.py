@@ -241,7 +241,12 @@ def settle(
         options=options,
         created=created,
     )
-    if isinstance(store.path, Path):
+    # Of several sources, the path is the folder that they share, and no dataset.
+    if (
+        isinstance(store.path, Path)
+        and store.format in formats.names()
+        and formats.detect(store.format, store.path).matches
+    ):
         refuse_within(target.place(), store.path)
     target.take_dtype(wanted)
     if per is not None:

@@ -39,7 +39,7 @@ from actshard.staging.copying import check_digests, copy, link, most_in_memory, 
 from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, within
 from actshard.staging.marker import Listed, Marker, Staged, size_of
-from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, remove, staging_folder
+from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, refuse_within, remove, staging_folder
 
 FILES = "files"
 _NETWORK = 14 << 20
@@ -86,6 +86,8 @@ def stage(
     source = Location.of_any(url)
     if not source.lists:
         raise UnsupportedError("a web server cannot list files to stage. Use actshard.convert", path=source)
+    if source.is_local:
+        refuse_within(target, source.local)
     with boundary(target, "plan to stage to"):
         return _planned(source, target, chosen, tasks)
 

@@ -141,7 +141,7 @@ impl ChunkFiles {
                     array.shape, array.chunk
                 )));
             };
-            if dtype.size() != Some(array.fill.len()) {
+            if array.fill.as_ref().is_some_and(|fill| dtype.size() != Some(fill.len())) {
                 return Err(refuse("expected a fill value of one element, found another size".to_string()));
             }
             if array.shape[3] != width {
@@ -424,7 +424,7 @@ impl Files for ChunkFiles {
         }
         let block = self.decoded.get(self.key(file))?;
         let found = FoundChunk::Decoded(block);
-        Some(Arc::new(self.opened(array, grid, indices, array.location(indices), found)))
+        self.opened(array, grid, indices, array.location(indices), found).ok().map(Arc::new)
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {
