@@ -76,7 +76,7 @@ _ChunkArray = tuple[
     str,
     list[int],
     list[int],
-    list[int] | bytes | None,
+    list[int] | bytes,
     bool,
     tuple[str | PathLike[str], str, bool] | Callable[[list[int]], bytes] | None,
 ]

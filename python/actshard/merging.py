@@ -326,7 +326,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
         sources = [find(existing(p))[0].local for p in asked.parts]
         for source in sources:
             refuse_within(root, source)
-            if root.resolve() in source.resolve().parents:
+            if Path(os.path.realpath(root)) in Path(os.path.realpath(source)).parents:
                 raise ArgumentError(
                     f"parts: {source} lies inside of the folder of the merged dataset. Choose a folder outside",
                     path=root,

@@ -302,7 +302,7 @@ class Array:
             metas, first = self._metas, self._metas[0]
             assert first.dtype is not None
             self._rows = Rows.chunked(
-                [native(m, stores_all=False) for m in metas],
+                [native(m) for m in metas],
                 [(m.shape[0], [k]) for k, m in enumerate(metas)],
                 [self._lengths()],
                 num_groups=self.shape[1],

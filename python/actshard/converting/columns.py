@@ -291,12 +291,10 @@ def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
     return list_column(field.name, values)
 
 
-def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
+def labels_of(store: Store) -> NDArray[np.uint8] | None:
     """Patch labels as uint8 ``(num_examples, patches)``, also from a column of another format; None if there are none.
 
-    Args:
-        store: the source.
-        content: number of labels per example that the target stores; a column with another number of labels is not used.
+    A column with other numbers of labels per example, or numbers that do not fit, is no column of patch labels.
     """
     if store.labels is not None:
         return store.labels
@@ -309,10 +307,10 @@ def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         lists = column.to_pylist()
-        if any(row is None or len(row) != content for row in lists):
+        if len({-1 if row is None else len(row) for row in lists} | {-1}) != 2 or None in lists:
             return None
         values = np.array(lists)
-    elif pa.types.is_fixed_size_list(kind) and kind.list_size == content and not column.null_count:
+    elif pa.types.is_fixed_size_list(kind) and not column.null_count:
         values = array_of(column)
     else:
         return None

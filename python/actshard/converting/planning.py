@@ -19,7 +19,6 @@ from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
-from actshard.formats.tables import hashes_of, repeats
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
@@ -307,13 +306,15 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
             columns.made_up_texts |= text is None
             if target.finds_by_text and text is not None and found.table is not None:
+                texts = found.table[text].drop_null().to_pylist()
                 columns.without_text += found.table[text].null_count
-                hashes.append(hashes_of(found.table[text]))
+                hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
             if unit is not None:
                 break
     except NumbersMatterError:
         return checked(asked, target, numbers=True)
-    columns.shared_texts = repeats(np.concatenate([np.zeros(0, np.int64), *hashes]))
+    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
+    columns.shared_texts = len(each) - len(np.unique(each))
     return columns
 
 
@@ -412,19 +413,21 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
     made += _column_losses(asked, target, columns)
-    if target.holds_labels and store.labels is not None and labels_for(asked, target) is None:
+    if target.holds_labels and labels_for(asked, target) is None and (labels := _labels(asked)) is not None:
         made.append(
-            Loss("labels", f"left out: {store.labels.shape[1]} of each example are fewer than the tokens of {format}")
+            Loss(
+                "labels", f"left out: {labels.shape[1]} for each example are fewer than the tokens that {format} stores"
+            )
         )
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    if target.finds_by_text and (count := max(columns.shared_texts, target.shared_texts)):
+    if target.finds_by_text and columns.shared_texts:
         made.append(
             Loss(
                 "texts",
-                f"{many(count, 'example', 'has', 'have')} the same text as another one: "
+                f"{many(columns.shared_texts, 'example', 'has', 'have')} the same text as another one: "
                 f"{format} looks rows up by text and returns one example's rows for all",
             )
         )
@@ -498,19 +501,24 @@ def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]
     return made
 
 
-def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
-    """Patch labels to convert, uint8 ``(num_examples, patches)``; None for none."""
+def _labels(asked: Asked) -> NDArray[np.uint8] | None:
+    """The source's patch labels, unless ``columns=`` does not list a column of them."""
     store = asked.store
-    if store.labels is None and asked.columns is not None and asked.columns.get(PATCH_LABELS) != PATCH_LABELS:
-        return None
+    listed = asked.columns is None or asked.columns.get(PATCH_LABELS) == PATCH_LABELS
+    return labels_of(store) if listed or store.labels is not None else None
+
+
+def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
+    """Patch labels to convert, uint8 ``(num_examples, patches)``, of the tokens that are kept; None for none."""
+    store = asked.store
     last = asked.tokens == "last"
     if not target.holds_labels:
         return store.labels[:, -1:] if last and store.labels is not None else store.labels
-    if target.tokens is None:
+    labels = None if target.tokens is None else _labels(asked)
+    if labels is None or target.tokens is None:
         return None
     content = target.tokens - target.special_tokens
-    labels = labels_of(store, content)
-    if labels is None or labels.shape[1] < content:
+    if labels.shape[1] < content:
         return None
     return labels[:, -content:] if last else labels[:, :content]
 

@@ -127,17 +127,29 @@ class Merge:
 
 
 def has_links(path: Path) -> bool:
-    """Whether a path is a symbolic link, or a folder with one below it. Moved, it may lead elsewhere."""
+    """Whether a path is a symbolic link to something, or a folder with one below it. Moved, it may lead elsewhere."""
     if path.is_symlink():
-        return True
-    below = os.walk(path) if path.is_dir() else ()
-    return any(os.path.islink(os.path.join(at, name)) for at, folders, names in below for name in (*folders, *names))  # noqa: PTH114, PTH118 -- walk gives texts
+        return path.exists()
+    folders = [path] if path.is_dir() else []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    if os.path.exists(entry.path):  # noqa: PTH110 -- for many files, without a Path for each
+                        return True
+                elif entry.is_dir():
+                    folders.append(Path(entry.path))
+    return False
 
 
 def _link(source: Any, target: Any) -> None:
-    source = os.path.realpath(
-        source
-    )  # a hard link of a symbolic link leads wherever the link does, from another folder
+    if os.path.islink(source):  # noqa: PTH114 -- also a str
+        if not os.path.exists(source):  # noqa: PTH110 -- likewise
+            # An editor's lock, or a file whose contents are elsewhere: as unreadable as before, and for the same reason.
+            os.symlink(os.path.join(os.path.dirname(source), os.readlink(source)), target)  # noqa: PTH115, PTH118, PTH120, PTH211
+            return
+        # A hard link of a symbolic link would lead wherever that leads from another folder.
+        source = os.path.realpath(source)
     try:
         os.link(source, target)
     except OSError:

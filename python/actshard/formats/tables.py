@@ -18,8 +18,6 @@ _DIGITS = 38
 """Precision of the decimals that store integers beyond 64 bits."""
 _MOST_FIELDS = 1024
 """Limit on the number of fields after merging struct types, because every example takes memory for each field."""
-_HASHED_AT_ONCE = 16_384
-"""Texts that exist as Python objects at a time."""
 
 
 def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]]) -> pa.Table:
@@ -51,20 +49,6 @@ def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
     import pyarrow as pa
 
     return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
-
-
-def hashes_of(texts: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Hashes of the texts of a column without nulls, for :func:`repeats`: 8 bytes each, equal for equal texts in this process."""
-    made = [np.zeros(0, np.int64)]
-    for first in range(0, len(texts), _HASHED_AT_ONCE):
-        some = texts.slice(first, _HASHED_AT_ONCE).drop_null().to_pylist()
-        made.append(np.fromiter(map(hash, some), np.int64, len(some)))
-    return np.concatenate(made)
-
-
-def repeats(hashes: NDArray[np.int64]) -> int:
-    """How many of the texts of these hashes are the same as another one before them."""
-    return len(hashes) - len(np.unique(hashes))
 
 
 def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

@@ -149,8 +149,6 @@ class Target(ABC):
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
     without_text = 0
     """Number of examples written without a text although others have one, in formats that find examples by text."""
-    shared_texts = 0
-    """Number of examples written with the text of another one, in formats that find examples by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None

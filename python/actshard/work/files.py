@@ -138,23 +138,22 @@ def rename(source: Path, target: Path) -> None:
 
 def first_difference(a: Path, b: Path, size: int) -> int | None:
     """The first of ``size`` bytes in which two files differ; None if they do not. A missing or shorter file differs."""
-    with boundary(b, "read"):
-        if not b.exists():
-            return 0
-        with a.open("rb", buffering=0) as ours, b.open("rb", buffering=0) as theirs:
+    try:
+        with a.open("rb") as ours, b.open("rb") as theirs:
             for first in range(0, size, _COMPARED_AT_ONCE):
                 n = min(_COMPARED_AT_ONCE, size - first)
                 x, y = ours.read(n), theirs.read(n)
-                if x != y:
-                    return first + next(
-                        (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y))
-                    )
+                if x != y or len(x) < n:
+                    pairs = enumerate(zip(x, y, strict=False))
+                    return first + next((i for i, (p, q) in pairs if p != q), min(len(x), len(y)))
+    except FileNotFoundError:
+        return 0
     return None
 
 
 def refuse_within(target: Path, source: Path) -> None:
     """Raises ArgumentError if a target lies inside of the folder of a source: each run would read what the last one wrote."""
-    if source.is_dir() and source.resolve() in target.resolve().parents:
+    if source.is_dir() and Path(os.path.realpath(source)) in Path(os.path.realpath(target)).parents:
         raise ArgumentError(
             f"lies inside of {source}, which would then contain it. Choose a folder outside", path=target
         )

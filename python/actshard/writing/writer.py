@@ -355,10 +355,11 @@ class Writer:
                 sink.abort()
                 raise ExistsError.finished(found)
             if (where := self._target.difference(found)) is not None:
-                sink.abort()
+                # Kept, the folder of the unfinished dump would stand for the finished one's: both have one name.
+                sink.discard()
                 raise ExistsError(
-                    f"contains a dump with these metadata and other rows ({where}). Give this one metadata of its own, such as the "
-                    "name of the data (metadata=), or another folder; what was written is kept, unfinished",
+                    f"contains a dump with these metadata and other rows ({where}); the new rows were removed. Give them metadata "
+                    "of their own, such as the name of the data (metadata=), or another folder",
                     path=found,
                 )
             sink.discard()

@@ -241,8 +241,10 @@ impl Error {
     /// Whether there is nothing at the error's location. A symbolic link that leads nowhere is something: of a clone without its
     /// contents, or of a cache that was cleared.
     pub(crate) fn is_absence(&self) -> bool {
-        let is_link = |location: &Location| location.path().is_some_and(std::path::Path::is_symlink);
-        self.kind == Kind::NotFound && !self.location.as_ref().is_some_and(is_link)
+        // Chunks may lie in nested folders, each of which may be such a link.
+        let is_link =
+            |path: &std::path::Path| path.ancestors().take(5).any(|above| above.is_symlink() && !above.exists());
+        self.kind == Kind::NotFound && !self.location.as_ref().and_then(Location::path).is_some_and(is_link)
     }
 
     /// Whether the process or the system has run out of file descriptors.

@@ -25,7 +25,7 @@ from actshard._columns import numbers
 from actshard.errors import ArgumentError, FormatError, from_os, warn
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.logits import is_router, write_logits
-from actshard.formats.tables import as_schema, as_text, hashes_of, repeats
+from actshard.formats.tables import as_schema, as_text
 from actshard.formats.target import (
     FLOATS,
     LOGITS,
@@ -517,9 +517,7 @@ class LmprobeTarget(Target):
             **{k: v for k, v in meta.items() if k not in ("name", "revision", MADE_UP)},
         }
         no_text = "text" not in columns
-        if not no_text:
-            self.without_text = columns["text"].null_count
-            self.shared_texts = repeats(hashes_of(columns["text"]))
+        self.without_text = 0 if no_text else columns["text"].null_count
         if no_text:
             info[MADE_UP] = ["text"]
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in info.items()}

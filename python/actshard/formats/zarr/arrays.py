@@ -33,8 +33,8 @@ _HUGE = re.compile(rb"(?<![0-9])[0-9]{309}")
 """An integer with so many digits that float64 may be unable to represent it."""
 
 
-def native(meta: ArrayMeta, stores_all: bool) -> tuple[Any, ...]:
-    """Arguments of the native ``Rows.chunked`` for a 4-D array. ``stores_all``: a missing chunk is an error."""
+def native(meta: ArrayMeta) -> tuple[Any, ...]:
+    """Arguments of the native ``Rows.chunked`` for a 4-D array."""
     return (
         meta.folder,
         meta.metadata,
@@ -42,7 +42,7 @@ def native(meta: ArrayMeta, stores_all: bool) -> tuple[Any, ...]:
         meta.separator,
         list(meta.shape),
         list(meta.chunks),
-        None if stores_all else meta.fill_bytes(),
+        meta.fill_bytes(),
         meta.swapped,
         _decoded_by(meta),
     )

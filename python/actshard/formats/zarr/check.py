@@ -160,12 +160,9 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         for t in range(int(stretches[block]))
         for h in range(wide)
     )
-    missing = [place for place in places if place not in existing]
-    first = next((place for place in missing if array.path_of(place).is_named()), None)  # a link that leads nowhere
-    code = "missing-file" if member.stores_all or first else "chunk-missing"
-    first = first or missing[0]
+    first = next(place for place in places if place not in existing)
     report.add(
-        code,
+        "chunk-missing",
         array.folder,
         f"{wanted - len(existing)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
         "a file for every chunk with stored tokens",

@@ -100,11 +100,6 @@ class Member:
         self.lengths = [self._lengths(a) for a in self.arrays]
         self.warnings += self.store.warnings
 
-    @property
-    def stores_all(self) -> bool:
-        """Whether every chunk of every token is stored, as our writer does. Elsewhere, a missing one has the fill value."""
-        return str(self.store.attributes.get("written_by", "")).startswith("actshard ")
-
     def _read_attributes(self) -> None:
         config = self.path / "meta" / "config.json"
         config.parent.look_into()

@@ -77,11 +77,13 @@ class ArrayMeta:
                 if not all(_INDEX.fullmatch(part) for part in parts):
                     continue
                 at = (*place, *map(int, parts))
+                if entry.kind == "other" and (folder / entry.name).found() is None:
+                    raise MissingFileError(
+                        "expected a chunk, found a link that leads nowhere", path=folder / entry.name
+                    )
                 if nested and len(at) < dims:
                     folders.append((folder / entry.name, at))
                 elif len(at) == dims:
-                    if entry.kind == "other" and (folder / entry.name).found() is None:
-                        continue  # a dangling link reads as a missing chunk
                     found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
         return found
 

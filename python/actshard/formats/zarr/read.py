@@ -156,7 +156,7 @@ def open(path: Location, options: Options) -> Contents:
         for m0 in (parts[0],)
     ]
     rows = Rows.chunked(
-        [native(a, m.stores_all) for m in members for a in m.arrays],
+        [native(a) for a in arrays],
         [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
         lengths,
         num_groups=first.num_layers,

@@ -63,8 +63,8 @@ pub struct ChunkArray {
     pub shape: [u64; 4],
     /// The shape of every chunk.
     pub chunk: [u64; 4],
-    /// The element of missing chunks; `None` if the array's writer stores every chunk.
-    pub fill: Option<Vec<u8>>,
+    /// The element of missing chunks.
+    pub fill: Vec<u8>,
     /// The encoding of chunks.
     pub content: Content,
 }
@@ -141,7 +141,7 @@ impl ChunkFiles {
                     array.shape, array.chunk
                 )));
             };
-            if array.fill.as_ref().is_some_and(|fill| dtype.size() != Some(fill.len())) {
+            if dtype.size() != Some(array.fill.len()) {
                 return Err(refuse("expected a fill value of one element, found another size".to_string()));
             }
             if array.shape[3] != width {
@@ -292,7 +292,7 @@ impl ChunkFiles {
             // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
-        self.opened(array, grid, indices, location, found)
+        Ok(self.opened(array, grid, indices, location, found))
     }
 
     fn opened(
@@ -302,7 +302,7 @@ impl ChunkFiles {
         indices: [u64; 4],
         location: Location,
         found: FoundChunk,
-    ) -> Result<OpenFile> {
+    ) -> OpenFile {
         let mut swapped = matches!(array.content, Content::Plain { swapped: true });
         let mut start = 0;
         let body = match found {
@@ -313,16 +313,10 @@ impl ChunkFiles {
                 Body::Shared(source)
             }
             FoundChunk::Decoded(block) => Body::Decoded(location, block),
-            FoundChunk::Absent => {
-                let detail = "expected a chunk, found nothing: its writer stores every chunk of every token";
-                let Some(fill) = array.fill.clone() else {
-                    return Err(Error::new(Kind::NotFound, detail).at(&location));
-                };
-                Body::Fill(location, fill)
-            }
+            FoundChunk::Absent => Body::Fill(location, array.fill.clone()),
         };
         let place = self.place(grid, indices, swapped);
-        Ok(OpenFile::new(body, Place { start, end: start + place.end, ..place }))
+        OpenFile::new(body, Place { start, end: start + place.end, ..place })
     }
 
     /// Chunks of one array of a slow store.
@@ -352,7 +346,7 @@ impl ChunkFiles {
             threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
         }
         let each = indices.into_iter().zip(locations).zip(found);
-        each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect()
+        Ok(each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect())
     }
 }
 
@@ -424,7 +418,7 @@ impl Files for ChunkFiles {
         }
         let block = self.decoded.get(self.key(file))?;
         let found = FoundChunk::Decoded(block);
-        self.opened(array, grid, indices, array.location(indices), found).ok().map(Arc::new)
+        Some(Arc::new(self.opened(array, grid, indices, array.location(indices), found)))
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

@@ -84,7 +84,7 @@ impl Made {
             naming: Naming::v2(separator == "/"),
             shape: self.shape,
             chunk: self.chunk,
-            fill: Some(FILL.to_le_bytes().to_vec()),
+            fill: FILL.to_le_bytes().to_vec(),
             content: Content::Plain { swapped: self.swapped },
         }
     }
@@ -152,7 +152,7 @@ impl Made {
             naming: Naming::default_of(true),
             shape: self.shape,
             chunk: self.chunk,
-            fill: Some(FILL.to_le_bytes().to_vec()),
+            fill: FILL.to_le_bytes().to_vec(),
             content: Content::Coded(Box::new(CodedArray::of(store, &folder.into(), metadata.as_bytes(), true))),
         }
     }
