@@ -7,25 +7,24 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
-from actshard._arguments import many
+from actshard._arguments import many, name_of
 from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
-from actshard.inputs import fingerprint
+from actshard.inputs import fingerprint, store_folders
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
-from actshard.work import refuse_within
+from actshard.work import Record, refuse_within
 from actshard.writing.columns import Decided
 from actshard.writing.creating import make_target
 
@@ -240,39 +239,47 @@ def settle(
         options=options,
         created=created,
     )
-    # Of several sources, the path is the folder that they share, and no dataset.
-    if (
-        isinstance(store.path, Path)
-        and store.format in formats.names()
-        and formats.detect(store.format, store.path).matches
-    ):
-        refuse_within(target.place(), store.path)
+    for folder in store_folders(store):
+        if folder.is_local:
+            refuse_within(target.place(), folder.local)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
     return target
 
 
-def source_config(asked: Asked) -> dict[str, Any]:
-    """Returns the settings that resume compares, so that it continues with the same examples of the same source.
-
-    Checks every file of the source. Tasks of a plan do not call it: the plan's inputs list these files.
-    """
+def conversion_record(
+    asked: Asked,
+    overflow: str,
+    *,
+    dtype: DTypeLike | None,
+    tokens_per_example: int | None,
+    shard_bytes: int | str | None,
+    metadata: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Record:
+    """The record of a conversion, by the verb or by a plan. Looks at the source's files; :func:`settle` checked the arguments."""
     store, ids = asked.store, asked.examples
-    return {
-        "source": {
-            "path": str(store.path),
-            "examples": None
-            if ids is None
-            else [len(ids), hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).hexdigest()],
-            "files": fingerprint(store),
-            "layers": list(asked.layers),
-            "tokens": asked.tokens,
-            "pad": asked.pad,
-            "truncate": asked.truncate,
-            **({} if asked.columns is None else {"columns": [list(pair) for pair in asked.columns.items()]}),
-        }
+    request = {
+        "format": asked.format,
+        "layers": [list(pair) for pair in zip(asked.layers, asked.names, strict=True)],
+        "examples": None if ids is None else f"{len(ids)} numbers, sha256 {_digest(ids)}",
+        "columns": None if asked.columns is None else [list(pair) for pair in asked.columns.items()],
+        "tokens": asked.tokens,
+        "pad": asked.pad,
+        "truncate": asked.truncate,
+        "overflow": overflow,
+        "dtype": None if dtype is None else name_of(_arguments.dtype(dtype)[0]),
+        "tokens_per_example": None if tokens_per_example is None else int(tokens_per_example),
+        "shard_bytes": None if shard_bytes is None else _arguments.size(shard_bytes, "shard_bytes"),
+        "metadata": None if metadata is None else dict(metadata),
+        "options": dict(options),
     }
+    return Record.of("convert", request, [fingerprint(store)], asked.count)
+
+
+def _digest(numbers: NDArray[np.int64]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(numbers, np.int64).tobytes()).hexdigest()[:32]
 
 
 def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:

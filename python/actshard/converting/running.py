@@ -24,11 +24,11 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
+    conversion_record,
     fitted,
     losses,
     settle,
     source,
-    source_config,
 )
 from actshard.converting.saving import SavesToDisk, saves
 from actshard.converting.uploading import uploads
@@ -39,6 +39,7 @@ from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.store import Store
+from actshard.work import Record
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.sink import Sink
 
@@ -183,8 +184,9 @@ def convert(
             cast=dtype is not None,
         )
 
-        given = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
-        settled = partial(_settled, asked, root, metadata=metadata, options=options, **given)
+        given: dict[str, Any] = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
+        given |= {"metadata": metadata, "options": options}
+        settled = partial(_settled, asked, root, overflow, given)
         target = settled()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
@@ -215,9 +217,9 @@ def convert(
     )
 
 
-def _settled(asked: Asked, root: Path, **given: Any) -> Target:
+def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> Target:
     target = settle(asked, root, **given)
-    target.more_config = source_config(asked)
+    target.request = conversion_record(asked, overflow, **given)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -226,13 +228,15 @@ def _settled(asked: Asked, root: Path, **given: Any) -> Target:
 def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int]:
     """Returns columns and number of examples of a finished dataset. Raises ExistsError if it is not the requested one.
 
-    With ``verify`` the caller compares all rows, so no sample is compared here.
+    Its record tells. Without one, or if the files of the source were others, contents are compared: columns, and rows of some
+    examples; with ``verify`` the caller compares all rows.
     """
     known = columns_for(asked, target)
     count = check_same(target, there)
-    if not verify:
-        _refuse_other(asked, target, there)
-    _refuse_other_columns(asked, target, there, known)
+    if Record.read(there) != target.request:
+        if not verify:
+            _refuse_other(asked, target, there)
+        _refuse_other_columns(asked, target, there, known)
     return known, count
 
 

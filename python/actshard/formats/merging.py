@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import actshard._native as _native
 from actshard.errors import FormatError
 from actshard.formats.tables import common_type
-from actshard.work import make_folder, rename
+from actshard.work import RECORD, Record, make_folder, rename
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -80,6 +80,8 @@ class Merge:
     move: bool
     options: dict[str, Any]
     copies: Mapping[str, Path] = field(default_factory=dict)
+    record: Record | None = None
+    """What the merged dataset records; None if its parts have no record."""
 
     def assemble(self, file: Assembled) -> None:
         """Writes a file from its pieces, unless it exists or a task of a plan has copied it."""
@@ -96,11 +98,14 @@ class Merge:
         make_folder(target.parent)
         if self.move and not has_links(source):
             rename(source, target)
+            if target.is_dir():
+                (target / RECORD).unlink(missing_ok=True)  # the merged dataset has its own
             return
         if source.is_dir():
             temporary = target.with_name(f".{target.name}.part")
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(source, temporary, copy_function=partial(self._link_of, temporary, target))
+            linked = partial(self._link_of, temporary, target)
+            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(RECORD), copy_function=linked)
             rename(temporary, target)
             return
         if self._placed(target):

@@ -18,7 +18,7 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
-from actshard.work import FOLDER, PARTS
+from actshard.work import FOLDER, PARTS, RECORD, Record
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -193,8 +193,8 @@ class Target(ABC):
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
-        self.more_config: dict[str, Any] = {}
-        """Further settings that must match when a writer resumes, such as a conversion's source."""
+        self.request = Record("", {})
+        """The request, which must be the same when a writer resumes or accepts a finished dataset."""
         self.n = 0
         """Number of examples written."""
         self.plan: Path | None = None
@@ -313,7 +313,6 @@ class Target(ABC):
             "dtype": None if self.dtype is None else name_of(self.dtype),
             "metadata": self.spec.metadata,
             "part": None if self.spec.part is None else list(self.spec.part),
-            **self.more_config,
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
@@ -647,7 +646,7 @@ def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
 def refuse_existing(path: Path) -> None:
     """Raises ExistsError unless a folder is empty or absent."""
     if path.is_dir():
-        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS))
+        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS, RECORD))
         if found:
             shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)

@@ -36,6 +36,7 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
+    conversion_record,
     losses,
     overflowed,
     settle,
@@ -65,8 +66,8 @@ from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.store import Store
-from actshard.work import make_folder, rename, sync_folders
-from actshard.writing.existing import check_same, complete_at
+from actshard.work import RECORD, Record, make_folder, rename, sync_folders
+from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 
 FILES = "files"
@@ -148,6 +149,7 @@ def convert(
             "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
+        target.request = conversion_record(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (there := complete_at(target)) is not None:
             raise ExistsError(
@@ -173,6 +175,7 @@ def _planned(
     tasks: int,
     root: Path,
 ) -> Plan:
+    record = target.request
     columns = checked(asked, target)
     layout = Layout.of(asked, target)
     count = len(asked.layers)
@@ -202,6 +205,7 @@ def _planned(
         "numbers": columns.numbers,
         "sizes": sizes,
         "config": target.config(),
+        "record": record.as_dict(),
         "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
     }
     made, notes = _divided(asked, target, layout, tasks)
@@ -216,6 +220,7 @@ def _planned(
     def begun(some: Asked, folder: Path) -> Target:
         made = settle(some, folder, **sizes)
         made.adopt(arguments["config"])
+        made.request = record
         if made.tokens is not None:
             made.content_lengths = partial(content_lengths, some)
         return made
@@ -349,6 +354,7 @@ def _target(plan: Planned, asked: Asked) -> Target:
         config = plan.arguments["config"]
         check_config(config, target.config(), plan.work)
         target.adopt(config)
+        target.request = Record.from_dict(plan.arguments["record"], plan.work)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -435,7 +441,9 @@ class Converting(Verb):
         asked = request.asked
         target = _target(plan, asked)
         there = target.existing(asked.count) if target.names_itself else None
-        if there is None:
+        if there is not None:  # renamed by a commit that was killed
+            check_written(target.request, there)
+        else:
             there = self._put(plan, target, results)
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
@@ -447,6 +455,8 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
+        if (target.root / RECORD).exists():
+            check_written(target.request, target.root)
         make_folder(target.root)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
@@ -461,6 +471,7 @@ class Converting(Verb):
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
+        target.request.write(target.root, target.n)
         place = target.place()
         if place != target.root:
             rename(target.root, place)
@@ -468,14 +479,14 @@ class Converting(Verb):
         return place
 
     def committed(self, plan: Planned) -> Conversion | None:
-        request = self._request(plan)
-        target = _target(plan, request.asked)
+        asked = self._request(plan).asked
+        target = _target(plan, asked)
         there = complete_at(target)
         if there is None:
             return None
-        count = check_same(target, there)
+        check_written(target.request, there)
         lost = _losses(plan.arguments, target)
-        return Conversion(there, request.asked.format, count, count, 0, 0.0, lost, False, str(target.dtype))
+        return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:
         above = plan.work.parent

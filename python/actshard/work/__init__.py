@@ -5,10 +5,11 @@ Used by writers of datasets, merges and builds of token caches, and by ``finding
 .. code-block:: text
 
     <dataset>/.actshard/lock                     the writer: process, host, start time
-    <dataset>/.actshard/journal.jsonl            the settings; then one line per commit; then "finished"
+    <dataset>/.actshard/journal.jsonl            the request and settings; then one line per commit; then "finished"
     <dataset>/.actshard/examples-000003.arrow    examples added by commit 3: columns, tokens per layer
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
+    <dataset>/.actshard-record.json              a finished dataset: the request it was made by (actshard.work.record)
     <dataset>/.parts/                            parts that are not merged yet
     .<dataset>.actshard-stage/plan-XXXXXXXX/     tasks of a plan that stages to this folder (actshard.plan.staging)
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
@@ -58,9 +59,11 @@ from actshard.work.names import (
     PLAN,
     PLAN_FOLDER,
     PUSHING,
+    RECORD,
     STAGED,
     staging_folder,
 )
+from actshard.work.record import Difference, Record
 
 __all__ = [
     "BUILDING",
@@ -74,9 +77,12 @@ __all__ = [
     "PLAN",
     "PLAN_FOLDER",
     "PUSHING",
+    "RECORD",
     "STAGED",
+    "Difference",
     "Journal",
     "Lock",
+    "Record",
     "as_json",
     "count_parts",
     "existing_above",

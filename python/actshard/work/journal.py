@@ -18,6 +18,7 @@ import actshard._native as _native
 from actshard.errors import FormatError, from_os, from_reader
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
+from actshard.work.record import Record
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,6 +35,8 @@ class Journal:
         self.path = self.folder / JOURNAL
         self.lock = Lock(self.folder)
         self.config: dict[str, Any] = {}
+        self.record: Record | None = None
+        """The request; None in journals of earlier releases."""
         self.commits: list[dict[str, Any]] = []
         self.closing = False
         """Whether the writer has begun to finish the dataset: nothing can be appended."""
@@ -45,11 +48,11 @@ class Journal:
         """Whether the folder contains a journal."""
         return self.path.is_file()
 
-    def begin_with(self, config: dict[str, Any]) -> None:
+    def begin_with(self, config: dict[str, Any], record: Record) -> None:
         """Starts a journal. The caller holds the lock."""
         self._valid = 0
-        self.config = config
-        self._append({"actshard": VERSION, "config": config})
+        self.config, self.record = config, record
+        self._append({"actshard": VERSION, "config": config, "record": record.as_dict()})
 
     def read(self) -> None:
         """Reads the journal. Ignores an incomplete last line."""
@@ -57,6 +60,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
+        self.record = None
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -82,6 +86,7 @@ class Journal:
                         code="metadata",
                     )
                 self.config = record["config"]
+                self.record = None if record.get("record") is None else Record.from_dict(record["record"], self.path)
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))

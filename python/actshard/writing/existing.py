@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actshard._arguments import many
+from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
+from actshard.location import Location
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     EMPTY,
     FOLDER,
     PLAN_FOLDER,
     Journal,
+    Record,
     is_merging,
     refuse_planned,
     tidy,
@@ -93,10 +95,47 @@ def _looks_finished(target: Target) -> bool:
     return formats.detect(target.format, root).matches
 
 
-def check_same(target: Target, path: Path) -> int:
-    """Returns the number of examples of a finished dataset. Raises ExistsError if the target would write another one."""
+def creation_record(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Record:
+    """The record of :func:`actshard.create`, or of a part. The number of examples is a fact of the result."""
+    spec = target.spec
+    request = {
+        "format": target.format,
+        "layers": list(spec.layers),
+        "d_model": spec.d_model,
+        "dtype": None if spec.dtype is None else name_of(spec.dtype),
+        "metadata": spec.metadata,
+        "tokens_per_example": spec.tokens,
+        "shard_bytes": spec.shard_bytes,
+        "part": None if spec.part is None else list(spec.part),
+        "pad": pad,
+        "truncate": truncate,
+        "overflow": overflow,
+        "options": spec.options,
+    }
+    return Record.of("create", request)
+
+
+def check_written(record: Record, path: Path) -> None:
+    """Raises ExistsError unless a finished dataset is the result of a request, by its record."""
+    found = Record.read(path)
+    if found == record:
+        return
+    why: object = "it has no record of its request"
+    if found is not None:
+        why = record.difference(found) or "the files of its source were others"
+    raise ExistsError(f"contains a dataset that this plan did not write: {why}. Choose another folder", path=path)
+
+
+def check_same(target: Target, path: Path | Location) -> int:
+    """Returns the number of examples of a finished dataset. Raises ExistsError if the target would write another one.
+
+    Requests are compared if the dataset has a record, and its shape. Whether its rows are those of a source is not.
+    """
     from actshard.opening import open_quietly
 
+    record = Record.read(path)
+    if record is not None and (difference := target.request.completed(record).difference(record)) is not None:
+        raise ExistsError(f"contains another dataset: {difference}", path=path)
     wanted = {
         "format": target.format,
         "layers": list(target.reading.values()),
@@ -104,8 +143,9 @@ def check_same(target: Target, path: Path) -> int:
         "dtype": None if target.dtype is None else str(target.dtype),
         "num_examples": target.spec.num_examples,
     }
-    if target.spec.part is not None and (path / EMPTY).is_file():
-        fields = Fields(read_json(path / EMPTY), path / EMPTY)
+    empty = Location.at(path) / EMPTY
+    if target.spec.part is not None and empty.exists():
+        fields = Fields(read_json(empty), empty)
         found = {**fields.value, "dtype": wanted["dtype"], "num_examples": 0}
     else:
         store = open_quietly(path, target.format, "auto", layout=target.reading_layout)

@@ -6,7 +6,6 @@ A bounded queue connects the caller's thread and the writing thread: one block i
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -29,7 +28,7 @@ from actshard.errors import (
     warn,
 )
 from actshard.formats.target import AllExamples, Block, Target
-from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
+from actshard.work import EMPTY, RECORD, Journal, Record, make_folder, remove_made, rename, sync_folders, write_json
 from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
@@ -137,30 +136,39 @@ class Sink:
             self.target.forget(lengths)
 
     def _agree(self, config: dict[str, Any]) -> None:
-        """Raises ArgumentError if the arguments differ from the journal's; unset ones take the journal's values."""
-        asked = self.target.config()
+        """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
+        target, spec = self.target, self.target.spec
+        if self.journal.record is not None:
+            self._refuse_other(self.journal.record, target.request)
         try:
-            self.target.adopt(config)
+            target.adopt(config)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ActshardError):
                 raise
             raise FormatError(
-                f"line 1: field 'config': expected the settings of a {self.target.format} writer: {error!r}",
+                f"line 1: field 'config': expected the settings of a {target.format} writer: {error!r}",
                 path=self.journal.path,
             ) from error
-        adopted = self.target.config()
-        for name, value in asked.items():
-            if name == "created" or name not in config:  # earlier releases recorded fewer settings
-                continue
-            # What was not given this time is what the target adopted; what it did not adopt must be given again.
-            before, now = config[name], adopted[name] if value is None else value
-            if value is None and before is None:
-                continue
-            if _as_json(now) != _as_json(before):  # as JSON, which turns tuples into lists and keys into strings
-                raise ArgumentError(
-                    f"{name}: expected {before!r}, as in the unfinished dataset in {self.target.root}, "
-                    f"found {now!r}. Pass the same value, or write to another folder."
-                )
+        for name, decided, given in (
+            ("dtype", target.dtype, spec.dtype),
+            ("tokens_per_example", target.tokens, spec.tokens),
+        ):
+            if None not in (decided, given) and decided != given:
+                raise self._differs(name, decided, given)
+
+    def _refuse_other(self, begun: Record, request: Record) -> None:
+        """Raises ArgumentError if a request differs from the one that began the dataset."""
+        difference = begun.difference(request.completed(begun))
+        if difference is not None:
+            raise self._differs(*difference)
+        if begun.sources != request.sources:
+            raise self._differs("source", "the same files", "others")
+
+    def _differs(self, name: str, expected: object, found: object) -> ArgumentError:
+        return ArgumentError(
+            f"{name}: expected {expected}, as in the unfinished dataset in {self.target.root}, found {found}. Repeat the request "
+            "that began it, or write to another folder."
+        )
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +264,7 @@ class Sink:
                 # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
                 target.finish(AllExamples(lengths, columns))
+                target.request.write(target.root, self.committed)
                 self.journal.finish()
             place = target.place()
             if place != target.root:
@@ -288,7 +297,7 @@ class Sink:
         self._closed = True
         self._stop()
         if self._configured:  # a writer killed before its first commit leaves uncommitted files
-            remove_made(self.target.root, self.target.makes)
+            remove_made(self.target.root, [*self.target.makes, RECORD])
         self._forget_folder()
 
     def _forget_folder(self) -> None:
@@ -311,7 +320,7 @@ class Sink:
         if not self._closed:
             self._closed = True
             self._stop()
-        remove_made(self.target.root, self.target.makes)
+        remove_made(self.target.root, [*self.target.makes, RECORD])
         self._forget_folder()
 
     def abort(self) -> None:
@@ -367,7 +376,7 @@ class Sink:
 
     def _configure(self) -> None:
         if not self._configured:
-            self.journal.begin_with(self.target.config())
+            self.journal.begin_with(self.target.config(), self.target.request)
             self._configured = True
 
     def _commit(self) -> None:
@@ -414,7 +423,3 @@ class Sink:
             text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
             warn(f"{self.target.root}: {text}", code="mixed-column-types")
         return lengths, every
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

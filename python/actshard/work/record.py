@@ -1,0 +1,125 @@
+"""The record of a request: which verb made a dataset, with which arguments, of which sources.
+
+It is the first line of a writer's journal, stands in plans and in the marker of a merge, and stays in the folder of the finished
+dataset, in a hidden file that the readers of all formats ignore. Two requests are the same if their records are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from actshard._json import Fields, read_json, show
+from actshard.errors import MissingFileError, NotAFileError
+from actshard.location import Location
+from actshard.work.files import write_json
+from actshard.work.names import RECORD
+
+VERSION = 1
+_DECIDED = ("dtype", "tokens_per_example")
+"""Arguments of :func:`actshard.create` whose values the first rows decide if they are not given."""
+
+
+class Difference(NamedTuple):
+    """An argument in which two requests differ, with its values as text."""
+
+    name: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A request, as JSON values.
+
+    Attributes:
+        verb: ``"create"``, ``"convert"`` or ``"merge"``.
+        request: the normalised arguments, including those that were not given (None). No paths: datasets are moved.
+        sources: digests of the sources' files (:func:`actshard.inputs.fingerprint`).
+        examples: number of examples of the finished dataset; None before it is finished.
+    """
+
+    verb: str
+    request: Mapping[str, Any]
+    sources: tuple[str, ...] = ()
+    examples: int | None = None
+
+    @classmethod
+    def of(
+        cls, verb: str, request: Mapping[str, Any], sources: Sequence[str] = (), examples: int | None = None
+    ) -> Self:
+        """Returns a record with the arguments as they are read back from JSON: tuples are lists."""
+        return cls(verb, json.loads(json.dumps(request)), tuple(sources), examples)
+
+    @classmethod
+    def from_dict(cls, value: Any, path: Path | Location) -> Self:
+        """Returns the record of :meth:`as_dict`. Raises FormatError for other values; ``path`` is used in the message."""
+        fields = Fields(value, path)
+        request, sources = fields.value.get("request"), fields.value.get("sources")
+        if not isinstance(request, dict):
+            raise fields.error("request", "the arguments of a call")
+        if not isinstance(sources, list) or not all(isinstance(digest, str) for digest in sources):
+            raise fields.error("sources", "digests of files")
+        examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
+        return cls(fields.text("verb"), request, tuple(sources), examples)
+
+    @classmethod
+    def read(cls, place: Path | Location) -> Self | None:
+        """The record in a dataset's folder; None without one: another program, or an earlier release, wrote the dataset."""
+        file = Location.at(place) / RECORD
+        try:
+            return cls.from_dict(read_json(file), file)
+        except (MissingFileError, NotAFileError):
+            return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return {
+            "actshard_record": VERSION,
+            "verb": self.verb,
+            "request": dict(self.request),
+            "sources": list(self.sources),
+            "examples": self.examples,
+        }
+
+    def completed(self, other: Record) -> Self:
+        """Returns the record with another's values of what the first rows decide, where one of the calls left it open."""
+        undecided = (
+            [] if self.verb != "create" else [n for n in _DECIDED if None in (self.request[n], other.request.get(n))]
+        )
+        return replace(self, request={**self.request, **{name: other.request.get(name) for name in undecided}})
+
+    def write(self, place: Path, examples: int | None = None) -> None:
+        """Writes the record to the folder of a dataset with this number of examples; None: the number in the record."""
+        finished = self if examples is None else replace(self, examples=examples)
+        write_json(place / RECORD, finished.as_dict())
+
+    def difference(self, other: Record) -> Difference | None:
+        """The first argument in which another record's request differs; None if they are equal. Sources are not compared."""
+        if self.verb != other.verb:
+            return Difference("verb", self.verb, other.verb)
+        for name in [*self.request, *other.request]:
+            ours, theirs = self.request.get(name), other.request.get(name)
+            if ours == theirs:
+                continue
+            if isinstance(ours, dict) and isinstance(theirs, dict):
+                inner = next(key for key in [*ours, *theirs] if ours.get(key) != theirs.get(key))
+                return Difference(inner, _shown(ours.get(inner)), _shown(theirs.get(inner)))
+            return Difference(name, _shown(ours), _shown(theirs))
+        if None not in (self.examples, other.examples) and self.examples != other.examples:
+            return Difference("examples", str(self.examples), str(other.examples))
+        return None
+
+    def without_part(self, examples: int | None) -> Self:
+        """Returns the record of the whole dataset, of ``examples`` examples, to which a part belongs."""
+        return replace(self, request={**self.request, "part": None}, examples=examples)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else show(value)
