@@ -13,7 +13,7 @@ import pytest
 
 import actshard
 from actshard.plan import Plan
-from actshard.work import RECORD, Record
+from actshard.request import RECORD, Request
 from test_places import values, written
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -72,7 +72,7 @@ def test_a_plan_and_the_verb_record_the_same_request(tmp_path: Path) -> None:
     options: dict[str, Any] = {"layers": [1], "columns": ["number"], "dtype": "float16"}
     plan = actshard.plan.convert(source, tmp_path / "planned", "npy", tasks=3, **options)
     actshard.convert(source, tmp_path / "converted", "npy", **options)
-    records = [Record.read(path) for path in (committed(plan), tmp_path / "converted")]
+    records = [Request.read(path) for path in (committed(plan), tmp_path / "converted")]
     assert records[0] == records[1] is not None
     # So that a plan accepts what the verb has finished.
     again = actshard.plan.convert(source, tmp_path / "again", "npy", tasks=3, **options)
@@ -101,7 +101,7 @@ def test_a_plan_of_an_extraction_takes_no_other_extraction_for_its_own(format: s
             writer.append(np.full((len(writer.left), 2, 4, 8), 1.0, np.float32))
     place = Path(plans[0].commit())
     assert plans[0].writer(0).complete
-    assert Record.read(place) is not None
+    assert Request.read(place) is not None
     if format == "saev":  # another dump, beside the first
         assert len(plans[1].writer(0).left) == 3
         return
@@ -185,13 +185,19 @@ def test_merged_parts_record_the_request_of_their_writers(format: str, tmp_path:
     merged = actshard.merge(tmp_path / "to")
     with actshard.create(tmp_path / "one", format, **about) as writer:
         writer.append(np.ones((6, 2, 4, 8), np.float32))
-    assert Record.read(merged) == Record.read(writer.path) is not None
+    assert Request.read(merged) == Request.read(writer.path) is not None
     assert not list(merged.rglob(f"*/{RECORD}"))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"verb": 1, "request": {}, "sources": []}', '{"verb": "create", "request": {}, "sources": [1]}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"verb": 1, "arguments": {}, "sources": []}',
+        '{"verb": "create", "arguments": {}, "sources": [1]}',
+    ],
 )
 def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
     written(tmp_path / "d", "zarr", 1.0)

@@ -41,6 +41,7 @@ from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, fingerprint
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.request import RECORD, Request
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     EMPTY,
@@ -49,13 +50,13 @@ from actshard.work import (
     PART,
     PARTS,
     PLAN_FOLDER,
-    RECORD,
-    Record,
+    keep_request,
     locked,
     refuse_planned,
     refuse_within,
     remove_made,
     rename,
+    sync_folders,
     tidy,
     unfinished,
     write_json,
@@ -137,24 +138,24 @@ class AskedMerge:
             raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
-    def record_of(self, format: str, digests: Sequence[str], examples: int) -> Record:
-        """The record of a merge of datasets whose files have these digests."""
-        request = {"format": format, "physical": self.physical, "different_models": self.different_models}
-        return Record.of("merge", request, digests, examples)
+    def request_of(self, format: str, digests: Sequence[str], examples: int) -> Request:
+        """The request of a merge of datasets whose files have these digests."""
+        arguments = {"format": format, "physical": self.physical, "different_models": self.different_models}
+        return Request.of("merge", arguments, digests, examples)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the arguments that the marker of an unfinished merge records."""
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
 
 
-def _record_of_parts(parts: Sequence[Record | None]) -> Record | None:
-    """The record of a dataset from those of its parts, as if one writer had created it; None if they record no common request."""
-    records = [part for part in parts if part is not None]
-    counts = [record.examples for record in records if record.examples is not None]
+def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
+    """The request of a dataset from those of its parts, as if one writer had created it; None if they record none in common."""
+    requests = [part for part in parts if part is not None]
+    counts = [part.examples for part in requests if part.examples is not None]
     if len(counts) < len(parts):
         return None
-    whole = [record.without_part(sum(counts)) for record in records]
-    return whole[0] if all(record == whole[0] for record in whole) else None
+    whole = [part.without_part(sum(counts)) for part in requests]
+    return whole[0] if all(request == whole[0] for request in whole) else None
 
 
 def merged(root: Path, asked: AskedMerge) -> Path:
@@ -191,8 +192,9 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 _undo(plan)
             raise
         if not listed.get("finished"):
-            if plan.record is not None:
-                plan.record.write(place)
+            if plan.request is not None:
+                sync_folders([place.parent])
+                keep_request(place, plan.request)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)
@@ -334,9 +336,9 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
             f"for another merge: {remedy}",
             path=root,
         )
-    record = None if found.value.get("record") is None else Record.from_dict(found.value["record"], marker)
+    request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
     parts = tuple(root / name for name in names)
-    return Merge(root, format, parts, move, {"physical": physical}, asked.copies, record), found.value
+    return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
 
 
 def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
@@ -345,8 +347,8 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
     written = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
-    record = None if plan.record is None else plan.record.as_dict()
-    write_json(marker, {**written, "asked": asked.as_dict(), "record": record})
+    request = None if plan.request is None else plan.request.as_dict()
+    write_json(marker, {**written, "asked": asked.as_dict(), "request": request})
     _native.sync_files([marker.parent, root])
 
 
@@ -358,14 +360,14 @@ def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
         place = _found(root)[0]
     except UnknownFormatError:
         return None
-    record = Record.read(place)
-    if record is None:
+    found = Request.read(place)
+    if found is None:
         return None
     format, request = _check_alike(_datasets(asked.parts), asked)
-    if request == record:
+    if request == found:
         return place
     assert request is not None
-    why = request.difference(record) or "its parts were others, or have changed"
+    why = request.difference(found) or "its parts were others, or have changed"
     raise ExistsError(
         f"contains another {format} dataset than this merge writes: {why}. Choose another folder", path=place
     )
@@ -397,7 +399,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
         refuse_existing(root)
-    format, record = _check_alike(sources, asked)
+    format, request = _check_alike(sources, asked)
     merger = merger_of(format)
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
@@ -405,7 +407,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     if asked.parts is None and not merger.names_itself:
         refuse_in_the_way(root, merger.makes)
     move = asked.parts is None
-    plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical}, record=record)
+    plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical}, request=request)
     merger.check(plan)
     return plan
 
@@ -451,8 +453,8 @@ def _own_parts(root: Path) -> list[Path]:
     return made
 
 
-def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Record | None]:
-    """Returns the common format and the record. Raises FormatError if layers, d_model, dtype, model, ... differ."""
+def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None]:
+    """Returns the common format and the request. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
     digests: list[str] = []
     examples = 0
@@ -497,8 +499,8 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Recor
                 )
     format = str(first["format"])
     if asked.parts is None:
-        return format, _record_of_parts([Record.read(path) for path in sources])
-    return format, asked.record_of(format, digests, examples)
+        return format, _request_of_parts([Request.read(path) for path in sources])
+    return format, asked.request_of(format, digests, examples)
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:

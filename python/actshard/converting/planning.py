@@ -23,8 +23,9 @@ from actshard.inputs import fingerprint, store_folders
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
 from actshard.opening import open_quietly
+from actshard.request import Request
 from actshard.store import Store
-from actshard.work import Record, refuse_within
+from actshard.work import refuse_within
 from actshard.writing.columns import Decided
 from actshard.writing.creating import make_target
 
@@ -248,7 +249,7 @@ def settle(
     return target
 
 
-def conversion_record(
+def conversion_request(
     asked: Asked,
     overflow: str,
     *,
@@ -257,10 +258,10 @@ def conversion_record(
     shard_bytes: int | str | None,
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any],
-) -> Record:
-    """The record of a conversion, by the verb or by a plan. Looks at the source's files; :func:`settle` checked the arguments."""
+) -> Request:
+    """The request of a conversion, by the verb or by a plan. Looks at the source's files; :func:`settle` checked the arguments."""
     store, ids = asked.store, asked.examples
-    request = {
+    arguments = {
         "format": asked.format,
         "layers": [list(pair) for pair in zip(asked.layers, asked.names, strict=True)],
         "examples": None if ids is None else f"{len(ids)} numbers, sha256 {_digest(ids)}",
@@ -275,7 +276,7 @@ def conversion_record(
         "metadata": None if metadata is None else dict(metadata),
         "options": dict(options),
     }
-    return Record.of("convert", request, [fingerprint(store)], asked.count)
+    return Request.of("convert", arguments, [fingerprint(store)], asked.count)
 
 
 def _digest(numbers: NDArray[np.int64]) -> str:

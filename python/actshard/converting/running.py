@@ -24,7 +24,7 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
-    conversion_record,
+    conversion_request,
     fitted,
     losses,
     settle,
@@ -38,8 +38,8 @@ from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, 
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
+from actshard.request import Request
 from actshard.store import Store
-from actshard.work import Record
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.sink import Sink
 
@@ -219,7 +219,7 @@ def convert(
 
 def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> Target:
     target = settle(asked, root, **given)
-    target.request = conversion_record(asked, overflow, **given)
+    target.request = conversion_request(asked, overflow, **given)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -233,7 +233,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
     """
     known = columns_for(asked, target)
     count = check_same(target, there)
-    if Record.read(there) != target.request:
+    if Request.read(there) != target.request:
         if not verify:
             _refuse_other(asked, target, there)
         _refuse_other_columns(asked, target, there, known)

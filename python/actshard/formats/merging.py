@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import actshard._native as _native
 from actshard.errors import FormatError
 from actshard.formats.tables import common_type
-from actshard.work import RECORD, Record, make_folder, rename
+from actshard.request import RECORD, Request
+from actshard.work import make_folder, rename
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -80,7 +81,7 @@ class Merge:
     move: bool
     options: dict[str, Any]
     copies: Mapping[str, Path] = field(default_factory=dict)
-    record: Record | None = None
+    request: Request | None = None
     """What the merged dataset records; None if its parts have no record."""
 
     def assemble(self, file: Assembled) -> None:

@@ -18,7 +18,8 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
-from actshard.work import FOLDER, PARTS, RECORD, Record
+from actshard.request import RECORD, Request
+from actshard.work import FOLDER, PARTS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -193,7 +194,7 @@ class Target(ABC):
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
-        self.request = Record("", {})
+        self.request = Request("", {})
         """The request, which must be the same when a writer resumes or accepts a finished dataset."""
         self.n = 0
         """Number of examples written."""

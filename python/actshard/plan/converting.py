@@ -36,7 +36,7 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
-    conversion_record,
+    conversion_request,
     losses,
     overflowed,
     settle,
@@ -65,8 +65,9 @@ from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.request import RECORD, Request
 from actshard.store import Store
-from actshard.work import RECORD, Record, make_folder, rename, sync_folders
+from actshard.work import keep_request, make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 
@@ -149,7 +150,7 @@ def convert(
             "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
-        target.request = conversion_record(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
+        target.request = conversion_request(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (there := complete_at(target)) is not None:
             raise ExistsError(
@@ -175,7 +176,7 @@ def _planned(
     tasks: int,
     root: Path,
 ) -> Plan:
-    record = target.request
+    request = target.request
     columns = checked(asked, target)
     layout = Layout.of(asked, target)
     count = len(asked.layers)
@@ -205,7 +206,7 @@ def _planned(
         "numbers": columns.numbers,
         "sizes": sizes,
         "config": target.config(),
-        "record": record.as_dict(),
+        "request": request.as_dict(),
         "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
     }
     made, notes = _divided(asked, target, layout, tasks)
@@ -220,7 +221,7 @@ def _planned(
     def begun(some: Asked, folder: Path) -> Target:
         made = settle(some, folder, **sizes)
         made.adopt(arguments["config"])
-        made.request = record
+        made.request = request
         if made.tokens is not None:
             made.content_lengths = partial(content_lengths, some)
         return made
@@ -290,7 +291,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
 
 
 @dataclass
-class _Request:
+class _Opened:
     """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
     asked: Asked
@@ -298,12 +299,12 @@ class _Request:
     overflow: str
 
     @classmethod
-    def of(cls, plan: Planned) -> _Request:
+    def of(cls, plan: Planned) -> _Opened:
         with _trusting_no_plan(plan):
             return cls._of(plan)
 
     @classmethod
-    def _of(cls, plan: Planned) -> _Request:
+    def _of(cls, plan: Planned) -> _Opened:
         given = plan.arguments
         store = source(given["src"], given["src_format"], "pread", layout=given.get("layout"))
         pairs = given["layers"]
@@ -354,7 +355,7 @@ def _target(plan: Planned, asked: Asked) -> Target:
         config = plan.arguments["config"]
         check_config(config, target.config(), plan.work)
         target.adopt(config)
-        target.request = Record.from_dict(plan.arguments["record"], plan.work)
+        target.request = Request.from_dict(plan.arguments["request"], plan.work)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -364,11 +365,11 @@ class Converting(Verb):
     """Runs the tasks of a conversion."""
 
     name = "convert"
-    _known: tuple[str, _Request] | None = None
+    _known: tuple[str, _Opened] | None = None
 
-    def _request(self, plan: Planned) -> _Request:
+    def _request(self, plan: Planned) -> _Opened:
         if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _Request.of(plan))
+            self._known = (plan.id, _Opened.of(plan))
         return self._known[1]
 
     def check_plan(self, plan: Planned, path: Path) -> None:
@@ -471,7 +472,7 @@ class Converting(Verb):
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
-        target.request.write(target.root, target.n)
+        keep_request(target.root, target.request)
         place = target.place()
         if place != target.root:
             rename(target.root, place)

@@ -19,7 +19,7 @@ from actshard.errors import FormatError
 from actshard.plan.book import work_folder
 from actshard.plan.checking import absolute, arguments_of, check_layout, divided, is_place
 from actshard.plan.data import Planned
-from actshard.work import Record
+from actshard.request import Request
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -73,7 +73,7 @@ def check_plan(plan: Planned, path: Path) -> None:
     _check_sizes(fields)
     if not isinstance(fields.value.get("config"), dict):
         raise fields.error("config", "an object")
-    Record.from_dict(fields.value.get("record"), path)
+    Request.from_dict(fields.value.get("request"), path)
     _check_pairs(fields, "losses", lambda text: isinstance(text, str))
     if fields.value.get("losses") is None:
         raise fields.error("losses", "a list of pairs of texts")

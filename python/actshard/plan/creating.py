@@ -46,15 +46,17 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.work import PARTS, Record, is_merging, remove
+from actshard.request import Request
+from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
-from actshard.writing.existing import check_written, complete_at, creation_record
+from actshard.writing.existing import check_written, complete_at, creation_request
 from actshard.writing.sink import block_memory, write_memory
 
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
+_FITTING = ("pad", "truncate", "overflow")
 _EVEN = 1.05
 """Tasks start at shard borders only if the largest task has at most this multiple of the mean number of examples."""
 _MOST_LISTED = 1 << 28
@@ -378,15 +380,10 @@ class TaskWriter(Writer):
         self._tell = tell
         self._began = self._told_at = time.monotonic()
         self._attempt: Path | None = None
-        given = plan.arguments
-        super().__init__(
-            _target(given, plan.work, len(self.examples), (task, len(plan))),
-            resume=True,
-            exist_ok=True,
-            pad=given["pad"],
-            truncate=given["truncate"],
-            overflow=given["overflow"],
-        )
+        target = _target(plan.arguments, plan.work, len(self.examples), (task, len(plan)))
+        fitting = {name: plan.arguments[name] for name in _FITTING}
+        target.request = creation_request(target, **fitting)
+        super().__init__(target, resume=True, exist_ok=True, **fitting)
 
     @property
     def left(self) -> range:
@@ -527,22 +524,22 @@ class Creating(Verb):
         root, format = Path(plan.arguments["path"]), plan.arguments["format"]
         if not root.is_dir() or (root / PARTS).exists() or is_merging(root):
             return None
-        record = _record(plan.arguments)
+        request = _request(plan.arguments)
         if not formats.get(format).target().names_itself:
             if not is_finished(format, root):
                 return None
-            check_written(record, root)
+            check_written(request, root)
             return root
         places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(format, p))
-        return next((place for place in places if Record.read(place) == record), None)
+        return next((place for place in places if Request.read(place) == request), None)
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
         leave(Path(plan.arguments["path"]))
 
 
-def _record(arguments: Mapping[str, Any]) -> Record:
-    """The record of the whole dataset: as if one writer had created it."""
+def _request(arguments: Mapping[str, Any]) -> Request:
+    """The request for the whole dataset: as if one writer had created it."""
     target = _target(arguments, None, arguments["num_examples"], None)
-    record = creation_record(target, **{name: arguments[name] for name in ("pad", "truncate", "overflow")})
-    return record.without_part(arguments["num_examples"])
+    request = creation_request(target, **{name: arguments[name] for name in _FITTING})
+    return request.without_part(arguments["num_examples"])

@@ -33,11 +33,11 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.request import Request
 from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     PLAN_FOLDER,
-    Record,
     existing_above,
     is_merging,
     make_folder,
@@ -104,7 +104,7 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
         "different_models": asked.different_models,
         "apart": apart,
         "place": os.path.relpath(merger.place(found), root),
-        "record": None if found.record is None else found.record.as_dict(),
+        "request": None if found.request is None else found.request.as_dict(),
     }
     files = _files(found, apart)
     made, notes = _divided(files, tasks, found.format)
@@ -214,7 +214,7 @@ class Merging(Verb):
         place = fields.text("place")
         if place in ("", "..") or "/" in place or "\0" in place:
             raise fields.error("place", "the name of a folder in dst, or .")
-        Record.from_dict(fields.value.get("record"), path)
+        Request.from_dict(fields.value.get("request"), path)
         divided(plan, "files", path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Merging(Verb):
         place = root / given["place"] if given["place"] != "." else root
         if is_merging(root) or not is_finished(given["format"], place):
             return None
-        check_written(Record.from_dict(given["record"], plan.work), place)
+        check_written(Request.from_dict(given["request"], plan.work), place)
         return place
 
     def after(self, plan: Planned) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from actshard._json import parse_json
 from actshard.errors import ActshardError, ArgumentError, boundary
-from actshard.work import BUILDING, FOLDER, PARTS, PUSHING, RECORD
+from actshard.request import RECORD
+from actshard.work import BUILDING, FOLDER, PARTS, PUSHING
 
 _OF_DATASETS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes", RECORD})
 """Hidden files of formats, the record of a dataset's request, and the hub's list of large files."""

@@ -9,7 +9,7 @@ Used by writers of datasets, merges and builds of token caches, and by ``finding
     <dataset>/.actshard/examples-000003.arrow    examples added by commit 3: columns, tokens per layer
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
-    <dataset>/.actshard-record.json              a finished dataset: the request it was made by (actshard.work.record)
+    <dataset>/.actshard-record.json              a finished dataset: the request it was made by (actshard.request)
     <dataset>/.parts/                            parts that are not merged yet
     .<dataset>.actshard-stage/plan-XXXXXXXX/     tasks of a plan that stages to this folder (actshard.plan.staging)
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
@@ -21,6 +21,7 @@ from actshard.work.files import (
     as_json,
     existing_above,
     first_difference,
+    keep_request,
     make_folder,
     refuse_within,
     remove,
@@ -59,11 +60,9 @@ from actshard.work.names import (
     PLAN,
     PLAN_FOLDER,
     PUSHING,
-    RECORD,
     STAGED,
     staging_folder,
 )
-from actshard.work.record import Difference, Record
 
 __all__ = [
     "BUILDING",
@@ -77,18 +76,16 @@ __all__ = [
     "PLAN",
     "PLAN_FOLDER",
     "PUSHING",
-    "RECORD",
     "STAGED",
-    "Difference",
     "Journal",
     "Lock",
-    "Record",
     "as_json",
     "count_parts",
     "existing_above",
     "first_difference",
     "is_building",
     "is_merging",
+    "keep_request",
     "locked",
     "make_folder",
     "only_begun",

@@ -16,6 +16,7 @@ from typing import Any
 
 import actshard._native as _native
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
+from actshard.request import RECORD, Request
 
 _COMPARED_AT_ONCE = 1 << 20
 """Bytes of each file in memory."""
@@ -81,6 +82,11 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
             raise MissingFileError("expected a folder, found nothing. Create it first.", path=path.parent) from error
         raise from_os(error, path, "write") from error
     sync_folders([path.parent])
+
+
+def keep_request(place: Path, request: Request) -> None:
+    """Writes the record of a request to the folder of the dataset that it made."""
+    write_json(place / RECORD, request.as_dict())
 
 
 def remove_made(root: Path, patterns: Iterable[str]) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import actshard._native as _native
 from actshard.errors import FormatError, from_os, from_reader
+from actshard.request import Request
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
-from actshard.work.record import Record
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,7 +35,7 @@ class Journal:
         self.path = self.folder / JOURNAL
         self.lock = Lock(self.folder)
         self.config: dict[str, Any] = {}
-        self.record: Record | None = None
+        self.request: Request | None = None
         """The request; None in journals of earlier releases."""
         self.commits: list[dict[str, Any]] = []
         self.closing = False
@@ -48,11 +48,11 @@ class Journal:
         """Whether the folder contains a journal."""
         return self.path.is_file()
 
-    def begin_with(self, config: dict[str, Any], record: Record) -> None:
+    def begin_with(self, config: dict[str, Any], request: Request) -> None:
         """Starts a journal. The caller holds the lock."""
         self._valid = 0
-        self.config, self.record = config, record
-        self._append({"actshard": VERSION, "config": config, "record": record.as_dict()})
+        self.config, self.request = config, request
+        self._append({"actshard": VERSION, "config": config, "record": request.as_dict()})
 
     def read(self) -> None:
         """Reads the journal. Ignores an incomplete last line."""
@@ -60,7 +60,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
-        self.record = None
+        self.request = None
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -86,7 +86,7 @@ class Journal:
                         code="metadata",
                     )
                 self.config = record["config"]
-                self.record = None if record.get("record") is None else Record.from_dict(record["record"], self.path)
+                self.request = None if record.get("record") is None else Request.from_dict(record["record"], self.path)
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))

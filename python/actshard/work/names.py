@@ -24,8 +24,6 @@ PUSHING = ".actshard-pushing.json"
 """Marker object in the folder of a remote dataset that is being written, or whose writer was killed."""
 BUILDING = ".actshard-build"
 """The working folder of an unfinished token cache."""
-RECORD = ".actshard-record.json"
-"""File in a finished dataset that records the request it was made by."""
 STAGED = ".actshard-staged.json"
 """File in a staged copy that records its source."""
 

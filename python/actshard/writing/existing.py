@@ -9,13 +9,13 @@ from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
 from actshard.location import Location
+from actshard.request import Request
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     EMPTY,
     FOLDER,
     PLAN_FOLDER,
     Journal,
-    Record,
     is_merging,
     refuse_planned,
     tidy,
@@ -95,10 +95,10 @@ def _looks_finished(target: Target) -> bool:
     return formats.detect(target.format, root).matches
 
 
-def creation_record(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Record:
-    """The record of :func:`actshard.create`, or of a part. The number of examples is a fact of the result."""
+def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Request:
+    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result."""
     spec = target.spec
-    request = {
+    arguments = {
         "format": target.format,
         "layers": list(spec.layers),
         "d_model": spec.d_model,
@@ -112,17 +112,17 @@ def creation_record(target: Target, *, pad: bool, truncate: bool, overflow: str)
         "overflow": overflow,
         "options": spec.options,
     }
-    return Record.of("create", request)
+    return Request.of("create", arguments)
 
 
-def check_written(record: Record, path: Path) -> None:
+def check_written(request: Request, path: Path) -> None:
     """Raises ExistsError unless a finished dataset is the result of a request, by its record."""
-    found = Record.read(path)
-    if found == record:
+    found = Request.read(path)
+    if found == request:
         return
     why: object = "it has no record of its request"
     if found is not None:
-        why = record.difference(found) or "the files of its source were others"
+        why = request.difference(found) or "the files of its source were others"
     raise ExistsError(f"contains a dataset that this plan did not write: {why}. Choose another folder", path=path)
 
 
@@ -133,8 +133,8 @@ def check_same(target: Target, path: Path | Location) -> int:
     """
     from actshard.opening import open_quietly
 
-    record = Record.read(path)
-    if record is not None and (difference := target.request.completed(record).difference(record)) is not None:
+    made = Request.read(path)
+    if made is not None and (difference := target.request.completed(made).difference(made)) is not None:
         raise ExistsError(f"contains another dataset: {difference}", path=path)
     wanted = {
         "format": target.format,

@@ -28,7 +28,8 @@ from actshard.errors import (
     warn,
 )
 from actshard.formats.target import AllExamples, Block, Target
-from actshard.work import EMPTY, RECORD, Journal, Record, make_folder, remove_made, rename, sync_folders, write_json
+from actshard.request import RECORD, Request
+from actshard.work import EMPTY, Journal, keep_request, make_folder, remove_made, rename, sync_folders, write_json
 from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
@@ -138,8 +139,8 @@ class Sink:
     def _agree(self, config: dict[str, Any]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
         target, spec = self.target, self.target.spec
-        if self.journal.record is not None:
-            self._refuse_other(self.journal.record, target.request)
+        if self.journal.request is not None:
+            self._refuse_other(self.journal.request, target.request)
         try:
             target.adopt(config)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -156,7 +157,7 @@ class Sink:
             if None not in (decided, given) and decided != given:
                 raise self._differs(name, decided, given)
 
-    def _refuse_other(self, begun: Record, request: Record) -> None:
+    def _refuse_other(self, begun: Request, request: Request) -> None:
         """Raises ArgumentError if a request differs from the one that began the dataset."""
         difference = begun.difference(request.completed(begun))
         if difference is not None:
@@ -264,7 +265,7 @@ class Sink:
                 # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
                 target.finish(AllExamples(lengths, columns))
-                target.request.write(target.root, self.committed)
+                keep_request(target.root, target.request.finished(self.committed))
                 self.journal.finish()
             place = target.place()
             if place != target.root:

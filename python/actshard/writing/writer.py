@@ -26,7 +26,7 @@ from actshard.formats.target import Block, Target
 from actshard.late import Late
 from actshard.work import Journal, tidy
 from actshard.writing.columns import Fitted, together
-from actshard.writing.existing import check_same, complete_at, creation_record
+from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
 from actshard.writing.sink import Sink
 
@@ -53,7 +53,6 @@ class Writer:
         self.format = target.format
         self._target = target
         self._pad, self._truncate, self._overflow = pad, truncate, overflow
-        target.request = creation_record(target, pad=pad, truncate=truncate, overflow=overflow)
         self._exist_ok = exist_ok or resume
         self.complete = False
         self._stage: NDArray[Any] | None = None

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Self
 from actshard._json import Fields, read_json, show
 from actshard.errors import MissingFileError, NotAFileError
 from actshard.location import Location
-from actshard.work.files import write_json
-from actshard.work.names import RECORD
 
+RECORD = ".actshard-record.json"
+"""File in a finished dataset that records the request it was made by."""
 VERSION = 1
 _DECIDED = ("dtype", "tokens_per_example")
 """Arguments of :func:`actshard.create` whose values the first rows decide if they are not given."""
@@ -35,43 +35,43 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
-    """A request, as JSON values.
+class Request:
+    """A request, as JSON values: :meth:`as_dict` is its record.
 
     Attributes:
         verb: ``"create"``, ``"convert"`` or ``"merge"``.
-        request: the normalised arguments, including those that were not given (None). No paths: datasets are moved.
+        arguments: the normalised arguments, including those that were not given (None). No paths: datasets are moved.
         sources: digests of the sources' files (:func:`actshard.inputs.fingerprint`).
         examples: number of examples of the finished dataset; None before it is finished.
     """
 
     verb: str
-    request: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     sources: tuple[str, ...] = ()
     examples: int | None = None
 
     @classmethod
     def of(
-        cls, verb: str, request: Mapping[str, Any], sources: Sequence[str] = (), examples: int | None = None
+        cls, verb: str, arguments: Mapping[str, Any], sources: Sequence[str] = (), examples: int | None = None
     ) -> Self:
-        """Returns a record with the arguments as they are read back from JSON: tuples are lists."""
-        return cls(verb, json.loads(json.dumps(request)), tuple(sources), examples)
+        """Returns a request with the arguments as they are read back from JSON: tuples are lists."""
+        return cls(verb, json.loads(json.dumps(arguments)), tuple(sources), examples)
 
     @classmethod
     def from_dict(cls, value: Any, path: Path | Location) -> Self:
-        """Returns the record of :meth:`as_dict`. Raises FormatError for other values; ``path`` is used in the message."""
+        """Returns the request of :meth:`as_dict`. Raises FormatError for other values; ``path`` is used in the message."""
         fields = Fields(value, path)
-        request, sources = fields.value.get("request"), fields.value.get("sources")
-        if not isinstance(request, dict):
-            raise fields.error("request", "the arguments of a call")
+        arguments, sources = fields.value.get("arguments"), fields.value.get("sources")
+        if not isinstance(arguments, dict):
+            raise fields.error("arguments", "those of a call")
         if not isinstance(sources, list) or not all(isinstance(digest, str) for digest in sources):
             raise fields.error("sources", "digests of files")
         examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
-        return cls(fields.text("verb"), request, tuple(sources), examples)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples)
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
-        """The record in a dataset's folder; None without one: another program, or an earlier release, wrote the dataset."""
+        """The request that a dataset's folder records; None without a record: another program, or an earlier release, wrote it."""
         file = Location.at(place) / RECORD
         try:
             return cls.from_dict(read_json(file), file)
@@ -83,29 +83,30 @@ class Record:
         return {
             "actshard_record": VERSION,
             "verb": self.verb,
-            "request": dict(self.request),
+            "arguments": dict(self.arguments),
             "sources": list(self.sources),
             "examples": self.examples,
         }
 
-    def completed(self, other: Record) -> Self:
-        """Returns the record with another's values of what the first rows decide, where one of the calls left it open."""
+    def completed(self, other: Request) -> Self:
+        """Returns the request with another's values of what the first rows decide, where one of the calls left it open."""
         undecided = (
-            [] if self.verb != "create" else [n for n in _DECIDED if None in (self.request[n], other.request.get(n))]
+            []
+            if self.verb != "create"
+            else [n for n in _DECIDED if None in (self.arguments[n], other.arguments.get(n))]
         )
-        return replace(self, request={**self.request, **{name: other.request.get(name) for name in undecided}})
+        return replace(self, arguments={**self.arguments, **{name: other.arguments.get(name) for name in undecided}})
 
-    def write(self, place: Path, examples: int | None = None) -> None:
-        """Writes the record to the folder of a dataset with this number of examples; None: the number in the record."""
-        finished = self if examples is None else replace(self, examples=examples)
-        write_json(place / RECORD, finished.as_dict())
+    def finished(self, examples: int) -> Self:
+        """Returns the request of a finished dataset with this number of examples."""
+        return replace(self, examples=examples)
 
-    def difference(self, other: Record) -> Difference | None:
-        """The first argument in which another record's request differs; None if they are equal. Sources are not compared."""
+    def difference(self, other: Request) -> Difference | None:
+        """The first argument in which another request differs; None if they are equal. Sources are not compared."""
         if self.verb != other.verb:
             return Difference("verb", self.verb, other.verb)
-        for name in [*self.request, *other.request]:
-            ours, theirs = self.request.get(name), other.request.get(name)
+        for name in [*self.arguments, *other.arguments]:
+            ours, theirs = self.arguments.get(name), other.arguments.get(name)
             if ours == theirs:
                 continue
             if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -117,8 +118,8 @@ class Record:
         return None
 
     def without_part(self, examples: int | None) -> Self:
-        """Returns the record of the whole dataset, of ``examples`` examples, to which a part belongs."""
-        return replace(self, request={**self.request, "part": None}, examples=examples)
+        """Returns the request for the whole dataset, of ``examples`` examples, to which a part belongs."""
+        return replace(self, arguments={**self.arguments, "part": None}, examples=examples)
 
 
 def _shown(value: Any) -> str:
