@@ -52,9 +52,10 @@ from actshard.work import (
     PLAN_FOLDER,
     keep_request,
     locked,
+    recorded_files,
     refuse_planned,
     refuse_within,
-    remove_made,
+    remove_files,
     rename,
     sync_folders,
     tidy,
@@ -183,13 +184,15 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 raise
         plan, listed = _begun(root, asked, marker)
         try:
-            place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
+            with recorded_files() as files:
+                place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
         except ActshardError as error:
             # A full disk or a failed read may succeed later; other errors would occur again.
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
-                _undo(plan)
+                remove_files(root, files)
+                _leave(root)
             raise
         if not listed.get("finished"):
             if plan.request is not None:
@@ -259,12 +262,6 @@ def _leave(root: Path) -> None:
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
         root.rmdir()
-
-
-def _undo(plan: Merge) -> None:
-    """Removes the files that a merge of ``parts=`` made, and no other file in its folder."""
-    remove_made(plan.path, [*merger_of(plan.format).makes, RECORD])
-    _leave(plan.path)
 
 
 def _there(root: Path, physical: bool) -> Path:

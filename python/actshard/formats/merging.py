@@ -17,7 +17,7 @@ import actshard._native as _native
 from actshard.errors import FormatError
 from actshard.formats.tables import common_type
 from actshard.request import RECORD, Request
-from actshard.work import make_folder, rename
+from actshard.work import files_below, make_folder, record_files, rename
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -87,6 +87,7 @@ class Merge:
     def assemble(self, file: Assembled) -> None:
         """Writes a file from its pieces, unless it exists or a task of a plan has copied it."""
         target = self.path / file.name
+        record_files([target])
         if target.exists() or self._placed(target):
             return
         make_folder(target.parent)
@@ -94,6 +95,7 @@ class Merge:
 
     def take(self, source: Path, target: Path) -> None:
         """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible."""
+        record_files(target / path.relative_to(source) for path in files_below(source))
         if target.exists():
             return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Journal:
         self.request: Request | None = None
         """The request; None in journals of earlier releases."""
         self.commits: list[dict[str, Any]] = []
+        self.files: set[str] = set()
+        """Files that the commits made or continued, relative to the dataset's folder."""
         self.closing = False
         """Whether the writer has begun to finish the dataset: nothing can be appended."""
         self.finished = False
@@ -60,7 +62,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
-        self.request = None
+        self.request, self.files = None, set()
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -92,8 +94,20 @@ class Journal:
                 self.finished = bool(record.get("finished"))
             else:
                 self._check(number, record)
+                self.files |= self._names(number, record.pop("files", []))
                 self.commits.append(record)
             self._valid += len(line)
+
+    def _names(self, number: int, names: Any) -> set[str]:
+        """Raises FormatError unless a line lists paths below the dataset's folder."""
+        if not isinstance(names, list) or not all(isinstance(name, str) and _is_below(name) for name in names):
+            raise FormatError(
+                f"line {number}: field 'files': expected paths below the dataset's folder, found {names!r:.60}",
+                path=self.path,
+                code="metadata",
+                offset=self._valid,
+            )
+        return set(names)
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
@@ -120,20 +134,22 @@ class Journal:
         """Number of committed examples."""
         return int(self.commits[-1]["examples"]) if self.commits else 0
 
-    def commit(self, examples: int, table: pa.Table | None, state: dict[str, Any]) -> None:
+    def commit(self, examples: int, table: pa.Table | None, state: dict[str, Any], files: Sequence[str] = ()) -> None:
         """Records a commit.
 
         Args:
             examples: total number of committed examples.
             table: columns and lengths of the examples added since the last commit; None for none.
             state: the target's state, for resuming.
+            files: the files that the examples were written to, relative to the dataset's folder.
         """
         record: dict[str, Any] = {"examples": examples, "state": state}
         if table is not None:
             name = f"examples-{len(self.commits):06}.arrow"
             _write_table(self.folder / name, table)
             record["table"] = name
-        self._append(record)
+        self._append({**record, "files": [name for name in files if name not in self.files]})
+        self.files.update(files)
         self.commits.append(record)
 
     def close(self) -> None:
@@ -197,6 +213,10 @@ class Journal:
         if new:
             _native.sync_files([self.folder, self.folder.parent])
         self._valid += len(line)
+
+
+def _is_below(name: str) -> bool:
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _write_table(path: Path, table: pa.Table) -> None:

@@ -28,8 +28,19 @@ from actshard.errors import (
     warn,
 )
 from actshard.formats.target import AllExamples, Block, Target
-from actshard.request import RECORD, Request
-from actshard.work import EMPTY, Journal, keep_request, make_folder, remove_made, rename, sync_folders, write_json
+from actshard.request import Request
+from actshard.work import (
+    EMPTY,
+    Journal,
+    keep_request,
+    make_folder,
+    recorded_files,
+    remove_empty_folders,
+    remove_files,
+    rename,
+    sync_folders,
+    write_json,
+)
 from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
@@ -69,6 +80,8 @@ class Sink:
         self._error: BaseException | None = None
         self._closed = False
         self._configured = False
+        self._finished: list[Path] = []
+        """Files that completed the dataset."""
         self._waiting: list[Block] = []
         """Blocks that are written but not committed."""
         self._since = 0
@@ -264,8 +277,9 @@ class Sink:
                     target.content_lengths = self._own_lengths
                 # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
-                target.finish(AllExamples(lengths, columns))
-                keep_request(target.root, target.request.finished(self.committed))
+                with recorded_files() as self._finished:
+                    target.finish(AllExamples(lengths, columns))
+                    keep_request(target.root, target.request.finished(self.committed))
                 self.journal.finish()
             place = target.place()
             if place != target.root:
@@ -297,14 +311,18 @@ class Sink:
         """Stops and removes all files of a dataset without examples."""
         self._closed = True
         self._stop()
-        if self._configured:  # a writer killed before its first commit leaves uncommitted files
-            remove_made(self.target.root, [*self.target.makes, RECORD])
-        self._forget_folder()
+        self._remove_files()
 
-    def _forget_folder(self) -> None:
+    def _remove_files(self) -> None:
+        """Removes what this writer, or the one that it resumed, wrote, and its working folder."""
+        root = self.target.root
+        written = self.target.dirty()[0] if self.target.n > self.committed else []
+        remove_files(root, [*(root / name for name in sorted(self.journal.files)), *written, *self._finished])
         self.journal.remove()
+        if self._configured and not self.committed:  # a killed writer may have left folders that it recorded no file in
+            remove_empty_folders(root)
         with contextlib.suppress(OSError):
-            self.target.root.rmdir()
+            root.rmdir()
 
     def _move(self, place: Path) -> None:
         try:
@@ -321,8 +339,7 @@ class Sink:
         if not self._closed:
             self._closed = True
             self._stop()
-        remove_made(self.target.root, [*self.target.makes, RECORD])
-        self._forget_folder()
+        self._remove_files()
 
     def abort(self) -> None:
         """Stops without finishing. Committed examples stay and can be resumed."""
@@ -388,7 +405,9 @@ class Sink:
         _native.sync_files([path for path in paths if path not in folders])
         sync_folders(sorted(folders))
         self.target.committed()
-        self.journal.commit(self.target.n, table_of(self._waiting), state)
+        below = len(os.fspath(self.target.root)) + 1
+        files = [os.fspath(path)[below:] for path in paths if path not in folders]
+        self.journal.commit(self.target.n, table_of(self._waiting), state, files)
         self._waiting.clear()
         self._since = 0
         self.committed = self.target.n

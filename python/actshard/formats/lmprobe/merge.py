@@ -12,7 +12,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard._json import Fields
-from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
+from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
@@ -20,7 +20,7 @@ from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.tables import as_schema
 from actshard.location import Location
-from actshard.work import make_folder, rename
+from actshard.work import make_folder, whole_file
 
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
 """Descriptor fields that must agree between parts."""
@@ -236,14 +236,9 @@ class LmprobeMerger(Merger):
     def finish(self, plan: Merge) -> Path:
         index = plan.path / "index" / "train-00000-of-00001.parquet"
         make_folder(index.parent)
-        temporary = index.with_name(f".{index.name}.part")
-        try:
-            _Extractions(plan).write_index(temporary)
-        except OSError as error:
-            raise from_os(error, temporary, "write") from error
-        _native.sync_files([temporary, plan.path / "tensors"])
-        rename(temporary, index)
-        _native.sync_files([index.parent])
+        _native.sync_files([plan.path / "tensors"])
+        with whole_file(index) as file:
+            _Extractions(plan).write_index(file)
         return plan.path
 
     def beside(self, plan: Merge) -> tuple[int, int, bool]:
