@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from actshard import formats
 from actshard.converting.carriers import carrying_of
+from actshard.converting.texts import Texts
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 from actshard.layers import Layer
@@ -64,12 +65,8 @@ class Columns:
         self.names = self.carrying.names(store.contents) if wanted else []
         if chosen is not None:
             self.names = [n for n in self.names if n in chosen]
-        self.shared_texts = 0
-        """Number of examples whose text equals an earlier one's, among the examples that were checked."""
-        self.without_text = 0
-        """Number of examples without a text, among the examples that were checked, if others have one."""
-        self.made_up_texts = False
-        """Whether the target generates texts because the source has none."""
+        self.texts = Texts()
+        """The result's texts, for targets that find examples by text."""
         self.turned: dict[str, str] = {}
         """Columns whose type changes for the target, with a description of the change."""
         self._whole: pa.Table | None = None

@@ -19,7 +19,7 @@ from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
-from actshard.formats.target import PATCH_LABELS, TEXTS, Target
+from actshard.formats.target import PATCH_LABELS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
@@ -275,10 +275,15 @@ def source_config(asked: Asked) -> dict[str, Any]:
     }
 
 
-def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:
+def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every: bool = False) -> Columns:
     """Returns the columns to convert, after checking that the target can store them.
 
-    If the source must be decoded, only the columns of its first unit are checked.
+    Args:
+        asked: the request.
+        target: its target.
+        numbers: see :class:`Columns`.
+        every: check all examples and count their texts, for the losses of a conversion that is only planned. Otherwise, if the
+            source must be decoded, only the columns of its first unit are checked.
 
     Raises:
         ArgumentError, NotStoredError: the format cannot store a column's name, type or value.
@@ -286,7 +291,6 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
     columns = columns_for(asked, target, numbers=numbers)
     checker = Decided(target, [])
     units = asked.store.contents.units
-    hashes: list[NDArray[np.int64]] = []
     at = 0
     try:
         while at < asked.count:
@@ -303,18 +307,12 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
             at += len(ids)
-            text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
-            columns.made_up_texts |= text is None
-            if target.finds_by_text and text is not None and found.table is not None:
-                texts = found.table[text].drop_null().to_pylist()
-                columns.without_text += found.table[text].null_count
-                hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
-            if unit is not None:
+            if every and target.finds_by_text:
+                columns.texts.add(found.table, len(ids))
+            if unit is not None and not every:
                 break
     except NumbersMatterError:
-        return checked(asked, target, numbers=True)
-    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
-    columns.shared_texts = len(each) - len(np.unique(each))
+        return checked(asked, target, numbers=True, every=every)
     return columns
 
 
@@ -423,24 +421,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    if target.finds_by_text and columns.shared_texts:
-        made.append(
-            Loss(
-                "texts",
-                f"{many(columns.shared_texts, 'example', 'has', 'have')} the same text as another one: "
-                f"{format} looks rows up by text and returns one example's rows for all",
-            )
-        )
-    if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
-        made.append(
-            Loss(
-                "texts",
-                f"{many(count, 'example', 'has', 'have')} no text, while others have one: "
-                f"{format} looks rows up by text and does not find them",
-            )
-        )
-    if target.finds_by_text and columns.made_up_texts:
-        made.append(Loss("texts", f"the source has none; texts are generated because {format} looks rows up by text"))
+    made += [Loss("texts", detail) for detail in columns.texts.losses(format)] if target.finds_by_text else []
     keeps_as_columns = target.holds_columns and not target.holds_logits
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))

@@ -333,7 +333,7 @@ class DraftTarget(Target):
         if found != len(examples):
             raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root)
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         each = 8 * len(self.kind.columns) + len(self.spec.layers) * row
         return len(tokens), len(tokens), int(tokens.sum()) * each + _AROUND * len(tokens)

@@ -71,6 +71,8 @@ class Block:
     """Columns of the examples; numeric arrays as fixed-size lists."""
     own: NDArray[np.int64] | None = None
     """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
+    overflows: int = 0
+    """Number of values that are infinite here and finite in the source of a conversion."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -147,8 +149,6 @@ class Target(ABC):
     """Whether the format stores lengths of examples before padding."""
     finds_by_text = False
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
-    without_text = 0
-    """Number of examples written without a text although others have one, in formats that find examples by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
@@ -369,7 +369,7 @@ class Target(ABC):
         return self.root
 
     @abstractmethod
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------

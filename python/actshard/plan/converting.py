@@ -173,7 +173,7 @@ def _planned(
     tasks: int,
     root: Path,
 ) -> Plan:
-    columns = checked(asked, target)
+    columns = checked(asked, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(asked, target)
     count = len(asked.layers)
     block = int(layout.firsts[1]) if len(layout.firsts) > 1 else asked.count

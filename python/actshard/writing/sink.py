@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ class Sink:
         self.check()
         fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
         self.columns.keep(fitted)
-        self.put_fitted(Block(block.memory, block.lengths, fitted.table, block.own))
+        self.put_fitted(replace(block, columns=fitted.table))
 
     def put_fitted(self, block: Block) -> None:
         """Queues a block whose columns were already fitted."""
@@ -362,7 +363,7 @@ class Sink:
         size = int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
         self.written_bytes += size
         self._since += size
-        self._waiting.append(Block(block.memory[:0], block.lengths, block.columns, block.own))
+        self._waiting.append(replace(block, memory=block.memory[:0]))
         self.give_back(block.memory)
 
     def _configure(self) -> None:
@@ -378,7 +379,8 @@ class Sink:
         _native.sync_files([path for path in paths if path not in folders])
         sync_folders(sorted(folders))
         self.target.committed()
-        self.journal.commit(self.target.n, table_of(self._waiting), state)
+        overflows = sum(block.overflows for block in self._waiting)
+        self.journal.commit(self.target.n, table_of(self._waiting), state, overflows)
         self._waiting.clear()
         self._since = 0
         self.committed = self.target.n

@@ -296,7 +296,7 @@ class AutomodelTarget(Target):
         # As Automodel writes it: sorted keys, two spaces.
         write_bytes(self.root / MANIFEST, json.dumps(manifest.fields.value, indent=2, sort_keys=True).encode())
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         each = 16 + len(self.spec.layers) * row
         shards = -(-len(tokens) // self.shard_size)

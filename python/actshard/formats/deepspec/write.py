@@ -335,7 +335,7 @@ class DeepspecTarget(Target):
             }
         return made
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         shards, size = 1, 0
         for each in self.example_bytes(tokens).tolist():
             if size and size + each > self.most:

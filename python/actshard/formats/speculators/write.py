@@ -250,7 +250,7 @@ class SpeculatorsTarget(Target):
         names = [self.spec.layers[k] for k in self.order[:-1]]
         write_rows(self.root, examples.columns, names, {**self.spec.metadata, **scaled})
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         if self.scaling is not None:
             row = self._states_bytes(1) // len(self.order)
