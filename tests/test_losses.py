@@ -87,3 +87,26 @@ def test_overflows_of_an_earlier_call_are_refused_or_counted(tmp_path: Path, mon
             with pytest.raises(actshard.DtypeError, match=r"96 finite float32 values are infinite.*overflow='allow'"):
                 actshard.convert(source, target, "npy", dtype="float16", **options)
         shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe", "pickle", "hf_arrow"])
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 4], [3, 3, 3, 3]])
+def test_columns_with_a_value_per_token_follow_the_tokens_or_are_a_loss(
+    tmp_path: Path, format: str, lengths: list[int]
+) -> None:
+    """In formats that do not declare such columns. A list of this length may also be a vector, if all examples are equally long."""
+    lists = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
+    columns = {"input_ids": lists, "labels": lists, "scores": lists, "vector": [[1, 2]] * 4, "plain": [*range(4)]}
+    with actshard.create(tmp_path / "s", "npy", layers=[0], d_model=4) as writer:
+        writer.append([np.ones((1, n, 4), np.float32) for n in lengths], columns=columns)
+    (foretold,) = actshard.converting.preview(tmp_path / "s", tmp_path / "t", format, tokens="last")
+    done = actshard.convert(tmp_path / "s", tmp_path / "t", format, tokens="last")
+    assert foretold.losses == done.losses
+    table = actshard.open(done.path).table
+    last, same = [each[-1:] for each in lists], len(set(lengths)) == 1
+    expected = {**columns, "input_ids": last, "labels": last, "scores": lists if same else last}
+    assert {name: table[name].to_pylist() for name in expected} == expected
+    uncut = [x.detail.rpartition(": ")[2] for x in done.losses if "not cut" in x.detail]
+    assert uncut == (["scores"] if same else [])
+    whole = actshard.open(actshard.convert(tmp_path / "s", tmp_path / "w", format).path).table
+    assert whole["input_ids"].to_pylist() == lists

@@ -417,6 +417,9 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 "labels", f"left out: {labels.shape[1]} for each example are fewer than the tokens that {format} stores"
             )
         )
+    if asked.tokens != "all" and target.holds_columns and columns.uncut:
+        text = "not cut to the tokens that are kept, although their lists are as long as the examples"
+        made.append(Loss("columns", f"{text}: {', '.join(columns.uncut)}"))
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
@@ -494,7 +497,8 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     store = asked.store
     last = asked.tokens == "last"
     if not target.holds_labels:
-        return store.labels[:, -1:] if last and store.labels is not None else store.labels
+        labels = _labels(asked) if last else store.labels  # a column of labels is copied as it is, unless it is cut
+        return labels[:, -1:] if last and labels is not None else labels
     labels = None if target.tokens is None else _labels(asked)
     if labels is None or target.tokens is None:
         return None
