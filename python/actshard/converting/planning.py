@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
+from actshard.formats.contents import Contents
 from actshard.formats.target import PATCH_LABELS, Target
 from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain, several
@@ -240,17 +241,27 @@ def settle(
         options=options,
         created=created,
     )
-    # Of several sources, the path is the folder that they share, and no dataset.
-    if (
-        isinstance(store.path, Path)
-        and store.format in formats.names()
-        and formats.detect(store.format, store.path).matches
-    ):
-        refuse_within(target.place(), store.path)
+    for folder in _source_folders(store.contents):
+        refuse_within(target.place(), folder)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
     return target
+
+
+def _source_folders(contents: Contents) -> Iterator[Path]:
+    """The local folders of a source: a dataset's, or those of each part of a joined store."""
+    whole = contents.whole or contents
+    for part in whole.parts:
+        yield from _source_folders(part.contents)
+    yield from whole.folders
+    # Of several sources, the path is the folder that they share, and no dataset.
+    if (
+        isinstance(whole.path, Path)
+        and whole.format in formats.names()
+        and formats.detect(whole.format, whole.path).matches
+    ):
+        yield whole.path
 
 
 def source_config(asked: Asked) -> dict[str, Any]:

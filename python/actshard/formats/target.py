@@ -651,5 +651,11 @@ def refuse_existing(path: Path) -> None:
         if found:
             shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)
-    elif path.exists() or path.is_symlink():
-        raise ExistsError("expected a folder or nothing, found a file", path=path)
+    refuse_file(path)
+
+
+def refuse_file(path: Path) -> None:
+    """Raises ExistsError for a file, and for a link that leads nowhere."""
+    if os.path.lexists(path) and not path.is_dir():
+        found = "a file" if path.exists() else "a link that leads nowhere"
+        raise ExistsError(f"expected a folder or nothing, found {found}", path=path)
