@@ -73,8 +73,9 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
-        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
+        for name in ("content_tokens_per_example", "d_model", "max_tokens_per_shard"):
             expect_integer(name, getattr(self, name), 1)
+        expect_integer("n_examples", self.n_examples, 0)
         for name in ("family", "ckpt", "data", "dtype", "protocol"):
             expect(name, getattr(self, name), str, "text")
         expect("cls_token", self.cls_token, bool, "a bool")
@@ -237,23 +238,25 @@ class ShardInfo:
             raise MissingFileError(f"Shard validation failed. {'. '.join(problems)}", path=folder.resolve())
 
 
+_AGAIN = "Re-run inference to regenerate shards on /fs/scratch."
+"""saev's own hint, for programs that look for it: /fs/scratch is its authors' file system."""
+
+
 def _instead(folder: pathlib.Path) -> str:
     """saev's message for a missing ``shards.json``, with the folder's contents."""
     where = folder.resolve(strict=False)
     kind = Location.at(folder).kind()
     if kind is None:
-        return f"Shard directory is missing: '{where}'. Scratch shards may have been cleaned; re-run inference to regenerate them."
+        return f"Shard directory is missing: '{where}'. Scratch shards may have been cleaned. {_AGAIN}"
     if kind != "folder":
         return f"Expected shard directory at '{where}', but it is not a directory."
     acts = [entry.name for entry in Location.at(folder).entries("acts*.bin")]
     found = f"Shard directory exists: '{where}'. acts*.bin files found: {len(acts)}."
     if not acts:
-        return f"{found} No shard binaries were found. Re-run inference to regenerate shards."
+        return f"{found} No shard binaries were found. {_AGAIN}"
     shown = ", ".join(acts[:5]) + (", ..." if len(acts) > 5 else "")
-    return (
-        f"{found} Example shard files: {shown}. This looks like an incomplete or older shard layout without shards.json. "
-        "Re-run inference to regenerate shards."
-    )
+    found += f" Example shard files: {shown}."
+    return f"{found} This looks like an incomplete or older shard layout without shards.json. {_AGAIN}"
 
 
 @dataclasses.dataclass(frozen=True)
