@@ -54,6 +54,10 @@ class PixelAgg(enum.Enum):
     PREFER_FG = "prefer-fg"
 
 
+_LEAST = {"content_tokens_per_example": 1, "d_model": 1, "n_examples": 0, "max_tokens_per_shard": 1}
+"""Smallest values of the numbers in the metadata."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
     """``metadata.json`` of a dump, protocol 2.1. Fields and their order are upstream's and determine the hash."""
@@ -73,9 +77,8 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
-        for name in ("content_tokens_per_example", "d_model", "max_tokens_per_shard"):
-            expect_integer(name, getattr(self, name), 1)
-        expect_integer("n_examples", self.n_examples, 0)
+        for name, least in _LEAST.items():
+            expect_integer(name, getattr(self, name), least)
         for name in ("family", "ckpt", "data", "dtype", "protocol"):
             expect(name, getattr(self, name), str, "text")
         expect("cls_token", self.cls_token, bool, "a bool")
@@ -108,8 +111,8 @@ class Metadata:
                 path=path,
                 code="metadata",
             )
-        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
-            values[name] = fields.integer(name)
+        for name, least in _LEAST.items():
+            values[name] = fields.integer(name, minimum=least)
         for name in ("family", "ckpt", "data", "dataset", "dtype", "protocol"):
             if name in values:
                 values[name] = fields.text(name)
