@@ -302,7 +302,7 @@ def test_long_examples_are_cut_with_their_columns(tmp_path: Path) -> None:
         ({"layers": ["last"]}, "stores other layers besides the last"),
         ({"layers": ["a", "last"]}, r"pass layer_ids=\[\.\.\.\]"),
         ({"layer_ids": [1]}, "layer_ids: expected 2 integers"),
-        ({"last": 9}, "or pass last=NAME"),
+        ({"last": 9}, "last: expected one of the layers"),
         ({"num_examples": None}, "num_examples: expected the number of examples"),
         ({"metadata": {"target_model": "m"}}, "target_model_type: expected str, found None"),
         ({"metadata": {**MODEL, "target_vocab_size": "5"}}, "target_vocab_size: expected int, found '5'"),

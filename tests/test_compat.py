@@ -191,6 +191,7 @@ def test_lmprobes_functions_on_a_folder(variant: str) -> None:
     with pytest.raises(FileNotFoundError, match="snapshot_download"):
         lmprobe.load_activations("some/repository")
     mean = {"mean": lambda x: x.mean(axis=0), "first_token": lambda x: x[0], "max": lambda x: x.max(axis=0)}
+    mean["min"] = lambda x: x.min(axis=0)
     for pooling, pool in mean.items():
         if variant.startswith("pooled"):
             with pytest.raises(FileNotFoundError, match="pooled by"):
@@ -199,6 +200,24 @@ def test_lmprobes_functions_on_a_folder(variant: str) -> None:
             found = lmprobe.load_activations(folder, pooling=pooling, layers=layers[:1])[layers[0]]
             for row, rows in zip(found, store.sequences(range(len(store)), layers[0], dtype="float32"), strict=True):
                 assert np.allclose(row, pool(rows), rtol=1e-6)
+
+
+def test_lmprobe_pooling_all_returns_the_tokens_of_equally_long_prompts(tmp_path: Path) -> None:
+    rows = np.arange(3 * 2 * 4 * 5, dtype=np.float32).reshape(3, 2, 4, 5)
+    for name, lengths in (("even", [4, 4, 4]), ("ragged", [4, 2, 4])):
+        with actshard.create(tmp_path / name, "lmprobe", layers=[0, 1], d_model=5) as writer:
+            writer.append([x[:, :n] for x, n in zip(rows, lengths, strict=True)], columns={"text": ["a", "b", "c"]})
+    found = lmprobe.load_activations(tmp_path / "even", prompts=["c", "a"], pooling="all")
+    assert {layer: each.tolist() for layer, each in found.items()} == {k: rows[[2, 0], k].tolist() for k in (0, 1)}
+    stacked = lmprobe.load_activations(tmp_path / "even", pooling="all", as_dict=False)
+    assert np.array_equal(stacked, rows)
+    held = lmprobe.ActivationStore.from_dataset(tmp_path / "even", pooling="all")
+    assert np.array_equal(held.get_activations(["b"]), np.concatenate([rows[[1], 0], rows[[1], 1]], axis=-1))
+    assert np.array_equal(
+        lmprobe.load_activations(tmp_path / "ragged", prompts=["a", "c"], pooling="all")[1], rows[[0, 2], 1]
+    )
+    with pytest.raises(ValueError, match="equally many tokens, found 4 and 2"):
+        lmprobe.load_activations(tmp_path / "ragged", pooling="all")
 
 
 def test_lmprobes_store_and_folds() -> None:

@@ -78,6 +78,24 @@ def metadata(**changed: Any) -> saev.Metadata:
 # A. Metadata, sizes, files
 
 
+def test_a_dump_without_examples_has_metadata_and_no_shards(tmp_path: Path) -> None:
+    empty = metadata(n_examples=0)
+    assert empty.n_shards == 0
+    empty.dump(tmp_path)
+    assert saev.Metadata.load(tmp_path / empty.hash) == empty
+    saev.ShardInfo().validate(tmp_path / empty.hash)
+    with pytest.raises(actshard.ActshardError, match="n_examples"):
+        metadata(n_examples=-1)
+    for folder, expected in (
+        (tmp_path / empty.hash, "No shard binaries were found"),
+        (tmp_path / "x", "may have been"),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=rf"{expected}.* Re-run inference to regenerate shards on /fs/scratch\."
+        ):
+            saev.ShardInfo.load(folder)
+
+
 def test_01_tokens_per_example() -> None:
     for p, cls, t in ((49, False, 49), (49, True, 50), (16, True, 17), (1, True, 2)):
         md = metadata(content_tokens_per_example=p, cls_token=cls, max_tokens_per_shard=1000)

@@ -405,3 +405,15 @@ def test_torch_loads_every_file(tmp_path: Path, format: str, options: dict[str, 
             assert tensor.is_contiguous()
             raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
             assert np.array_equal(raw.numpy().view(value[key].dtype).view(np.uint8), value[key].view(np.uint8))
+
+
+@pytest.mark.parametrize("format", [name for name in TARGETS if name != "eagle"])
+def test_the_name_of_the_last_hidden_state_is_a_loss(tmp_path: Path, format: str) -> None:
+    rows, ids = np.ones((3, 2, 4, 8), BF16), {"input_ids": [[1, 2, 3, 4]] * 3}
+    with actshard.create(tmp_path / "s", "npy", layers=[3, 12], d_model=8) as writer:
+        writer.append(rows.astype(np.float32), columns=ids)
+    for name, layers, expected in (("named", {3: 3, 12: "last"}, []), ("plain", None, [f"{format} does not record"])):
+        own = {**TARGETS[format], "dtype": "bfloat16", **({} if layers else {"last": 12})}
+        done = actshard.convert(tmp_path / "s", tmp_path / name, format, layers=layers, **own)
+        renamed = [x.detail for x in done.losses if x.what == "layers" and "12 is read as 'last'" in x.detail]
+        assert [detail[: len(f"{format} does not record")] for detail in renamed] == expected

@@ -60,8 +60,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report", "kept", "options", "torch_zip", "scales"),
     ("carrying", "merging", "per_token", "draft_examples"),
-    ("draft_columns", "draft_keeping", "draft_writing"),
-    ("draft_torch",),
+    ("draft_columns", "draft_keeping", "token_target"),
+    ("draft_torch", "draft_writing"),
     ("format",),
     ("registry",),
     ("plain_folders",),

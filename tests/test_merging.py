@@ -140,7 +140,12 @@ def test_one_zarr_store_of_many(tmp_path: Path) -> None:
             writer.append(np.ones((1, 2, 5, WIDTH), np.float32))
     with pytest.raises(actshard.ArgumentError, match="same chunk_tokens"):
         actshard.merge(tmp_path / "e", physical=True)
-    assert len(actshard.open(actshard.merge(tmp_path / "e"))) == 2
+    run = actshard.merge(tmp_path / "e")
+    assert len(actshard.open(run)) == 2
+    with pytest.raises(actshard.ArgumentError, match="write it as one store with actshard convert"):
+        actshard.merge(run, physical=True)
+    whole = actshard.convert(run, tmp_path / "whole", "zarr", verify=True).path
+    assert not (whole / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("format", OPTIONS)

@@ -172,6 +172,8 @@ def test_targets_inside_of_their_sources_are_refused(tmp_path: Path) -> None:
         (inside, lambda to: actshard.stage(source, to)),
         (inside, lambda to: actshard.convert(source, to, "npy")),
         (link / "deep" / "new", lambda to: actshard.convert(source, to, "npy")),
+        (inside, lambda to: actshard.convert(actshard.concat([source, other]), to, "npy")),
+        (inside, lambda to: actshard.convert(actshard.concat([other, actshard.open(source).filter([0])]), to, "npy")),
         (inside, lambda to: actshard.plan.convert(source, to, "npy", tasks=2)),
         (inside, lambda to: actshard.plan.stage(source, to)),
         (inside, lambda to: actshard.plan.merge(to, [source, other])),
@@ -183,6 +185,23 @@ def test_targets_inside_of_their_sources_are_refused(tmp_path: Path) -> None:
         actshard.merge(tmp_path, [source, other])
     link.unlink()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("format", ["saev", "npy", "zarr"])
+def test_a_link_that_leads_nowhere_is_no_place_to_write_to(tmp_path: Path, format: str) -> None:
+    source = written(tmp_path / "a", "npy", 1.0)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "absent")
+    for verb in (
+        lambda: actshard.convert(source, link, format),
+        lambda: actshard.create(link, format, layers=[0], d_model=4),
+        lambda: actshard.plan.convert(source, link, format),
+    ):
+        with pytest.raises(
+            actshard.ExistsError, match="link: expected a folder or nothing, found a link that leads nowhere"
+        ):
+            verb()
+    assert not (tmp_path / "absent").exists()
 
 
 STAGES = """

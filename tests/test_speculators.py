@@ -388,8 +388,8 @@ def test_rows_without_a_mask_are_supervised(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"layers": [3, 8]}, "stores the last hidden state: name a layer 'last'"),
-        ({"last": 9}, "or pass last=NAME"),
-        ({"metadata": {"features": {}}}, "'features' is written by actshard"),
+        ({"last": 9}, "last: expected one of the layers"),
+        ({"metadata": {"features": {}}}, "'features' describes the files"),
         ({"part": (0, 2)}, "part: not supported"),
         ({"dtype": "float64"}, "speculators supports bfloat16 or float16 or float32"),
         ({"scale": "token"}, "'scale' is not an option of speculators"),

@@ -278,7 +278,7 @@ def _there(root: Path, physical: bool) -> Path:
         if merger.several(found):
             raise ArgumentError(
                 "physical: this dataset is merged already, as a run of several stores. Merge it into a new folder "
-                "(parts=[this path], physical=True).",
+                "(parts=[this path], physical=True), or, if chunks differ, write it as one store with actshard convert.",
                 path=found,
             )
     tidy(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -43,12 +43,14 @@ class Request:
         arguments: the normalised arguments, including those that were not given (None). No paths: datasets are moved.
         sources: digests of the sources' files (:func:`actshard.inputs.fingerprint`).
         examples: number of examples of the finished dataset; None before it is finished.
+        overflows: number of finite values that a conversion stored as infinity; None if it is not known.
     """
 
     verb: str
     arguments: Mapping[str, Any]
     sources: tuple[str, ...] = ()
     examples: int | None = None
+    overflows: int | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -67,7 +69,8 @@ class Request:
         if not isinstance(sources, list) or not all(isinstance(digest, str) for digest in sources):
             raise fields.error("sources", "digests of files")
         examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
-        return cls(fields.text("verb"), arguments, tuple(sources), examples)
+        overflows = None if fields.value.get("overflows") is None else fields.integer("overflows", minimum=0)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows)
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
@@ -86,6 +89,7 @@ class Request:
             "arguments": dict(self.arguments),
             "sources": list(self.sources),
             "examples": self.examples,
+            "overflows": self.overflows,
         }
 
     def completed(self, other: Request) -> Self:
@@ -97,9 +101,9 @@ class Request:
         )
         return replace(self, arguments={**self.arguments, **{name: other.arguments.get(name) for name in undecided}})
 
-    def finished(self, examples: int) -> Self:
-        """Returns the request of a finished dataset with this number of examples."""
-        return replace(self, examples=examples)
+    def finished(self, examples: int, overflows: int | None = None) -> Self:
+        """Returns the request of a finished dataset, with its numbers of examples and of overflows."""
+        return replace(self, examples=examples, overflows=overflows)
 
     def difference(self, other: Request) -> Difference | None:
         """The first argument in which another request differs; None if they are equal. Sources are not compared."""

@@ -10,13 +10,15 @@ here and silently wrong in lmprobe:
 - ``load_activation_dataset`` supports shards without tokens, which have no file;
 - prompts with the same text keep their own rows and labels when all prompts are loaded.
 
-Poolings that are not stored are computed from full sequences: "last_token", "mean", "first_token", "max". Results are copies.
+Poolings that are not stored are computed from full sequences: "last_token", "mean", "first_token",
+"max", "min", and "all", which returns all tokens of prompts that have equally many. Results are copies.
 ``token`` and ``show_progress`` are accepted and ignored.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -37,7 +39,15 @@ from actshard.errors import (
 __all__ = ["ActivationStore", "load_activation_dataset", "load_activations"]
 
 
-_POOLINGS = ("last_token", "mean", "first_token", "max")
+_WAYS: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
+    "last_token": lambda rows: rows[-1],
+    "mean": lambda rows: rows.mean(axis=0),
+    "first_token": lambda rows: rows[0],
+    "max": lambda rows: rows.max(axis=0),
+    "min": lambda rows: rows.min(axis=0),
+    "all": lambda rows: rows,
+}
+"""Poolings of the rows of a prompt, ``(tokens, d_model)``."""
 
 
 class LostError(MissingFileError):
@@ -96,13 +106,21 @@ def _pooled(store: actshard.Store, layer: int, examples: NDArray[np.int64], pool
             f'pooling="{pooling}" cannot be computed: the dataset only contains rows pooled by "{stored}"',
             path=store.path,
         )
-    ways = {"mean": lambda x: x.mean(axis=0), "first_token": lambda x: x[0], "max": lambda x: x.max(axis=0)}
-    made = np.empty((len(examples), store.d_model), np.float32)
+    shape: tuple[int, ...] = (store.d_model,)
+    if pooling == "all":
+        counts = store.token_counts[examples]
+        if (wrong := np.flatnonzero(counts != counts[:1])).size:
+            raise ArgumentError(
+                f'pooling="all": expected prompts with equally many tokens, found {counts[0]} and {counts[wrong[0]]}. '
+                "actshard.open(...).sequences returns the tokens of each prompt."
+            )
+        shape = (*counts[:1].tolist(), store.d_model)
+    pooled = np.empty((len(examples), *shape), np.float32)
     for first in range(0, len(examples), 256):
         some = examples[first : first + 256]
         for i, rows in enumerate(store.sequences(some, layer, dtype="float32"), first):
-            made[i] = ways[pooling](rows)
-    return made
+            pooled[i] = _WAYS[pooling](rows)
+    return pooled
 
 
 def load_activations(
@@ -122,7 +140,7 @@ def load_activations(
         dataset: a folder.
         prompts: texts; None means all, in index order.
         layers: names; None means all. Results are sorted by layer.
-        pooling: how tokens are reduced to one vector per prompt.
+        pooling: how tokens are reduced to one vector per prompt. "all": ``(n_prompts, tokens, d_model)`` for each layer.
         token: ignored.
         as_dict: return a dict by layer instead of one array.
         return_labels: return ``(activations, labels)``; labels are an array, or None if a prompt has no label.
@@ -133,8 +151,8 @@ def load_activations(
         LostError: (a FileNotFoundError) the dataset has no such prompt, or the pooling cannot be computed.
     """
     store = _open(dataset)
-    if pooling not in (*_POOLINGS, _stored_pooling(store)):
-        raise ArgumentError(f"pooling: expected one of {list(_POOLINGS)}, found {pooling!r}")
+    if pooling not in (*_WAYS, _stored_pooling(store)):
+        raise ArgumentError(f"pooling: expected one of {list(_WAYS)}, found {pooling!r}")
     if not store.layers:
         raise LostError("the dataset contains no hidden states to pool", path=store.path)
     names = _layers(store, layers)
@@ -271,14 +289,17 @@ class ActivationStore:
         return sum(a.nbytes for a in self._data.values())
 
     def get_activations(self, prompts: list[str] | None = None, layer: int | list[int] | None = None) -> NDArray[Any]:
-        """Returns ``(n_prompts, n_layers * d_model)`` for some prompts and layers, a copy; None means all."""
+        """Returns ``(n_prompts, n_layers * d_model)`` for some prompts and layers, a copy; None means all.
+
+        With the pooling "all": ``(n_prompts, tokens, n_layers * d_model)``.
+        """
         self._check_loaded()
         names = self.layers if layer is None else [layer] if isinstance(layer, int) else layer
         for name in names:
             if name not in self._data:
                 raise ArgumentError(f"Layer {name} not loaded. Available: {self.layers}")
         at = slice(None) if prompts is None else self._indices(prompts)
-        return np.concatenate([self._data[name][at] for name in names], axis=1)
+        return np.concatenate([self._data[name][at] for name in names], axis=-1)
 
     def get_labels(self, prompts: list[str] | None = None) -> NDArray[Any] | None:
         """Returns labels of some prompts, or None if the dataset has no labels."""

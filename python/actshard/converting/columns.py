@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from actshard import formats
 from actshard.converting.carriers import carrying_of
+from actshard.converting.texts import Texts
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 from actshard.layers import Layer
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _ALL = 1 << 40
 """Larger than the length of any list: no upper limit."""
+_EXAMINED = 64
+"""Number of examples that decide which columns have a value per token."""
+_PER_TOKEN = ("input_ids", "token_ids", "loss_mask", "attention_mask", "position_ids", "labels")
+"""Names of columns with a value per token in datasets for language models."""
 
 
 class NumbersMatterError(Exception):
@@ -64,12 +69,8 @@ class Columns:
         self.names = self.carrying.names(store.contents) if wanted else []
         if chosen is not None:
             self.names = [n for n in self.names if n in chosen]
-        self.shared_texts = 0
-        """Number of examples whose text equals an earlier one's, among the examples that were checked."""
-        self.without_text = 0
-        """Number of examples without a text, among the examples that were checked, if others have one."""
-        self.made_up_texts = False
-        """Whether the target generates texts because the source has none."""
+        self.texts = Texts()
+        """The result's texts, for targets that find examples by text."""
         self.turned: dict[str, str] = {}
         """Columns whose type changes for the target, with a description of the change."""
         self._whole: pa.Table | None = None
@@ -82,6 +83,8 @@ class Columns:
             (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
         )
         self._without = self.carrying.fillers(store.contents) if self.names else frozenset()
+        cut, self.uncut = (frozenset(), ()) if taken is None else self._find_token_columns()
+        self._token_columns = sorted({*store.contents.token_columns, *cut})
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
         """Returns the columns of some examples in the target's form; None if there are no columns.
@@ -141,7 +144,7 @@ class Columns:
 
     def _own_tokens(self, table: pa.Table, examples: NDArray[np.int64]) -> pa.Table:
         """Cuts the lists of per-token columns to the tokens that are taken."""
-        names = [name for name in self.store.contents.token_columns if name in table.column_names]
+        names = [name for name in self._token_columns if name in table.column_names]
         if self._taken is None or not names or not len(examples):
             return table
         from actshard.joining import per_token
@@ -149,9 +152,38 @@ class Columns:
         first, count = self._taken(examples)
         for name in names:
             at, own = table.schema.get_field_index(name), per_token(self.store.contents, name, examples)
+            if name not in self.store.contents.token_columns:
+                own = _list_lengths(table[name]) == self._stored_tokens(examples)
             lists = _cut_lists(table[name], np.where(own, first, 0), np.where(own, count, _ALL))
             table = table.set_column(at, name, lists)
         return table
+
+    def _find_token_columns(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Columns whose lists have a value per stored token, in a format that does not declare them.
+
+        The first examples decide. If all of them are equally long, a list of this length may also be a vector: then columns are cut
+        only if their names are those of token ids and masks. The second tuple contains the others.
+        """
+        contents, n = self.store.contents, min(_EXAMINED, self.store.num_examples)
+        names = [name for name in self.names if name not in contents.token_columns and name != PATCH_LABELS]
+        if not names or contents.rows is None:
+            return frozenset(), ()
+        head = contents.columns(names).slice(0, n) if contents.head_columns is None else contents.head_columns(names, n)
+        stored = self._stored_tokens(np.arange(len(head)))
+        found = []
+        for name in names:
+            if name in head.column_names and _is_list(head[name].type):
+                valid = head[name].is_valid().to_numpy()
+                if valid.any() and np.array_equal(_list_lengths(head[name])[valid], stored[valid]):
+                    found.append(name)
+        uncut = () if len(set(stored.tolist())) > 1 else tuple(name for name in found if name not in _PER_TOKEN)
+        return frozenset(found).difference(uncut), uncut
+
+    def _stored_tokens(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens stored of each example, with padding."""
+        rows = self.store.rows
+        tokens: NDArray[np.int64] = rows.tokens_of(0, np.ascontiguousarray(examples))
+        return tokens
 
     def _renamed(self, table: pa.Table) -> pa.Table:
         if self.chosen is None:
@@ -189,12 +221,26 @@ class Columns:
         return whole.take(examples)
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _list_lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Number of elements of each list; 0 of null lists."""
+    import pyarrow.compute as pc
+
+    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return lengths
+
+
 def _cut_lists(column: pa.ChunkedArray, first: NDArray[np.int64], count: NDArray[np.int64]) -> pa.Array:
     """Elements ``first`` to ``first + count - 1`` of each list; null lists stay null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    lengths = _list_lengths(column)
     ends = np.cumsum(lengths)
     place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     kept = (place >= np.repeat(first, lengths)) & (place < np.repeat(first + count, lengths))

@@ -18,7 +18,7 @@ from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
-from actshard.formats.target import PATCH_LABELS, TEXTS, Target
+from actshard.formats.target import PATCH_LABELS, Target
 from actshard.inputs import fingerprint, store_folders
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
@@ -258,8 +258,12 @@ def conversion_request(
     shard_bytes: int | str | None,
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    digest: str | None = None,
 ) -> Request:
-    """The request of a conversion, by the verb or by a plan. Looks at the source's files; :func:`settle` checked the arguments."""
+    """The request of a conversion, by the verb or by a plan. :func:`settle` has checked the arguments.
+
+    ``digest``: that of the source's files, if it is known.
+    """
     store, ids = asked.store, asked.examples
     arguments = {
         "format": asked.format,
@@ -276,17 +280,22 @@ def conversion_request(
         "metadata": None if metadata is None else dict(metadata),
         "options": dict(options),
     }
-    return Request.of("convert", arguments, [fingerprint(store)], asked.count)
+    return Request.of("convert", arguments, [digest or fingerprint(store)], asked.count)
 
 
 def _digest(numbers: NDArray[np.int64]) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers, np.int64).tobytes()).hexdigest()[:32]
 
 
-def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:
+def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every: bool = False) -> Columns:
     """Returns the columns to convert, after checking that the target can store them.
 
-    If the source must be decoded, only the columns of its first unit are checked.
+    Args:
+        asked: the request.
+        target: its target.
+        numbers: see :class:`Columns`.
+        every: check all examples and count their texts, for the losses of a conversion that is only planned. Otherwise, if the
+            source must be decoded, only the columns of its first unit are checked.
 
     Raises:
         ArgumentError, NotStoredError: the format cannot store a column's name, type or value.
@@ -294,7 +303,6 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
     columns = columns_for(asked, target, numbers=numbers)
     checker = Decided(target, [])
     units = asked.store.contents.units
-    hashes: list[NDArray[np.int64]] = []
     at = 0
     try:
         while at < asked.count:
@@ -311,18 +319,12 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
             at += len(ids)
-            text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
-            columns.made_up_texts |= text is None
-            if target.finds_by_text and text is not None and found.table is not None:
-                texts = found.table[text].drop_null().to_pylist()
-                columns.without_text += found.table[text].null_count
-                hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
-            if unit is not None:
+            if every and target.finds_by_text:
+                columns.texts.add(found.table, len(ids))
+            if unit is not None and not every:
                 break
     except NumbersMatterError:
-        return checked(asked, target, numbers=True)
-    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
-    columns.shared_texts = len(each) - len(np.unique(each))
+        return checked(asked, target, numbers=True, every=every)
     return columns
 
 
@@ -427,28 +429,14 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 "labels", f"left out: {labels.shape[1]} for each example are fewer than the tokens that {format} stores"
             )
         )
+    if asked.tokens != "all" and target.holds_columns and columns.uncut:
+        text = "not cut to the tokens that are kept, although their lists are as long as the examples"
+        made.append(Loss("columns", f"{text}: {', '.join(columns.uncut)}"))
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    if target.finds_by_text and columns.shared_texts:
-        made.append(
-            Loss(
-                "texts",
-                f"{many(columns.shared_texts, 'example', 'has', 'have')} the same text as another one: "
-                f"{format} looks rows up by text and returns one example's rows for all",
-            )
-        )
-    if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
-        made.append(
-            Loss(
-                "texts",
-                f"{many(count, 'example', 'has', 'have')} no text, while others have one: "
-                f"{format} looks rows up by text and does not find them",
-            )
-        )
-    if target.finds_by_text and columns.made_up_texts:
-        made.append(Loss("texts", f"the source has none; texts are generated because {format} looks rows up by text"))
+    made += [Loss("texts", detail) for detail in columns.texts.losses(format)] if target.finds_by_text else []
     keeps_as_columns = target.holds_columns and not target.holds_logits
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
@@ -521,7 +509,8 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     store = asked.store
     last = asked.tokens == "last"
     if not target.holds_labels:
-        return store.labels[:, -1:] if last and store.labels is not None else store.labels
+        labels = _labels(asked) if last else store.labels  # a column of labels is copied as it is, unless it is cut
+        return labels[:, -1:] if last and labels is not None else labels
     labels = None if target.tokens is None else _labels(asked)
     if labels is None or target.tokens is None:
         return None

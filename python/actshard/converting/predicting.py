@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.converting.columns import Columns, NumbersMatterError
-from actshard.converting.planning import Asked, checked
+from actshard.converting.planning import Asked
 from actshard.converting.running import write_all
-from actshard.errors import ArgumentError, DiskFullError
+from actshard.errors import ActshardError, ArgumentError, DiskFullError
 from actshard.formats.target import Target
 from actshard.work import existing_above
 from actshard.writing.sink import write_memory
@@ -33,11 +31,12 @@ SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
 
 @dataclass(frozen=True)
 class Prediction:
-    """Size of a result. ``exact``: measured, not extrapolated."""
+    """Size of a result, and values that became infinite in it. ``exact``: measured, not extrapolated."""
 
     bytes: int
     files: int
     exact: bool
+    overflows: int = 0
 
 
 def predict(
@@ -53,39 +52,33 @@ def predict(
         overflow: ``"refuse"`` or ``"allow"``.
 
     Raises:
+        ArgumentError: the format cannot store the result.
         DtypeError: a converted value is too large.
     """
-    has_labels = bool(asked.store.labels is not None and target.holds_labels)
 
     def estimated(some: NDArray[np.int64]) -> tuple[int, int]:
-        _, files, size = target.estimate(tokens[some], has_labels=has_labels)
+        _, files, size = target.estimate(tokens[some])
         return files, size
 
     rows = tokens.astype(np.int64) * len(asked.layers) * target.row_bytes
     every = np.arange(len(tokens))
     files, size = estimated(every)
     if int(rows.sum()) <= WHOLE_BYTES and files <= WHOLE_FILES:
-        found = _written(asked, made, overflow)
-        if found is not None:
-            return Prediction(found[1], found[0], True)
+        return replace(_written(asked, made, overflow), exact=True)
     whole = _sample(rows, files, len(tokens), SAMPLE_BYTES, SAMPLE_FILES)
     half = whole[: max(1, len(whole) // 2)]
-    measured = [
-        (some, _written(replace(asked, examples=asked.ids(0, asked.count)[some]), made, overflow))
-        for some in (half, whole)
-    ]
-    if any(found is None for _, found in measured):
+    parts = [replace(asked, examples=asked.ids(0, asked.count)[some]) for some in (half, whole)]
+    try:
+        first, last = [_written(part, made, overflow) for part in parts]
+    except ArgumentError:  # a part alone may be refused
         return Prediction(size, files, False)
-    (fewer, first), (more, last) = measured
-    assert first is not None
-    assert last is not None
-    files += last[0] - estimated(more)[0]
-    expected = estimated(more)[1]
-    if last[1] < expected:  # compressed
-        return Prediction(int(size * last[1] / expected), files, False)
-    over = [first[1] - estimated(fewer)[1], last[1] - expected]
-    each = (over[1] - over[0]) / max(1, len(more) - len(fewer))
-    return Prediction(int(size + over[1] + max(each, 0.0) * (len(tokens) - len(more))), files, False)
+    files += last.files - estimated(whole)[0]
+    expected = estimated(whole)[1]
+    if last.bytes < expected:  # compressed
+        return Prediction(int(size * last.bytes / expected), files, False)
+    over = [first.bytes - estimated(half)[1], last.bytes - expected]
+    each = (over[1] - over[0]) / max(1, len(whole) - len(half))
+    return Prediction(int(size + over[1] + max(each, 0.0) * (len(tokens) - len(whole))), files, False)
 
 
 def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_files: int) -> NDArray[np.int64]:
@@ -96,24 +89,21 @@ def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_fil
     return np.arange(first, first + max(1, int(np.searchsorted(ends, most, "right"))))
 
 
-def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str) -> tuple[int, int] | None:
-    """Writes a conversion, removes it, and returns (files, bytes); None if a part alone cannot be converted."""
+def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str) -> Prediction:
+    """Writes a conversion, removes it, and returns its size."""
+    import tempfile  # imported on use: it imports many modules
+
     with tempfile.TemporaryDirectory(prefix="actshard-plan-") as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(scratch) / "d"
         try:
-            write_all(asked, made(asked, folder), _columns(asked, made(asked, folder)), overflow)
-        except ArgumentError:
-            return None
+            overflows = write_all(asked, lambda: made(asked, folder), overflow)
+        except ActshardError as error:
+            if error.path is not None and folder in (error.path, *error.path.parents):
+                error.path = None  # removed with the folder
+            raise
         found = [Path(path, name).stat().st_size for path, _, names in os.walk(folder) for name in names]
-    return len(found), sum(found)
-
-
-def _columns(asked: Asked, target: Target) -> Columns:
-    try:
-        return checked(asked, target)
-    except NumbersMatterError:
-        return checked(asked, target, numbers=True)
+    return Prediction(sum(found), len(found), False, overflows)
 
 
 def blocks_memory(target: Target, largest: int) -> int:

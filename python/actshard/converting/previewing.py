@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,23 @@ from numpy.typing import ArrayLike, DTypeLike
 from actshard import _arguments, formats
 from actshard.converting.planning import (
     OVERFLOW,
+    Asked,
     Loss,
     ask,
     checked,
+    conversion_request,
     fitted,
-    labels_for,
     losses,
     settle,
     source,
 )
-from actshard.converting.running import overflowed, overflows
+from actshard.converting.predicting import predict
+from actshard.converting.running import content_lengths
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, boundary
 from actshard.formats.target import Target
+from actshard.inputs import fingerprint
 from actshard.layers import Layer
 from actshard.store import Store
-
-_ROWS_LOOKED_AT = 256 << 20
-"""A preview counts overflowing values only if all rows have at most this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Preview:
     files: int
     """Number of all files (inodes)."""
     bytes: int
-    """Bytes of rows with headers and padding, before compression."""
+    """Bytes of all files."""
     losses: tuple[Loss, ...]
     refused: str | None = None
     """Why the conversion is not possible, with a remedy; None if it is."""
@@ -83,15 +84,17 @@ def preview(
     cache: Any = None,
     **options: Any,
 ) -> list[Preview]:
-    """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes no file.
+    """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes nothing to ``dst``.
 
-    Values too large for a narrower ``dtype`` are counted if all rows together have at most 256 MiB. Otherwise no row is read.
+    Small conversions are written to a temporary folder, so that files and bytes are exact, and values too large for a narrower
+    ``dtype`` are counted. Of larger ones, samples are written; see :mod:`~actshard.converting.predicting`.
     """
     if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "auto", storage_options, cache)
+        digest = fingerprint(store)
         return [
             _preview(
                 store,
@@ -114,6 +117,7 @@ def preview(
                 },
                 options,
                 overflow,
+                digest,
             )
             for name in ((format,) if format is not None else formats.written())
         ]
@@ -128,6 +132,7 @@ def _preview(
     sizes: dict[str, Any],
     options: Mapping[str, Any],
     overflow: str,
+    digest: str,
 ) -> Preview:
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
     kind = formats.get(name).target() if name in formats.written() else Target  # ask() raises for unknown names
@@ -135,19 +140,24 @@ def _preview(
     if not kind.takes_shard_bytes and not only:
         sizes = {**sizes, "shard_bytes": None}
     try:
-        asked = ask(store, name, **wanted)
+        asked = replace(ask(store, name, **wanted), cast=sizes["dtype"] is not None)
         target = settle(asked, root, options=own, **sizes)
+        request = conversion_request(asked, overflow, options=own, digest=digest, **sizes)
+        sizes = {**sizes, "tokens_per_example": sizes["tokens_per_example"] if kind.ragged else target.tokens}
+        columns = checked(asked, target, every=True)  # before the lengths, which are then cached
         counts = asked.chosen(asked.stored)
         if target.tokens is not None:
             fitted(asked, target, counts, 0)
             counts = np.full_like(counts, target.tokens)
-        columns = checked(asked, target)
-        lost = 0
-        if int(counts.sum()) * len(asked.layers) * store.d_model * store.dtype.itemsize <= _ROWS_LOOKED_AT:
-            lost = overflows(asked, target, asked.count)
-            if lost and overflow == "refuse":
-                raise overflowed(asked, target, lost)
-        shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
+
+        def begun(some: Asked, folder: Path) -> Target:
+            sample = settle(some, folder, options=own, **sizes)
+            sample.request = request
+            if sample.tokens is not None:
+                sample.content_lengths = partial(content_lengths, some)
+            return sample
+
+        size = predict(asked, target, counts, begun, overflow)
         return Preview(
             name,
             root if target.names_itself else target.place(),
@@ -155,10 +165,10 @@ def _preview(
             asked.names,
             int(counts.sum()) * len(asked.layers),
             str(target.dtype),
-            shards,
-            files,
-            size,
-            tuple(losses(asked, target, columns, lost)),
+            target.estimate(counts)[0],
+            size.files,
+            size.bytes,
+            tuple(losses(asked, target, columns, size.overflows)),
         )
     except ActshardError as error:
         if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):

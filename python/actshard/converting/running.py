@@ -31,6 +31,7 @@ from actshard.converting.planning import (
     source,
 )
 from actshard.converting.saving import SavesToDisk, saves
+from actshard.converting.texts import Texts
 from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.options import FormatOptions
@@ -41,6 +42,7 @@ from actshard.opening import open_quietly
 from actshard.request import Request
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
+from actshard.writing.given import can_overflow
 from actshard.writing.sink import Sink
 
 _COMPARED = 66
@@ -191,24 +193,23 @@ def convert(
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
             fitted(asked, target, asked.chosen(asked.stored), 0)
-        lost = 0
         there = complete_at(target)
+        size, lost = 0, None
         if there is not None:
             if not (exist_ok or resume):
                 raise ExistsError.finished(there)
-            path, size = there, 0
-            known, begun = _as_it_is(asked, target, there, verify)
+            path = there
+            known, begun, lost = _as_it_is(asked, target, there, verify)
         else:
-            known = checked(asked, target)
-            try:
-                path, begun, size, lost = _write(asked, target, known, resume, progress, overflow)
-            except NumbersMatterError:
-                # sample_id_range claims that samples are numbered by order, but they are not.
-                target = settled()
-                known = checked(asked, target, numbers=True)
-                path, begun, size, lost = _write(asked, target, known, False, progress, overflow)
-        if verify:
-            lost = compare(asked, target, path)
+            target, known, (path, begun, size, lost) = _write_checked(
+                asked, target, settled, resume=resume, progress=progress, overflow=overflow
+            )
+        if verify or lost is None:
+            lost = compare(asked, target, path) if verify or _can_overflow(asked, target) else 0
+            if lost and overflow == "refuse":
+                raise _already_infinite(asked, target, lost)
+        if target.finds_by_text:
+            known.texts = Texts.of(open_quietly(path, target.format, "pread", "160MiB"))
         # Computed last: every shard has been read, so lengths are cached.
         lost_properties = tuple(losses(asked, target, known, lost))
     dtype = None if target.dtype is None else str(target.dtype)
@@ -225,19 +226,21 @@ def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> 
     return target
 
 
-def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int]:
-    """Returns columns and number of examples of a finished dataset. Raises ExistsError if it is not the requested one.
+def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
+    """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
     Its record tells. Without one, or if the files of the source were others, contents are compared: columns, and rows of some
     examples; with ``verify`` the caller compares all rows.
     """
     known = columns_for(asked, target)
     count = check_same(target, there)
-    if Request.read(there) != target.request:
-        if not verify:
-            _refuse_other(asked, target, there)
-        _refuse_other_columns(asked, target, there, known)
-    return known, count
+    found = Request.read(there)
+    if found == target.request:
+        return known, count, found.overflows
+    if not verify:
+        _refuse_other(asked, target, there)
+    _refuse_other_columns(asked, target, there, known)
+    return known, count, None
 
 
 def content_lengths(asked: Asked) -> NDArray[np.int64]:
@@ -250,16 +253,38 @@ def content_lengths(asked: Asked) -> NDArray[np.int64]:
     return np.minimum(taken, special + lengths[asked.ids(0, asked.count)])
 
 
+def _write_checked(
+    asked: Asked,
+    target: Target,
+    settled: Callable[[], Target],
+    *,
+    resume: bool,
+    progress: BlockProgress | None,
+    overflow: str,
+) -> tuple[Target, Columns, tuple[Path, int, int, int | None]]:
+    """Checks the columns and writes. Returns the target, its columns, and the values of :func:`_write`."""
+    columns = checked(asked, target)
+    try:
+        return target, columns, _write(asked, target, columns, resume, progress, overflow)
+    except NumbersMatterError:
+        # sample_id_range claims that samples are numbered by order, but they are not.
+        target = settled()
+        columns = checked(asked, target, numbers=True)
+        return target, columns, _write(asked, target, columns, False, progress, overflow)
+
+
 def _write(
     asked: Asked, target: Target, columns: Columns, resume: bool, progress: BlockProgress | None, overflow: str
-) -> tuple[Path, int, int, int]:
-    """Writes the missing examples. Returns (path, examples already committed, bytes written, values that overflowed)."""
+) -> tuple[Path, int, int, int | None]:
+    """Writes the missing examples.
+
+    Returns (path, examples already committed, bytes written, values that overflowed). The last is None if an earlier release wrote
+    the committed examples and did not record it.
+    """
     sink = Sink(target, resume=resume)
     begun = sink.committed
-    lost = 0
+    lost = sink.journal.overflows
     try:
-        if begun and overflow == "allow":
-            lost = overflows(asked, target, begun)
         LOG.info(
             "%s: converting to %s at %s, from example %d of %d",
             asked.store.path,
@@ -279,8 +304,8 @@ def _write(
             read(asked, ids, counts, lengths, memory, over)
             if sum(over) and overflow == "refuse":
                 raise overflowed(asked, target, sum(over), f" of examples {done} to {done + len(ids) - 1}")
-            lost += sum(over)
-            sink.put(Block(memory, lengths, table))
+            lost = None if lost is None else lost + sum(over)
+            sink.put(Block(memory, lengths, table, overflows=sum(over)))
             done += len(ids)
             size += rows * target.row_bytes
             del memory
@@ -300,9 +325,10 @@ def _write(
         raise
 
 
-def write_all(asked: Asked, target: Target, columns: Columns, overflow: str) -> Path:
-    """Converts the whole request to a new dataset."""
-    return _write(asked, target, columns, False, None, overflow)[0]
+def write_all(asked: Asked, settled: Callable[[], Target], overflow: str) -> int:
+    """Converts the whole request to a new dataset. Returns the number of values that overflowed."""
+    _, _, written = _write_checked(asked, settled(), settled, resume=False, progress=None, overflow=overflow)
+    return written[3] or 0
 
 
 def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
@@ -315,21 +341,20 @@ def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> Dty
     )
 
 
-def overflows(asked: Asked, target: Target, stop: int) -> int:
-    """Counts finite values of the first ``stop`` examples that become infinite in the result's dtype."""
-    if target.dtype is None or target.dtype == asked.store.dtype:
-        return 0
-    lost: list[int] = []
-    at = 0
-    for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
-        if at >= stop:
-            break
-        part = slice(0, stop - at)
-        lengths = lengths_of(target, counts[part])
-        memory = np.empty((int(np.maximum(lengths, 0).sum()), target.spec.d_model), target.dtype)
-        read(asked, ids[part], counts[part], lengths, memory, lost)
-        at += len(ids)
-    return sum(lost)
+def _already_infinite(asked: Asked, target: Target, count: int) -> DtypeError:
+    """Builds the error for infinite values that an earlier call wrote with ``overflow="allow"``."""
+    return DtypeError(
+        f"dtype: {many(count, f'finite {asked.store.dtype} value', 'is', 'are')} infinite in {target.dtype}: an earlier call wrote "
+        "them with overflow='allow'. Pass overflow='allow' (-o overflow=allow), or convert into another folder.",
+        path=target.root,
+    )
+
+
+def _can_overflow(asked: Asked, target: Target) -> bool:
+    """Whether the source's dtype has finite values that the result's dtype cannot represent."""
+    if target.dtype is None or (asked.cast and asked.store.contents.types_may_differ):
+        return target.dtype is not None
+    return can_overflow(asked.store.dtype, target.dtype)
 
 
 def _refuse_other(asked: Asked, target: Target, path: Path) -> None:

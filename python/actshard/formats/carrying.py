@@ -43,6 +43,10 @@ class Carrying:
         """Stored data that other formats cannot keep; reported as a loss."""
         return []
 
+    def generated(self, contents: Contents) -> frozenset[str]:
+        """Columns whose values actshard's writer generated, because the format requires them and it was given none."""
+        return frozenset()
+
     def fillers(self, contents: Contents) -> frozenset[str]:
         """Columns that the format always writes but that are empty in this dataset."""
         return frozenset()

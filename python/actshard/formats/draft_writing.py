@@ -23,10 +23,10 @@ from actshard._arguments import name_of
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.carrying import Carrying
 from actshard.formats.draft_examples import FLOATS, IDS, MASKS
-from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
-from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
+from actshard.formats.per_token import LAST
+from actshard.formats.target import AllExamples, Block, Spec, only
+from actshard.formats.token_target import TokenTarget
 from actshard.formats.torch_zip import NewTensor, TorchArchive
-from actshard.layers import Layer
 from actshard.work import FOLDER, rename, sync_folders
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DraftCarrying(Carrying):
         return {}, {}
 
 
-class DraftTarget(Target):
+class DraftTarget(TokenTarget):
     """Writes a file per example. Layers may have any names; the files do not record them."""
 
     kinds: ClassVar[Mapping[str, DraftKind]]
@@ -88,28 +88,19 @@ class DraftTarget(Target):
     file: ClassVar[re.Pattern[str]]
     """Relative paths of files; group 1 is the example's number."""
     copies: ClassVar[float] = 1.5
-    holds_named_layers = True
     numbers_layers = False
     holds_metadata = False
-    splits = "examples"
     takes_shard_bytes = False
-    needs_columns: ClassVar[tuple[str, ...]] = (IDS,)
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        if spec.part is not None:
-            raise ArgumentError(f"part: not supported by {self.format}; write one dataset")
         if spec.metadata:
             name = min(spec.metadata)
             raise ArgumentError(f"metadata: {self.format} files have no place for {name!r}; leave metadata out")
-        last = spec.options.get("last", LAST)
-        if last is not None and last not in spec.layers and "last" in spec.options:
-            raise ArgumentError(f"last: expected one of the layers {list(spec.layers)}, found {last!r}")
-        self.last = spec.layers.index(last) if last in spec.layers else None
-        self.aux = [k for k in range(len(spec.layers)) if k != self.last]
         self.kind_name = self._kind_name(spec.options.get("kind"))
         self.kind = self.kinds[self.kind_name]
         self.only_columns = self.kind.columns
+        self.token_types = {name: np.int64 for name in self.kind.columns if name not in self.kind.values}
         self._check_layers()
         self._new: list[Path] = []
 
@@ -125,23 +116,15 @@ class DraftTarget(Target):
         """Raises ArgumentError for layers that files of this kind cannot store, or without layers that they require."""
         kind, found = self.kind, f"found {list(self.spec.layers)}"
         what = self.format if len(self.kinds) == 1 else f"{self.format}'s {self.kind_name}"
-        if kind.has(LAST) and self.last is None:
+        if kind.has(LAST):
             others = [name for name, each in self.kinds.items() if not each.has(LAST)]
-            more = f", or pass kind={others[0]!r}, which has none" if others else ""
-            raise ArgumentError(
-                f"layers: {what} stores the last hidden state: name a layer {LAST!r}, or pass last=NAME{more}; {found}"
-            )
+            self.require_last(f"{what} stores", f", or pass kind={others[0]!r}, which has none" if others else "")
         if not kind.has(LAST) and self.last is not None:
             raise ArgumentError(f"layers: {what} has no place for the last hidden state; leave it out: {found}")
         if not kind.has(AUX) and self.aux:
             raise ArgumentError(f"layers: {what} stores the last hidden state only; pass layers=[{LAST!r}]: {found}")
         if kind.has(AUX) and not self.aux and not kind.may_lack_aux:
             raise ArgumentError(f"layers: {what} stores other layers besides the last hidden state; {found}")
-
-    @property
-    def reading(self) -> dict[Layer, Layer]:
-        made: dict[Layer, Layer] = {self.spec.layers[k]: self.spec.layers[k] for k in self.aux}
-        return made if self.last is None else {**made, self.spec.layers[self.last]: LAST}
 
     @property
     def reading_layout(self) -> dict[str, Any] | None:
@@ -183,7 +166,7 @@ class DraftTarget(Target):
     def check_columns(self, schema: pa.Schema) -> None:
         import pyarrow as pa
 
-        check_lists(pa.schema([f for f in schema if f.name not in self.kind.values]), self.kind.columns, self.format)
+        super().check_columns(pa.schema([f for f in schema if f.name not in self.kind.values]))
         for field in schema:
             plain = (
                 pa.types.is_integer,
@@ -194,22 +177,6 @@ class DraftTarget(Target):
             )
             if field.name in self.kind.values and not any(is_(field.type) for is_ in plain):
                 raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or strings, found {field.type}")
-
-    def check_count(self, n: int, columns: Sequence[str]) -> None:
-        if IDS not in columns:
-            raise ArgumentError(
-                f"columns: {self.format} stores token ids: pass columns={{{IDS!r}: [...]}}, a list per example"
-            )
-
-    def check_values(self, table: pa.Table, first: int) -> None:
-        self._per_token(table, first)
-
-    def _per_token(self, table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
-        return {
-            name: values_of(table[name], name, first, np.int64)
-            for name in table.column_names
-            if name not in self.kind.values
-        }
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "kind": self.kind_name, "last": self.last, "name": self.name(0)}
@@ -223,14 +190,7 @@ class DraftTarget(Target):
             if not self.kind.has(LAST):
                 text = f"{self.format} does not record their number: {names} are read as one layer"
             made.append(("layers", f"{text}; open with layout={{'layers': {stored!r}}} to name them"))
-        if self.last is not None and self.spec.layers[self.last] != LAST:
-            made.append(
-                (
-                    "layers",
-                    f"{self.format} does not record their names: {self.spec.layers[self.last]} is read as {LAST!r}",
-                )
-            )
-        return made + made_up_masks(self.kind.columns, columns)
+        return made + super().further_losses(columns)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -260,15 +220,8 @@ class DraftTarget(Target):
         return {**made, **more}
 
     def write(self, block: Block) -> None:
-        tokens = uniform(block.lengths, self.format, self.spec.layers)
-        if (tokens <= 0).any():
-            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
-            raise ArgumentError(f"example {bad} has no tokens, and {self.format} requires at least one; leave it out")
-        if block.columns is None:
-            raise ArgumentError(f"columns: {self.format} stores token ids: pass columns={{{IDS!r}: [...]}}")
-        per_token = self._per_token(block.columns, self.n)
-        for name, (_, counts) in per_token.items():
-            check_counts(counts, tokens, name, self.n)
+        tokens, per_token = self.tokens_of(block)
+        assert block.columns is not None
         values = {
             name: block.columns[name].to_pylist() for name in self.kind.values if name in block.columns.column_names
         }
@@ -333,7 +286,7 @@ class DraftTarget(Target):
         if found != len(examples):
             raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root)
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         each = 8 * len(self.kind.columns) + len(self.spec.layers) * row
         return len(tokens), len(tokens), int(tokens.sum()) * each + _AROUND * len(tokens)

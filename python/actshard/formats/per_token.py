@@ -217,6 +217,15 @@ def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDA
     return found.astype(dtype, copy=False), counts
 
 
+ColumnValues = dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
+"""By column name, the values of all tokens, and the number of values of each example."""
+
+
+def token_values(table: pa.Table, types: Mapping[str, DTypeLike], first: int) -> ColumnValues:
+    """The values of a table's per-token columns. ``types``: their names and dtypes; other arguments as for :func:`values_of`."""
+    return {name: values_of(table[name], name, first, types[name]) for name in table.column_names if name in types}
+
+
 def made_up_masks(stored: Sequence[str], columns: Sequence[str]) -> list[tuple[str, str]]:
     """Losses of a conversion whose source lacks masks. ``stored``: the format's columns; ``columns``: the source's."""
     lacking = [name for name in stored if name.endswith("_mask") and name not in columns]

@@ -242,7 +242,7 @@ class PlainTarget(Target):
         """Additional lines for a table of the description."""
         return []
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         layers, item = len(self.spec.layers), 4 if self.dtype is None else self.itemsize
         ragged = len(tokens) > 0 and not (tokens == tokens[0]).all()
         return layers, layers + 1 + ragged, layers * (128 + int(tokens.sum()) * self.spec.d_model * item)

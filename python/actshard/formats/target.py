@@ -72,6 +72,8 @@ class Block:
     """Columns of the examples; numeric arrays as fixed-size lists."""
     own: NDArray[np.int64] | None = None
     """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
+    overflows: int = 0
+    """Number of values that are infinite here and finite in the source of a conversion."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -148,8 +150,6 @@ class Target(ABC):
     """Whether the format stores lengths of examples before padding."""
     finds_by_text = False
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
-    without_text = 0
-    """Number of examples written without a text although others have one, in formats that find examples by text."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
@@ -369,7 +369,7 @@ class Target(ABC):
         return self.root
 
     @abstractmethod
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
@@ -651,5 +651,11 @@ def refuse_existing(path: Path) -> None:
         if found:
             shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)
-    elif path.exists() or path.is_symlink():
-        raise ExistsError("expected a folder or nothing, found a file", path=path)
+    refuse_file(path)
+
+
+def refuse_file(path: Path) -> None:
+    """Raises ExistsError for a file, and for a link that leads nowhere."""
+    if os.path.lexists(path) and not path.is_dir():
+        found = "a file" if path.exists() else "a link that leads nowhere"
+        raise ExistsError(f"expected a folder or nothing, found {found}", path=path)

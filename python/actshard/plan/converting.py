@@ -177,7 +177,7 @@ def _planned(
     root: Path,
 ) -> Plan:
     request = target.request
-    columns = checked(asked, target)
+    columns = checked(asked, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(asked, target)
     count = len(asked.layers)
     block = int(layout.firsts[1]) if len(layout.firsts) > 1 else asked.count
@@ -291,7 +291,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
 
 
 @dataclass
-class _Opened:
+class _OpenedPlan:
     """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
     asked: Asked
@@ -299,12 +299,12 @@ class _Opened:
     overflow: str
 
     @classmethod
-    def of(cls, plan: Planned) -> _Opened:
+    def of(cls, plan: Planned) -> _OpenedPlan:
         with _trusting_no_plan(plan):
             return cls._of(plan)
 
     @classmethod
-    def _of(cls, plan: Planned) -> _Opened:
+    def _of(cls, plan: Planned) -> _OpenedPlan:
         given = plan.arguments
         store = source(given["src"], given["src_format"], "pread", layout=given.get("layout"))
         pairs = given["layers"]
@@ -365,11 +365,11 @@ class Converting(Verb):
     """Runs the tasks of a conversion."""
 
     name = "convert"
-    _known: tuple[str, _Opened] | None = None
+    _known: tuple[str, _OpenedPlan] | None = None
 
-    def _request(self, plan: Planned) -> _Opened:
+    def _request(self, plan: Planned) -> _OpenedPlan:
         if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _Opened.of(plan))
+            self._known = (plan.id, _OpenedPlan.of(plan))
         return self._known[1]
 
     def check_plan(self, plan: Planned, path: Path) -> None:
@@ -472,7 +472,8 @@ class Converting(Verb):
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
-        keep_request(target.root, target.request)
+        overflows = sum(int(result.value["overflows"]) for result in results)
+        keep_request(target.root, target.request.finished(target.n, overflows))
         place = target.place()
         if place != target.root:
             rename(target.root, place)

@@ -268,7 +268,7 @@ def _predicted(
 
 def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
     """Shards, files and bytes of examples with ``tokens`` tokens; above :data:`_ESTIMATED` examples in proportion."""
-    shards, files, size = target.estimate(np.full(min(count, _ESTIMATED), tokens, np.int64), has_labels=False)
+    shards, files, size = target.estimate(np.full(min(count, _ESTIMATED), tokens, np.int64))
     if count <= _ESTIMATED:
         return shards, files, size
     all_shards = -(-shards * count // _ESTIMATED)

@@ -111,7 +111,7 @@ class Journal:
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
-        examples, table = record.get("examples"), record.get("table")
+        examples, table, overflows = record.get("examples"), record.get("table"), record.get("overflows", 0)
         for name, right, expected in (
             (
                 "examples",
@@ -119,6 +119,7 @@ class Journal:
                 f"a number from {self.examples}",
             ),
             ("state", isinstance(record.get("state"), dict), "an object"),
+            ("overflows", type(overflows) is int and 0 <= overflows < 1 << 62, "a number"),
             ("table", table is None or (isinstance(table, str) and _TABLE.fullmatch(table)), "examples-NNNNNN.arrow"),
         ):
             if not right:
@@ -134,16 +135,25 @@ class Journal:
         """Number of committed examples."""
         return int(self.commits[-1]["examples"]) if self.commits else 0
 
-    def commit(self, examples: int, table: pa.Table | None, state: dict[str, Any], files: Sequence[str] = ()) -> None:
+    @property
+    def overflows(self) -> int | None:
+        """Number of finite values that a conversion stored as infinity; None if an earlier release did not record it."""
+        counts = [record["overflows"] for record in self.commits if "overflows" in record]
+        return sum(counts) if len(counts) == len(self.commits) else None
+
+    def commit(
+        self, examples: int, table: pa.Table | None, state: dict[str, Any], overflows: int, files: Sequence[str]
+    ) -> None:
         """Records a commit.
 
         Args:
             examples: total number of committed examples.
             table: columns and lengths of the examples added since the last commit; None for none.
             state: the target's state, for resuming.
+            overflows: number of finite values that these examples store as infinity.
             files: the files that the examples were written to, relative to the dataset's folder.
         """
-        record: dict[str, Any] = {"examples": examples, "state": state}
+        record: dict[str, Any] = {"examples": examples, "state": state, "overflows": overflows}
         if table is not None:
             name = f"examples-{len(self.commits):06}.arrow"
             _write_table(self.folder / name, table)

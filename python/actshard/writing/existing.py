@@ -7,7 +7,7 @@ from pathlib import Path
 from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
-from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
+from actshard.formats.target import Target, refuse_existing, refuse_file, refuse_in_the_way, refuse_parts
 from actshard.location import Location
 from actshard.request import Request
 from actshard.work import (
@@ -39,6 +39,8 @@ def _finished(target: Target) -> Path | None:
     if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
         return target.spec.path
     found = target.existing(None)
+    if target.names_itself:
+        refuse_file(target.spec.path)
     if found is not None or target.names_itself:
         return found
     journal = Journal(target.root)

@@ -103,11 +103,14 @@ def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> No
 
 def overflows(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
     """Counts finite values that are too large for ``dtype``."""
-    narrow, wide = _finite(dtype), _finite(array.dtype)
-    if narrow is None or (wide is not None and wide <= narrow):
-        return 0
-    count: int = _native.count_overflows(np.ascontiguousarray(array), dtype)
+    count: int = _native.count_overflows(np.ascontiguousarray(array), dtype) if can_overflow(array.dtype, dtype) else 0
     return count
+
+
+def can_overflow(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether ``source`` has finite values that are too large for ``dtype``."""
+    narrow, wide = _finite(dtype), _finite(source)
+    return narrow is not None and (wide is None or wide > narrow)
 
 
 def _finite(dtype: np.dtype[Any]) -> float | None:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import queue
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ class Sink:
         self.check()
         fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
         self.columns.keep(fitted)
-        self.put_fitted(Block(block.memory, block.lengths, fitted.table, block.own))
+        self.put_fitted(replace(block, columns=fitted.table))
 
     def put_fitted(self, block: Block) -> None:
         """Queues a block whose columns were already fitted."""
@@ -279,7 +280,7 @@ class Sink:
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    keep_request(target.root, target.request.finished(self.committed))
+                    keep_request(target.root, target.request.finished(self.committed, self.journal.overflows))
                 self.journal.finish()
             place = target.place()
             if place != target.root:
@@ -389,7 +390,7 @@ class Sink:
         size = int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
         self.written_bytes += size
         self._since += size
-        self._waiting.append(Block(block.memory[:0], block.lengths, block.columns, block.own))
+        self._waiting.append(replace(block, memory=block.memory[:0]))
         self.give_back(block.memory)
 
     def _configure(self) -> None:
@@ -407,7 +408,8 @@ class Sink:
         self.target.committed()
         below = len(os.fspath(self.target.root)) + 1
         files = [os.fspath(path)[below:] for path in paths if path not in folders]
-        self.journal.commit(self.target.n, table_of(self._waiting), state, files)
+        overflows = sum(block.overflows for block in self._waiting)
+        self.journal.commit(self.target.n, table_of(self._waiting), state, overflows, files)
         self._waiting.clear()
         self._since = 0
         self.committed = self.target.n

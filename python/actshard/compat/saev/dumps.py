@@ -54,6 +54,10 @@ class PixelAgg(enum.Enum):
     PREFER_FG = "prefer-fg"
 
 
+_LEAST = {"content_tokens_per_example": 1, "d_model": 1, "n_examples": 0, "max_tokens_per_shard": 1}
+"""Smallest values of the numbers in the metadata."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
     """``metadata.json`` of a dump, protocol 2.1. Fields and their order are upstream's and determine the hash."""
@@ -73,8 +77,8 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
-        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
-            expect_integer(name, getattr(self, name), 1)
+        for name, least in _LEAST.items():
+            expect_integer(name, getattr(self, name), least)
         for name in ("family", "ckpt", "data", "dtype", "protocol"):
             expect(name, getattr(self, name), str, "text")
         expect("cls_token", self.cls_token, bool, "a bool")
@@ -107,8 +111,8 @@ class Metadata:
                 path=path,
                 code="metadata",
             )
-        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
-            values[name] = fields.integer(name)
+        for name, least in _LEAST.items():
+            values[name] = fields.integer(name, minimum=least)
         for name in ("family", "ckpt", "data", "dataset", "dtype", "protocol"):
             if name in values:
                 values[name] = fields.text(name)
@@ -237,23 +241,25 @@ class ShardInfo:
             raise MissingFileError(f"Shard validation failed. {'. '.join(problems)}", path=folder.resolve())
 
 
+_AGAIN = "Re-run inference to regenerate shards on /fs/scratch."
+"""saev's own hint, for programs that look for it: /fs/scratch is its authors' file system."""
+
+
 def _instead(folder: pathlib.Path) -> str:
     """saev's message for a missing ``shards.json``, with the folder's contents."""
     where = folder.resolve(strict=False)
     kind = Location.at(folder).kind()
     if kind is None:
-        return f"Shard directory is missing: '{where}'. Scratch shards may have been cleaned; re-run inference to regenerate them."
+        return f"Shard directory is missing: '{where}'. Scratch shards may have been cleaned. {_AGAIN}"
     if kind != "folder":
         return f"Expected shard directory at '{where}', but it is not a directory."
     acts = [entry.name for entry in Location.at(folder).entries("acts*.bin")]
     found = f"Shard directory exists: '{where}'. acts*.bin files found: {len(acts)}."
     if not acts:
-        return f"{found} No shard binaries were found. Re-run inference to regenerate shards."
+        return f"{found} No shard binaries were found. {_AGAIN}"
     shown = ", ".join(acts[:5]) + (", ..." if len(acts) > 5 else "")
-    return (
-        f"{found} Example shard files: {shown}. This looks like an incomplete or older shard layout without shards.json. "
-        "Re-run inference to regenerate shards."
-    )
+    found += f" Example shard files: {shown}."
+    return f"{found} This looks like an incomplete or older shard layout without shards.json. {_AGAIN}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard._json import Fields
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.automodel.files import COLUMNS, DTYPES, MANIFEST, OF_FILES, DraftManifest
-from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
-from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive
+from actshard.formats.per_token import LAST, check_counts, token_values
+from actshard.formats.target import AllExamples, Block, Spec, only, positive
+from actshard.formats.token_target import TokenTarget
 from actshard.layers import Layer
 from actshard.location import Location
 from actshard.work import rename, sync_folders, write_bytes
@@ -37,7 +38,7 @@ _ORDER = ("I64", "F32", "F16", "BF16")
 """Dtypes in the order in which the safetensors library sorts tensors. Tensors of one dtype are sorted by name."""
 
 
-class AutomodelTarget(Target):
+class AutomodelTarget(TokenTarget):
     """Writes a DSpark cache. Layers are integers, and the last hidden state."""
 
     format: ClassVar[str] = "automodel"
@@ -51,23 +52,18 @@ class AutomodelTarget(Target):
     decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
     ragged = False
     copies: ClassVar[float] = 2.0
-    holds_named_layers = True
-    splits = "examples"
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS["dspark"]
-    needs_columns: ClassVar[tuple[str, ...]] = (_IDS,)
+    token_types: Mapping[str, DTypeLike] = dict.fromkeys(COLUMNS["dspark"], np.int64)
+    reserved: ClassVar[Collection[str]] = OF_FILES
     padding_note: ClassVar[str] = "and their lengths are not stored: loss_mask is 0 there"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        if spec.part is not None:
-            raise ArgumentError("part: not supported by automodel; write one dataset")
         if spec.num_examples is None:
             raise ArgumentError(
                 "num_examples: expected the number of examples, which the first bytes of automodel's shards depend on; pass it"
             )
-        if taken := sorted(set(OF_FILES) & spec.metadata.keys()):
-            raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
         lacking = [name for name, kind in _NEEDED.items() if type(spec.metadata.get(name)) is not kind]
         if lacking:
             raise ArgumentError(
@@ -79,41 +75,14 @@ class AutomodelTarget(Target):
         if type(self.pad) is not int or not 0 <= self.pad < 1 << 31:
             raise ArgumentError(f"pad_token_id: expected a token id, found {self.pad!r}")
         self._tokens = spec.tokens
-        self._name_layers()
+        remedy = "; EAGLE-3 caches, which store the target's distribution, are not written"
+        self.require_last("automodel's DSpark caches store", remedy)
+        self.ids = self.layer_ids()
         self._dirty: set[int] = set()
 
-    def _name_layers(self) -> None:
-        """Determines which layer is the last hidden state, and the ids of the others."""
-        layers, wanted = self.spec.layers, self.spec.options.get("last", LAST)
-        if wanted not in layers:
-            raise ArgumentError(
-                f"layers: automodel's DSpark caches store the last hidden state: name a layer {LAST!r}, or pass last=NAME; EAGLE-3 "
-                f"caches, which store the target's distribution, are not written; found {list(layers)}"
-            )
-        self.last = layers.index(wanted)
-        self.others = [k for k in range(len(layers)) if k != self.last]
-        ids = self.spec.options.get("layer_ids", [layers[k] for k in self.others])
-        if not isinstance(ids, list) or len(ids) != len(self.others):
-            raise ArgumentError(
-                f"layer_ids: expected {len(self.others)} integers, one for each other layer, found {ids!r}"
-            )
-        if not ids:
-            raise ArgumentError(
-                f"layers: automodel stores other layers besides the last hidden state; found {list(layers)}"
-            )
-        if any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
-            raise ArgumentError(
-                f"layers: expected different integers of at least -1 as target_layer_ids, found {ids}; pass layer_ids=[...]"
-            )
-        self.ids: list[int] = ids
-
     @property
-    def reading(self) -> dict[Layer, Layer]:
-        made: dict[Layer, Layer] = {self.spec.layers[k]: id for k, id in zip(self.others, self.ids, strict=True)}
-        return {**made, self.spec.layers[self.last]: LAST}
-
-    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        return made_up_masks(COLUMNS["dspark"], columns)
+    def aux_names(self) -> Sequence[Layer]:
+        return self.ids
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, tuple(DTYPES.values()), "automodel", "")
@@ -128,17 +97,8 @@ class AutomodelTarget(Target):
     def tokens(self) -> int | None:
         return self._tokens
 
-    def check_columns(self, schema: pa.Schema) -> None:
-        check_lists(schema, COLUMNS["dspark"], "automodel")
-
-    def check_count(self, n: int, columns: Sequence[str]) -> None:
-        if _IDS not in columns:
-            raise ArgumentError(
-                "columns: automodel stores token ids: pass columns={'input_ids': [...]}, a list per example"
-            )
-
     def check_values(self, table: pa.Table, first: int) -> None:
-        ids, counts = self._values(table, first)[_IDS]
+        ids, counts = token_values(table, self.token_types, first)[_IDS]
         most = self.spec.metadata["target_vocab_size"]
         if (wrong := np.flatnonzero((ids < 0) | (ids >= most))).size:
             bad = first + int(np.searchsorted(np.cumsum(counts), wrong[0], side="right"))
@@ -146,10 +106,6 @@ class AutomodelTarget(Target):
                 f"columns: {_IDS!r}: expected token ids below {most}, metadata's target_vocab_size, found {ids[wrong[0]]} in "
                 f"example {bad}"
             )
-
-    @staticmethod
-    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
-        return {name: values_of(table[name], name, first, np.int64) for name in table.column_names}
 
     def config(self) -> dict[str, Any]:
         own = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
@@ -232,11 +188,10 @@ class AutomodelTarget(Target):
         return header, {name: len(header) + each["data_offsets"][0] for name, each in made.items()}, len(header) + at
 
     def write(self, block: Block) -> None:
-        if block.columns is None:
-            raise ArgumentError("columns: automodel stores token ids: pass columns={'input_ids': [...]}")
+        assert block.columns is not None  # as check_count requires
         assert self._tokens is not None
         n, s, width = len(block), self._tokens, self.spec.d_model
-        values = self._values(block.columns, self.n)
+        values = token_values(block.columns, self.token_types, self.n)
         counts = values[_IDS][1]
         if block.own is not None:
             check_counts(np.minimum(counts, s), block.own, _IDS, self.n)
@@ -247,7 +202,7 @@ class AutomodelTarget(Target):
         tensors = {
             _IDS: _padded(*values[_IDS], s, self.pad),
             _MASK: _padded(*values.get(_MASK, ones), s, 0),
-            _AUX: states[:, self.others].transpose(0, 2, 1, 3),
+            _AUX: states[:, self.aux].transpose(0, 2, 1, 3),
             _LAST_STATES: states[:, self.last],
         }
         self._put_tensors(n, {name: np.ascontiguousarray(each) for name, each in tensors.items()})
@@ -296,7 +251,7 @@ class AutomodelTarget(Target):
         # As Automodel writes it: sorted keys, two spaces.
         write_bytes(self.root / MANIFEST, json.dumps(manifest.fields.value, indent=2, sort_keys=True).encode())
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         each = 16 + len(self.spec.layers) * row
         shards = -(-len(tokens) // self.shard_size)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError, FormatError
@@ -28,13 +28,11 @@ from actshard.formats.deepspec.manifest import (
     RECORDS,
     TOKEN_BYTES,
 )
-from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
-from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive, uniform
+from actshard.formats.per_token import LAST, ColumnValues
+from actshard.formats.target import AllExamples, Block, Spec, only, positive
+from actshard.formats.token_target import TokenTarget
 from actshard.layers import Layer
 from actshard.work import sync_folders, write_bytes
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MAX_SHARD_BYTES = 64 << 30
 """DeepSpec's default size of a shard."""
@@ -55,7 +53,7 @@ _RESERVED = (
 """Fields of the manifest that describe the files."""
 
 
-class DeepspecTarget(Target):
+class DeepspecTarget(TokenTarget):
     """Writes a target cache. Layers are integers, ascending, and the last hidden state."""
 
     format: ClassVar[str] = "deepspec"
@@ -67,64 +65,29 @@ class DeepspecTarget(Target):
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
     copies: ClassVar[float] = 2.0
-    holds_named_layers = True
-    splits = "examples"
     only_columns: tuple[str, ...] | None = COLUMNS
-    needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
+    token_types: Mapping[str, DTypeLike] = dict(zip(COLUMNS, (np.int32, np.uint8, np.uint8), strict=True))
+    reserved: ClassVar[Collection[str]] = _RESERVED
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        if spec.part is not None:
-            raise ArgumentError("part: not supported by deepspec; write one dataset")
-        if taken := sorted(set(_RESERVED) & spec.metadata.keys()):
-            raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
         self.version = spec.options.get("version", 2)
         if self.version not in (2, 4) or isinstance(self.version, bool):
             raise ArgumentError(f"version: expected 2 or 4, found {self.version!r}")
         self.record = positive(spec.options, "index_record_size", 56 if self.version == 2 else 64)
         if self.record not in ((56,) if self.version == 2 else (60, 64)):
             raise ArgumentError(f"index_record_size: expected 56, or 60 or 64 with version=4, found {self.record!r}")
-        self._name_layers()
+        if self.version == 2:
+            self.require_last("version 2 stores", ", or pass version=4, which DeepSpec's fork reads")
+        pairs = sorted(zip(self.layer_ids(), self.aux, strict=True))
+        self.ids, self.aux = [layer for layer, _ in pairs], [k for _, k in pairs]
         self.shard = self.size = 0
         """Number and size of the shard that is being written."""
         self._dirty: set[Path] = set()
 
-    def _name_layers(self) -> None:
-        """Determines which layers are stored where, and their ids."""
-        layers, wanted = self.spec.layers, self.spec.options.get("last", LAST)
-        if wanted is not None and wanted not in layers and "last" in self.spec.options:
-            raise ArgumentError(f"last: expected one of the layers {list(layers)}, found {wanted!r}")
-        self.last = layers.index(wanted) if wanted in layers else None
-        if self.last is None and self.version == 2:
-            raise ArgumentError(
-                "layers: version 2 stores the last hidden state: name the layer 'last', pass last=NAME, or pass version=4, which "
-                "DeepSpec's fork reads"
-            )
-        others = [i for i in range(len(layers)) if i != self.last]
-        ids = self.spec.options.get("layer_ids")
-        if ids is None:
-            ids = [layers[i] for i in others]
-        elif not isinstance(ids, list | tuple) or len(ids) != len(others):
-            raise ArgumentError(f"layer_ids: expected {len(others)} integers, one for each other layer, found {ids!r}")
-        if not others:
-            raise ArgumentError(
-                f"layers: deepspec stores other layers besides the last hidden state; found {list(layers)}"
-            )
-        if any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
-            raise ArgumentError(
-                f"layers: expected different integers of at least -1 as target_layer_ids, found {list(ids)}; pass layer_ids=[...]"
-            )
-        order = sorted(range(len(ids)), key=lambda k: ids[k])
-        self.ids = [int(ids[k]) for k in order]
-        self.others = [others[k] for k in order]
-
     @property
-    def reading(self) -> dict[Layer, Layer]:
-        made: dict[Layer, Layer] = {self.spec.layers[k]: id for k, id in zip(self.others, self.ids, strict=True)}
-        return made if self.last is None else {**made, self.spec.layers[self.last]: LAST}
-
-    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        return made_up_masks(COLUMNS, columns)
+    def aux_names(self) -> Sequence[Layer]:
+        return self.ids
 
     @classmethod
     def conversion_options(
@@ -135,23 +98,6 @@ class DeepspecTarget(Target):
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, ("BF16",), "deepspec", ", as DeepSpec's reader does")
-
-    def check_columns(self, schema: pa.Schema) -> None:
-        check_lists(schema, COLUMNS, "deepspec")
-
-    def check_count(self, n: int, columns: Sequence[str]) -> None:
-        if "input_ids" not in columns:
-            raise ArgumentError(
-                "columns: deepspec stores token ids: pass columns={'input_ids': [...]}, a list per example"
-            )
-
-    def check_values(self, table: pa.Table, first: int) -> None:
-        self._values(table, first)
-
-    @staticmethod
-    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
-        kinds = dict(zip(COLUMNS, (np.int32, np.uint8, np.uint8), strict=True))
-        return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
 
     def config(self) -> dict[str, Any]:
         made = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
@@ -220,15 +166,7 @@ class DeepspecTarget(Target):
         return self.record
 
     def write(self, block: Block) -> None:
-        tokens = uniform(block.lengths, "deepspec", self.spec.layers)
-        if (tokens <= 0).any():
-            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
-            raise ArgumentError(f"example {bad} has no tokens, and deepspec requires at least one; leave it out")
-        if block.columns is None:
-            raise ArgumentError("columns: deepspec stores token ids: pass columns={'input_ids': [...]}")
-        per_token = self._values(block.columns, self.n)
-        for name, (_, counts) in per_token.items():
-            check_counts(counts, tokens, name, self.n)
+        tokens, per_token = self.tokens_of(block)
         sizes = self.example_bytes(tokens)
         buffer, firsts = self._packed(block, tokens, per_token, sizes)
         records, pieces, files = self._placed(tokens, sizes, firsts)
@@ -242,11 +180,11 @@ class DeepspecTarget(Target):
         self,
         block: Block,
         tokens: NDArray[np.int64],
-        per_token: Mapping[str, tuple[NDArray[Any], Any]],
+        per_token: ColumnValues,
         sizes: NDArray[np.int64],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The examples as bytes, and the offset of each."""
-        width, layers = self.spec.d_model, len(self.others)
+        width, layers = self.spec.d_model, len(self.aux)
         firsts = np.concatenate([[0], np.cumsum(sizes)])
         buffer = np.empty(int(firsts[-1]), np.uint8)
         memory, starts = block.memory.view(np.uint16), block.starts
@@ -258,7 +196,7 @@ class DeepspecTarget(Target):
                 into[:] = per_token[name][0][here].view(np.uint8) if name in per_token else 1
             body = buffer[first + TOKEN_BYTES * s : first + int(sizes[i])].view(np.uint16)
             states = body[: s * layers * width].reshape(s, layers, width)
-            for k, layer in enumerate(self.others):
+            for k, layer in enumerate(self.aux):
                 states[:, k] = memory[starts[i, layer] : starts[i, layer] + s]
             if self.last is not None:
                 body[s * layers * width :].reshape(s, width)[:] = memory[
@@ -335,7 +273,7 @@ class DeepspecTarget(Target):
             }
         return made
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         shards, size = 1, 0
         for each in self.example_bytes(tokens).tolist():
             if size and size + each > self.most:

@@ -363,7 +363,7 @@ class HfArrowTarget(Target):
                 digest.update(memoryview(batch.serialize()))
         return digest.hexdigest()[:16]
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (4 if self.dtype is None else self.itemsize)
         size = int(tokens.sum()) * len(self.columns) * (row + (0 if self.rows == "vectors" else 4)) + 4 * len(tokens)
         shards = max(1, -(-size // self.limit))

@@ -28,14 +28,16 @@ class LmprobeCarrying(Carrying):
         full = _hidden(contents.metadata).get("storage") == "full_sequence"
         return [name for name in super().names(contents) if not (full and name == "num_tokens")]
 
+    def generated(self, contents: Contents) -> frozenset[str]:
+        names = contents.metadata.get(MADE_UP)
+        return frozenset({"text"}.intersection(contents.column_names, names if isinstance(names, list) else ()))
+
     def fillers(self, contents: Contents) -> frozenset[str]:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        made_up = contents.metadata.get(MADE_UP)
-        empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names}
-        found = {"text"} & empty if isinstance(made_up, list) and "text" in made_up else set()
-        empty -= found
+        found = self.generated(contents)
+        empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names} - found
         read = contents.column_batches or (lambda names: iter([contents.columns(names)]))  # some examples only
         for table in read(sorted(empty)) if empty else ():
             for name in sorted(empty):
@@ -47,7 +49,7 @@ class LmprobeCarrying(Carrying):
                     empty.discard(name)
             if not empty:
                 break
-        return frozenset(found | empty)
+        return found | empty
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         kept = without_files(contents.metadata)

@@ -391,7 +391,7 @@ class LmprobeTarget(Target):
         counts: list[int] = np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
         return counts
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         self._rest, self._weight = [], 0
         if self.full:
             self._assign(tokens)
@@ -517,7 +517,6 @@ class LmprobeTarget(Target):
             **{k: v for k, v in meta.items() if k not in ("name", "revision", MADE_UP)},
         }
         no_text = "text" not in columns
-        self.without_text = 0 if no_text else columns["text"].null_count
         if no_text:
             info[MADE_UP] = ["text"]
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in info.items()}

@@ -207,7 +207,7 @@ class PickleTarget(Target):
         self.shards += self._added
         self._new, self._added = [], []
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         rows = tokens * len(self.spec.layers)
         most = max(1, self.block_bytes // self.row_bytes)
         shards, used = 1, 0

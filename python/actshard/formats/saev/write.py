@@ -359,13 +359,11 @@ class SaevTarget(Target):
         if (lengths < content).any():
             write_bytes(self.root / LENGTHS, lengths.astype("<u4").tobytes())
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         n, eps = len(tokens), self.eps
         shards = -(-n // eps)
         examples = shards * (self.budget_of(n) // self.per_example) if self.protocol == "2.1" else n
-        assert self._tokens is not None
-        labels = n * (self._tokens - self.cls) if has_labels else 0
-        return shards, shards + 2 + has_labels, examples * self.example_bytes + labels
+        return shards, shards + 2, examples * self.example_bytes
 
     def place(self) -> Path:
         return self.spec.path / self.hash(self.n)

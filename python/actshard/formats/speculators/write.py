@@ -9,21 +9,22 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard._json import read_json
-from actshard.errors import ArgumentError, FormatError
-from actshard.formats.per_token import LAST, check_counts, check_lists, made_up_masks, values_of
+from actshard.errors import FormatError
+from actshard.formats.per_token import LAST, token_values
 from actshard.formats.scales import ScaleLoss, Scaling
 from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
-from actshard.formats.target import AllExamples, Block, Spec, Target, only, uniform
+from actshard.formats.target import AllExamples, Block, Spec, only
+from actshard.formats.token_target import TokenTarget
 from actshard.layers import Layer
 from actshard.location import Location
 from actshard.work import sync_folders, whole_file, write_bytes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("input_ids", "loss_mask")
+_TYPES: Mapping[str, DTypeLike] = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
 _ROWS = "data-00000-of-00001.arrow"
 _ROWS_AT_ONCE = 1000
 """Number of rows per record batch, as in ``datasets``."""
@@ -45,7 +47,7 @@ _RESERVED = ("features", "splits", LAYERS, SCALED_BY)
 _MEASURED = frozenset(ScaleLoss.__dataclass_fields__)
 
 
-class SpeculatorsTarget(Target):
+class SpeculatorsTarget(TokenTarget):
     """Writes training data of speculators. Layers have any names; one is the last hidden state."""
 
     format: ClassVar[str] = "speculators"
@@ -56,12 +58,11 @@ class SpeculatorsTarget(Target):
         'example, or one for the "whole" example',
     }
     copies: ClassVar[float] = 1.5
-    holds_named_layers = True
-    splits = "examples"
     numbers_layers = False
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS
-    needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
+    token_types: Mapping[str, DTypeLike] = _TYPES
+    reserved: ClassVar[Collection[str]] = _RESERVED
 
     def __init__(self, spec: Spec) -> None:
         self.scaling = Scaling.asked(spec.dtype, spec.options.get("scales"), self.format)
@@ -70,26 +71,13 @@ class SpeculatorsTarget(Target):
                 spec, dtype=NUMPY_BY_NAME["BF16"]
             )  # the rows' dtype; they become codes when they are written
         super().__init__(spec)
-        if spec.part is not None:
-            raise ArgumentError("part: not supported by speculators; write one dataset")
-        if taken := sorted(set(_RESERVED) & spec.metadata.keys()):
-            raise ArgumentError(f"metadata: {taken[0]!r} is written by actshard; leave it out")
-        last = spec.options.get("last", LAST)
-        if last not in spec.layers:
-            raise ArgumentError(
-                f"layers: speculators stores the last hidden state: name a layer {LAST!r}, or pass last=NAME; found "
-                f"{list(spec.layers)}"
-            )
-        self.last = spec.layers.index(last)
-        self.order = [*(k for k in range(len(spec.layers)) if k != self.last), self.last]
+        self.require_last("speculators stores")
+        assert self.last is not None
+        self.order = [*self.aux, self.last]
         self._dirty: list[Path] = []
 
-    @property
-    def reading(self) -> dict[Layer, Layer]:
-        return {self.spec.layers[k]: LAST if k == self.last else self.spec.layers[k] for k in self.order}
-
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        return made_up_masks(COLUMNS, columns) + self._scaled()
+        return super().further_losses(columns) + self._scaled()
 
     def _scaled(self) -> list[tuple[str, str]]:
         if self.scaling is None:
@@ -121,18 +109,6 @@ class SpeculatorsTarget(Target):
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, FLOATS, "speculators", "")
-
-    def check_columns(self, schema: pa.Schema) -> None:
-        check_lists(schema, COLUMNS, "speculators")
-
-    def check_count(self, n: int, columns: Sequence[str]) -> None:
-        if "input_ids" not in columns:
-            raise ArgumentError(
-                "columns: speculators stores token ids: pass columns={'input_ids': [...]}, a list per example"
-            )
-
-    def check_values(self, table: pa.Table, first: int) -> None:
-        _values(table, first)
 
     def config(self) -> dict[str, Any]:
         scaled = {} if self.scaling is None else {"scales": [self.scaling.name, self.scaling.scales]}
@@ -195,15 +171,7 @@ class SpeculatorsTarget(Target):
         body[: scales.nbytes] = scales.reshape(-1).view(np.uint8)
 
     def write(self, block: Block) -> None:
-        tokens = uniform(block.lengths, "speculators", self.spec.layers)
-        if (tokens <= 0).any():
-            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
-            raise ArgumentError(f"example {bad} has no tokens, and speculators requires at least one; leave it out")
-        if block.columns is None:
-            raise ArgumentError("columns: speculators stores token ids: pass columns={'input_ids': [...]}")
-        values = _values(block.columns, self.n)
-        for name, (_, counts) in values.items():
-            check_counts(counts, tokens, name, self.n)
+        tokens, values = self.tokens_of(block)
         headers = [self._header(n) for n in tokens.tolist()]
         sizes = [
             len(header) + 8 * n + self._states_bytes(n) for header, n in zip(headers, tokens.tolist(), strict=True)
@@ -250,17 +218,12 @@ class SpeculatorsTarget(Target):
         names = [self.spec.layers[k] for k in self.order[:-1]]
         write_rows(self.root, examples.columns, names, {**self.spec.metadata, **scaled})
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         if self.scaling is not None:
             row = self._states_bytes(1) // len(self.order)
         each = 8 + len(self.spec.layers) * row
         return len(tokens), len(tokens) + 3, int(tokens.sum()) * (each + 12) + 200 * len(tokens)
-
-
-def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
-    kinds = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
-    return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
 
 
 def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, metadata: Mapping[str, Any]) -> None:
@@ -300,7 +263,7 @@ def _rows(columns: pa.Table) -> pa.Table:
     """The rows, with the types and the schema that ``datasets`` writes. A missing mask is filled with ones."""
     import pyarrow as pa
 
-    values = _values(columns, 0)
+    values = token_values(columns, _TYPES, 0)
     ids, counts = values["input_ids"]
     mask = values["loss_mask"][0] if "loss_mask" in values else np.ones(len(ids), np.int64)
     ends = np.concatenate([[0], np.cumsum(counts)])

@@ -46,7 +46,8 @@ def _check_chunks(sources: Sequence[Path]) -> None:
         if array.chunks != first:
             raise ArgumentError(
                 f"physical: expected chunks {list(first)} as in {sources[0]}, found {list(array.chunks)} in {path}; "
-                "write with the same chunk_tokens=, or merge without physical=True (--physical)",
+                "write with the same chunk_tokens=, or merge without physical=True (--physical): actshard convert then writes "
+                "the run as one Zarr store",
             )
 
 

@@ -210,7 +210,7 @@ class ZarrTarget(Target):
         }
         write_store(self.root, arrays, attributes)
 
-    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+    def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         chunk = self._chunk
         size = self._choose_chunk(int(tokens.max(initial=0)))
         self._chunk = chunk

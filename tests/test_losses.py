@@ -1,0 +1,112 @@
+"""Guarantees of convert(): losses are complete, and the same for a dry run, a plan, and a finished or resumed conversion."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+
+
+def stopped(source: Path, target: Path, format: str, **options: Any) -> None:
+    """Begins a conversion and stops it after some commits."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int, nbytes: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        actshard.convert(source, target, format, progress=stop, **options)
+    assert (target / ".actshard/journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "c"] * 4, ["a"] * 12, [None] * 12, [None] * 4 + ["a", None] * 4])
+def test_texts_of_all_shards_are_counted_in_the_losses(
+    tmp_path: Path, texts: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dry run, a conversion, a finished one, a resumed one, and a plan."""
+    with actshard.create(tmp_path / "s", "pickle", layers=[0], d_model=4, shard_bytes=200) as writer:
+        for i in range(0, 12, 4):
+            rows = np.ones((4, 1, 3, 4), np.float32)
+            some = texts[i : i + 4]
+            writer.append(rows, columns={"text_preview": some} if any(texts) else None)
+            writer.flush()
+    assert len(list((tmp_path / "s").glob("shard_*"))) == 3
+    given = [text for text in texts if text is not None]
+    expected = [
+        f"{len(given) - len(set(given))} examples have the same text as another one"
+        if given
+        else "the source has none",
+        *([f"{len(texts) - len(given)} examples have no text"] if 0 < len(given) < len(texts) else []),
+    ]
+    (foretold,) = actshard.converting.preview(tmp_path / "s", tmp_path / "d", "lmprobe")
+    done = [actshard.convert(tmp_path / "s", tmp_path / "d", "lmprobe", exist_ok=again) for again in (False, True)]
+    monkeypatch.setattr("actshard.writing.sink.COMMIT_BYTES", 1)
+    stopped(tmp_path / "s", tmp_path / "r", "lmprobe")
+    done.append(actshard.convert(tmp_path / "s", tmp_path / "r", "lmprobe", resume=True))
+    plan = actshard.plan.convert(tmp_path / "s", tmp_path / "p", "lmprobe", tasks=3, shard_bytes=200)
+    for task in range(len(plan)):
+        plan.run(task)
+    for each in (foretold, *done, plan.commit()):
+        counted = [re.split("[,:;]", x.detail)[0] for x in each.losses if x.what == "texts"]
+        assert counted == expected
+
+
+def test_overflows_of_an_earlier_call_are_refused_or_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an interrupted conversion, also one of an earlier release, whose journal lacks the counts, and of a finished one."""
+    source, target = tmp_path / "s", tmp_path / "d"
+    with actshard.create(source, "pickle", layers=[0], d_model=4, shard_bytes=200) as writer:
+        for value in (1e6, 1e6, 1):
+            writer.append(np.full((4, 1, 3, 4), value, np.float32))
+            writer.flush()
+    monkeypatch.setattr("actshard.writing.sink.COMMIT_BYTES", 1)
+    for recorded in (True, False):
+        stopped(source, target, "npy", dtype="float16", overflow="allow")
+        journal = target / ".actshard/journal.jsonl"
+        assert ',"overflows":48' in journal.read_text()
+        if not recorded:
+            journal.write_text(journal.read_text().replace(',"overflows":48', ""))
+        else:
+            with pytest.raises(actshard.DtypeError, match=r"48 finite float32 values are infinite.*overflow='allow'"):
+                actshard.convert(source, target, "npy", dtype="float16", resume=True)
+            assert len(journal.read_text().splitlines()) == 2
+        done = actshard.convert(source, target, "npy", dtype="float16", resume=True, overflow="allow")
+        again = actshard.convert(source, target, "npy", dtype="float16", exist_ok=True, overflow="allow")
+        for each in (done, again):
+            assert [x.detail for x in each.losses if x.what == "overflow"] == [
+                "96 finite values are too large for float16 and are infinite"
+            ]
+        for options in ({"resume": True}, {"exist_ok": True}, {"exist_ok": True, "verify": True}):
+            with pytest.raises(actshard.DtypeError, match=r"96 finite float32 values are infinite.*overflow='allow'"):
+                actshard.convert(source, target, "npy", dtype="float16", **options)
+        shutil.rmtree(target)
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe", "pickle", "hf_arrow"])
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 4], [3, 3, 3, 3]])
+def test_columns_with_a_value_per_token_follow_the_tokens_or_are_a_loss(
+    tmp_path: Path, format: str, lengths: list[int]
+) -> None:
+    """In formats that do not declare such columns. A list of this length may also be a vector, if all examples are equally long."""
+    lists = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
+    columns = {"input_ids": lists, "labels": lists, "scores": lists, "vector": [[1, 2]] * 4, "plain": [*range(4)]}
+    with actshard.create(tmp_path / "s", "npy", layers=[0], d_model=4) as writer:
+        writer.append([np.ones((1, n, 4), np.float32) for n in lengths], columns=columns)
+    (foretold,) = actshard.converting.preview(tmp_path / "s", tmp_path / "t", format, tokens="last")
+    done = actshard.convert(tmp_path / "s", tmp_path / "t", format, tokens="last")
+    assert foretold.losses == done.losses
+    table = actshard.open(done.path).table
+    last, same = [each[-1:] for each in lists], len(set(lengths)) == 1
+    expected = {**columns, "input_ids": last, "labels": last, "scores": lists if same else last}
+    assert {name: table[name].to_pylist() for name in expected} == expected
+    uncut = [x.detail.rpartition(": ")[2] for x in done.losses if "not cut" in x.detail]
+    assert uncut == (["scores"] if same else [])
+    whole = actshard.open(actshard.convert(tmp_path / "s", tmp_path / "w", format).path).table
+    assert whole["input_ids"].to_pylist() == lists
