@@ -200,6 +200,7 @@ def _planned(
         "cast": asked.cast,
         "overflow": overflow,
         "numbers": columns.numbers,
+        "fillers": sorted(columns.fillers),
         "sizes": sizes,
         "config": target.config(),
         "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
@@ -315,7 +316,8 @@ class _Request:
             truncate=given["truncate"],
         )
         asked = replace(asked, cast=given["cast"])
-        return cls(asked, columns_for(asked, _target(plan, asked), given["numbers"]), given["overflow"])
+        columns = columns_for(asked, _target(plan, asked), given["numbers"], given.get("fillers"))
+        return cls(asked, columns, given["overflow"])
 
 
 def _name(name: Any) -> Any:

@@ -67,6 +67,9 @@ def check_plan(plan: Planned, path: Path) -> None:
             raise fields.error(name, f"one of {', '.join(known)}")
     if fields.value.get("numbers") is not None:
         fields.boolean("numbers")
+    fillers = fields.value.get("fillers")  # absent in plans of earlier releases
+    if fillers is not None and not (isinstance(fillers, list) and all(isinstance(name, str) for name in fillers)):
+        raise fields.error("fillers", "a list of names")
     _check_pairs(fields, "layers", _is_layer)
     _check_pairs(fields, "columns", lambda name: isinstance(name, str))
     _check_sizes(fields)
