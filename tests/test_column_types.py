@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,15 @@ def test_bytes_and_texts_with_nul_are_whole(format: str, tmp_path: Path) -> None
     keys = {"key": np.array([b"a\0b", b"a\0c"]), "name": np.array(["a\0b", "a\0c"])}
     table = actshard.open(write(tmp_path / "d", format, keys)).table
     assert {name: table[name].to_pylist() for name in keys} == {name: a.tolist() for name, a in keys.items()}
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe", "hf_arrow", "pickle"])
+def test_columns_that_get_a_type_later_in_a_folder_whose_name_is_not_utf8(format: str, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    path = write(folder / "d", format, {"x": [None, None]}, {"x": [1, 2]})
+    assert actshard.open(path).table["x"].to_pylist() == [None, None, 1, 2]
+    plan = actshard.plan.convert(path, folder / "e", "npy")
+    with refuses(actshard.ArgumentError, plan.work, "UTF-8"):
+        plan.save(tmp_path / "plan.json")
+    plan.run(0)
+    assert plan.commit().examples == 4
