@@ -214,7 +214,7 @@ def missing_lines(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def mixed_columns(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("actshard.writing.recorded.together", lambda tables: (tables[0], ["x"]))
+    patch.setattr("actshard.writing.recorded.concatenated", lambda tables: (tables[0], ["x"]))
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [1]})
 
 

@@ -11,6 +11,10 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard.formats.npy.write import NpyTarget
+from actshard.formats.tables import cast_exactly, common_type, narrow_type
+from actshard.formats.target import Spec
+from actshard.writing.columns import Decided
 from actshard.writing.given import _column
 from conftest import refuses
 
@@ -127,3 +131,120 @@ def test_columns_that_get_a_type_later_in_a_folder_whose_name_is_not_utf8(format
         plan.save(tmp_path / "plan.json")
     plan.run(0)
     assert plan.commit().examples == 4
+
+
+SOURCES: list[tuple[list[Any], list[Any]]] = [
+    ([2**53 + 1, 5], [0.5, None]),
+    ([0.5, None], [2**53 + 1, 5]),
+    ([[2**53 + 1], []], [[0.5], None]),
+    ([{"a": {"b": 2**60 + 1}}, None], [{"a": {"b": 0.5}}, {"a": None}]),
+    ([True, False], [1, 2]),
+    (["a", "b"], [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("first", "later"), SOURCES)
+def test_types_that_do_not_go_together_are_refused_when_the_second_comes(
+    first: list[Any], later: list[Any], tmp_path: Path
+) -> None:
+    target = NpyTarget(Spec(tmp_path, (0,), WIDTH, np.dtype("f4"), {}, None, None, None, None))
+    checked = Decided(target, [])
+    checked.keep(checked.fit(pa.table({"x": first}), 0, alike=False))
+    with refuses(actshard.ArgumentError, None, "'x'.*expected .*, as before, found"):
+        checked.fit(pa.table({"x": later}), 2, alike=False)
+    again = Decided(target, [pa.table({"x": first})])  # as a resumed conversion knows them
+    with refuses(actshard.ArgumentError, None, "'x'.*expected .*, as before, found"):
+        again.fit(pa.table({"x": later}), 2, alike=False)
+
+
+@pytest.mark.parametrize(("first", "later"), SOURCES)
+def test_conversions_and_their_plans_refuse_mixed_columns(first: list[Any], later: list[Any], tmp_path: Path) -> None:
+    """In the source, the column is one of JSON texts."""
+    source = mixed_pickle(tmp_path, first, later)
+    assert all(v is None or isinstance(v, str) for v in actshard.open(source).table["x"].to_pylist())
+    with refuses(actshard.ArgumentError, None, "'x'"):
+        actshard.convert(source, tmp_path / "c", "npy")
+    assert not (tmp_path / "c").exists()
+    plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=2)
+    for task in range(len(plan)):
+        plan.run(task)
+    with refuses(actshard.ArgumentError, plan.work, "'x'"):
+        plan.commit()
+    assert not (tmp_path / "d/arrays").exists()
+
+
+def mixed_pickle(folder: Path, first: list[Any], later: list[Any]) -> Path:
+    """Two machines of pickle shards, whose columns differ in type."""
+    for number, values in enumerate((first, later)):
+        write(folder / "s" / f"machine_{number}", "pickle", {"x": values}, machine_id=number, total_machines=2)
+    return folder / "s"
+
+
+PAIRS: list[tuple[pa.Array, pa.Array, pa.DataType]] = [
+    (pa.array([1, 2]), pa.array([0.5, 1.5]), pa.float64()),
+    (pa.array([1, 2], pa.int8()), pa.array([3, 4], pa.int64()), pa.int64()),
+    (pa.array([[1], []]), pa.array([[0.5], None]), pa.list_(pa.float64())),
+    (pa.array([{"a": 1}, None]), pa.array([{"b": "x"}, {"b": None}]), pa.struct({"a": pa.int64(), "b": pa.string()})),
+    (pa.array([None, None]), pa.array(["a", "b"]), pa.string()),
+]
+
+
+@pytest.mark.parametrize(("first", "later", "wanted"), PAIRS)
+def test_every_verb_gives_two_types_the_same_type(
+    first: pa.Array, later: pa.Array, wanted: pa.DataType, tmp_path: Path
+) -> None:
+    values = [*first.to_pylist(), *later.to_pylist()]
+    filled = pa.concat_arrays([cast_exactly(x, wanted) for x in (first, later)]).to_pylist()
+    for number, column in enumerate((first, later)):
+        for format in ("npy", "zarr", "lmprobe"):
+            write(tmp_path / format / str(number), format, {"x": column, "text": [f"{number}a", f"{number}b"]})
+    source = mixed_pickle(tmp_path, first.to_pylist(), later.to_pylist())
+    tables = {
+        "read": actshard.open(source).table,
+        "join": actshard.concat([actshard.open(tmp_path / "npy" / n) for n in "01"]).table,
+        "convert": actshard.open(actshard.convert(source, tmp_path / "c", "npy").path).table,
+        "merge lmprobe": actshard.open(actshard.merge(tmp_path / "l", [tmp_path / "lmprobe" / n for n in "01"])).table,
+        "merge zarr": actshard.open(
+            actshard.merge(tmp_path / "z", [tmp_path / "zarr" / n for n in "01"], physical=True)
+        ).table,
+    }
+    for verb, table in tables.items():
+        assert table["x"].to_pylist() == filled, (verb, values)
+        assert table["x"].type == wanted, verb
+
+
+SCALARS = [
+    *(pa.null(), pa.bool_(), pa.int8(), pa.int64(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.string()),
+    *(pa.large_string(), pa.binary(), pa.binary(3), pa.date32(), pa.timestamp("s"), pa.timestamp("ns", "UTC")),
+    *(
+        pa.decimal128(38),
+        pa.decimal128(10, 2),
+        pa.decimal256(60, 2),
+        pa.duration("ms"),
+        pa.time32("s"),
+        pa.time64("ns"),
+    ),
+]
+TYPES = [
+    *SCALARS,
+    *(pa.list_(t) for t in SCALARS),
+    *(pa.list_(t, 2) for t in SCALARS[:6]),
+    *(pa.large_list(t) for t in SCALARS[:6]),
+    *(pa.struct({"a": t, "b": pa.int8()}) for t in SCALARS),
+]
+
+
+@pytest.mark.parametrize("a", TYPES, ids=str)
+def test_the_common_type_is_symmetric_and_stable(a: pa.DataType) -> None:
+    assert common_type(a, a) == a
+    for b in TYPES:
+        both = common_type(a, b)
+        other = common_type(b, a)
+        if both is None or other is None:
+            assert both is other
+            continue
+        assert both.equals(other) or pa.types.is_struct(both)  # fields have the order of the first
+        assert common_type(both, a) == both
+        assert common_type(both, b) == both
+        known = narrow_type(a, b)
+        assert known is None or common_type(known, a) == known

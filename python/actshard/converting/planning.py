@@ -423,7 +423,19 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    if target.finds_by_text and columns.shared_texts:
+    made += _text_losses(target, columns)
+    keeps_as_columns = target.holds_columns and not target.holds_logits
+    if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
+        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
+    return made
+
+
+def _text_losses(target: Target, columns: Columns) -> list[Loss]:
+    """Examples that a reader which finds examples by text does not find, or confuses."""
+    if not target.finds_by_text:
+        return []
+    format, made = target.format, []
+    if columns.shared_texts:
         made.append(
             Loss(
                 "texts",
@@ -431,19 +443,16 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 f"{format} looks rows up by text and returns one example's rows for all",
             )
         )
-    if target.finds_by_text and (count := max(columns.without_text, target.without_text)):
+    if count := max(columns.without_text, target.without_text):
         made.append(
             Loss(
                 "texts",
-                f"{many(count, 'example', 'has', 'have')} no text, while others have one: "
-                f"{format} looks rows up by text and does not find them",
+                f"{many(count, 'example', 'has', 'have')} no text, while others have one: {format}'s own reader cannot find them, "
+                "and fails if it reads all examples",
             )
         )
-    if target.finds_by_text and columns.made_up_texts:
+    if columns.made_up_texts:
         made.append(Loss("texts", f"the source has none; texts are generated because {format} looks rows up by text"))
-    keeps_as_columns = target.holds_columns and not target.holds_logits
-    if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
-        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
     return made
 
 

@@ -449,6 +449,15 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
+        whole = results[:1] if "layers" in plan.tasks[0] else results
+        tables = examples.read(whole)
+        columns, mixed = columns_in(tables)
+        if mixed:
+            raise ArgumentError(
+                f"columns: {mixed[0]!r}: expected values of one type, found several that no type can represent exactly. Plan "
+                "again, with columns= (--columns) to leave the column out.",
+                path=plan.work,
+            )
         make_folder(target.root)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
@@ -456,10 +465,7 @@ class Converting(Verb):
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
             _join(pieces, target.root / name)
-        whole = results[:1] if "layers" in plan.tasks[0] else results
-        tables = examples.read(whole)
         lengths = lengths_in(tables, len(target.spec.layers))
-        columns, _ = columns_in(tables, plan.work)
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
