@@ -10,6 +10,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,10 @@ def unknown_lengths(folder: Path, patch: pytest.MonkeyPatch) -> None:
         writer.append(np.ones((1, 1, 1, 4), np.float32))
 
 
+def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
+
+
 def plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("nowhere", "no_such_module:FORMAT", registry.GROUP)]
     patch.setattr(importlib.metadata, "entry_points", lambda group: points)
@@ -296,6 +301,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "missing-lines": missing_lines,
     "mixed-column-types": mixed_columns,
     "unknown-lengths": unknown_lengths,
+    "column-type-changed": changed_column,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,
     "no-eos": no_eos,

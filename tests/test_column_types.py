@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import os
+import pickle
+import warnings
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +18,10 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard.converting.previewing import preview
 from actshard.formats.npy.write import NpyTarget
 from actshard.formats.tables import cast_exactly, common_type, narrow_type
-from actshard.formats.target import Spec
+from actshard.formats.target import AllExamples, Spec
 from actshard.writing.columns import Decided
 from actshard.writing.given import _column
 from conftest import refuses
@@ -248,3 +256,135 @@ def test_the_common_type_is_symmetric_and_stable(a: pa.DataType) -> None:
         assert common_type(both, b) == both
         known = narrow_type(a, b)
         assert known is None or common_type(known, a) == known
+
+
+D = Decimal
+TIME = datetime(2026, 1, 1, 2, 3, 4, 5)
+COLUMNS: dict[str, pa.Array] = {
+    "bool": pa.array([True, None, False, True]),
+    "uint64": pa.array([0, 1, 2**64 - 1, 5], pa.uint64()),
+    "float16": pa.array(np.array([1, 0.1, np.nan, np.inf], np.float16)),
+    "float32": pa.array([0.1, None, np.nan, -0.0], pa.float32()),
+    "decimal": pa.array([D("1.50"), D("2.00"), D("3.25"), None], pa.decimal128(10, 2)),
+    "large integers": pa.array([D(1), D(10**30), D(3), None], pa.decimal128(38, 0)),
+    "date": pa.array([TIME.date()] * 4),
+    "time": pa.array([TIME.time()] * 4),
+    "timestamp": pa.array([TIME] * 4, pa.timestamp("us")),
+    "zone": pa.array([TIME] * 4, pa.timestamp("us", "Europe/Paris")),
+    "duration": pa.array([timedelta(seconds=3)] * 4),
+    "bytes": pa.array([b"\xff\x00a", b"abc", b"\\xff", None]),
+    "texts as bytes": pa.array([b"a", b"b", b"", None]),
+    "fixed bytes": pa.array([b"abcd"] * 4, pa.binary(4)),
+    "large text": pa.array(["a", "", None, "\0x"], pa.large_string()),
+    "text": pa.array(["e\u0301", "\u65e5\r\n", "\U0001f642\t", "\u2028\u0085"]),
+    "lists": pa.array([[1, 2], [], None, [3, None]]),
+    "lists of bytes": pa.array([[b"\xff"], [], None, [b"a"]]),
+    "arrays": pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32(), 2)),
+    "dicts": pa.array([{"a": 1, "b": "x"}, {"a": None, "b": None}, None, {"a": 3, "b": ""}]),
+    "map": pa.array([[("k", 1)], [], None, [("k", 2)]], pa.map_(pa.string(), pa.int64())),
+    "null": pa.nulls(4),
+    "label": pa.array([True, False, True, False]),
+}
+COLUMN_FORMATS = ["npy", "safetensors", "hf_arrow", "lmprobe", "zarr", "pickle"]
+
+
+def marked(value: Any) -> Any:
+    """A value that equals those of the same kind only; NaN equals NaN."""
+    if isinstance(value, list | tuple):
+        return [marked(v) for v in value]
+    if isinstance(value, dict):
+        return {name: marked(v) for name, v in value.items()}
+    return (type(value).__name__, repr(value))
+
+
+@pytest.mark.parametrize("format", COLUMN_FORMATS)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_is_kept_or_its_change_is_announced(name: str, format: str, tmp_path: Path) -> None:
+    given = COLUMNS[name]
+    source = write(tmp_path / "a", "npy", {name: given})
+    wanted = [marked(v) for v in actshard.open(source).table[name].to_pylist()]
+    assert wanted == [marked(v) for v in given.to_pylist()]
+    planned = preview(source, tmp_path / "b", format)[0]
+    if planned.refused is not None:
+        assert name in planned.refused
+        with pytest.raises(actshard.ArgumentError, match=name):
+            actshard.convert(source, tmp_path / "b", format)
+        with pytest.raises(actshard.ArgumentError, match=name):
+            write(tmp_path / "c", format, {name: given})
+        return
+    result = actshard.convert(source, tmp_path / "b", format)
+    changes = [loss.detail for loss in result.losses if loss.what == "columns"]
+    found = actshard.open(result.path).table[name if name != "text" or format == "lmprobe" else text_name(result.path)]
+    assert bool(changes) == ([marked(v) for v in found.to_pylist()] != wanted), (changes, found)
+    assert [loss for loss in planned.losses if loss.what == "columns"] == [
+        x for x in result.losses if x.what == "columns"
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write(tmp_path / "c", format, {name: given})
+    codes = [w.message.code for w in caught if isinstance(w.message, actshard.ActshardWarning)]
+    assert codes == ["column-type-changed"] * bool(changes)
+
+
+def text_name(path: Path) -> str:
+    names = actshard.open(path).table.column_names
+    return next(n for n in ("text", "prompt", "text_preview") if n in names)
+
+
+@pytest.mark.parametrize("format", ["zarr", "pickle"])
+def test_a_plan_announces_changed_columns_as_the_conversion_does(format: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "a", "npy", {"when": COLUMNS["zone"], "n": [1, 2, 3, 4]})
+    plan = actshard.plan.convert(source, tmp_path / "b", format, tasks=2)
+    for task in range(len(plan)):
+        plan.run(task)
+    assert plan.commit().losses == actshard.convert(source, tmp_path / "c", format).losses != ()
+
+
+def test_a_column_that_a_later_shard_adds_is_announced_if_it_changes(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", "pickle", {"n": [1, 2]}, {"n": [3, 4]})
+    for shard, values in ((0, {}), (1, {"when": b"a"})):
+        path = source / f"shard_{shard + 1:04}.pkl.gz"
+        samples = pickle.loads(gzip.decompress(path.read_bytes()))
+        for sample in samples["layer_0"]:
+            sample["metadata"] |= values
+        path.write_bytes(gzip.compress(pickle.dumps(samples)))
+    metadata = json.loads((source / "metadata.json").read_text())
+    for shard in metadata["shards"]:
+        raw = (source / shard["filename"]).read_bytes()
+        shard |= {"size_bytes": len(raw), "checksum": f"sha256:{hashlib.sha256(raw).hexdigest()}"}
+    (source / "metadata.json").write_text(json.dumps(metadata))
+    plan = actshard.plan.convert(source, tmp_path / "b", "zarr", tasks=2)
+    for task in range(len(plan)):
+        plan.run(task)
+    for result in (plan.commit(), actshard.convert(source, tmp_path / "c", "zarr")):
+        assert [loss.detail for loss in result.losses if loss.what == "columns"] == ["when: binary becomes string"]
+
+
+def test_what_a_writer_does_to_values_is_found_without_its_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a format of another package, say: nothing in the writer declares the change."""
+    finish = NpyTarget.finish
+
+    def rounded(self: NpyTarget, examples: AllExamples) -> None:
+        columns = examples.columns
+        if columns is not None and "x" in columns.column_names:
+            at = columns.column_names.index("x")
+            columns = columns.set_column(at, "x", columns["x"].cast(pa.int32(), safe=False))
+        finish(self, AllExamples(examples.lengths, columns))
+
+    source = write(tmp_path / "a", "npy", {"x": [0.5, 1.0]})
+    monkeypatch.setattr(NpyTarget, "finish", rounded)
+    monkeypatch.setattr("actshard.writing.proving._known", {})
+    result = actshard.convert(source, tmp_path / "b", "npy")
+    assert [loss.detail for loss in result.losses] == ["x: double becomes int32"]
+
+
+def test_digests_are_keys_of_zarr_stores(tmp_path: Path) -> None:
+    keys = [hashlib.sha256(bytes([i])).digest() for i in range(250)]
+    keys = [key for key in keys if 0 not in key][:200]
+    source = write(tmp_path / "a", "npy", {"sample_key": keys})
+    store = actshard.open(actshard.convert(source, tmp_path / "b", "zarr").path)
+    assert store.table["sample_key"].to_pylist() == keys
+    with refuses(actshard.ArgumentError, None, "sample_key"):
+        write(tmp_path / "c", "zarr", {"sample_key": [b"\xff\0", b"a"]})

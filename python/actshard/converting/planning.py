@@ -302,6 +302,7 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
                 detail = error.detail.removesuffix(".")
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
+            columns.turned |= checker.changes
             at += len(ids)
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
             columns.made_up_texts |= text is None

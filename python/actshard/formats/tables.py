@@ -334,6 +334,8 @@ def _arrow(values: Any, n: int) -> pa.Array:
         return values
     if any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in values):
         try:
+            if all(v is None or (type(v) is int and 0 <= v < 1 << 64) for v in values):
+                return pa.array(values, pa.uint64())
             return pa.array([None if v is None else decimal.Decimal(v) for v in values], pa.decimal128(_DIGITS))
         except (pa.ArrowInvalid, TypeError, ValueError, decimal.InvalidOperation):
             return pa.array([_as_json(v) for v in values], pa.string())

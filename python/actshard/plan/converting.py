@@ -399,6 +399,7 @@ class Converting(Verb):
             "state": made.state,
             "fragments": [list(each) for each in made.fragments],
             "overflows": made.overflows,
+            "changes": made.changes,
             "bytes": made.rows,
             **lengths,
         }
@@ -442,6 +443,10 @@ class Converting(Verb):
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
         lost = _losses(plan.arguments, target, over)
+        # The plan knows the columns of the first examples only, if the others must be decoded.
+        changes = [text for result in results for text in result.value.get("changes", {}).values()]
+        known = {loss.detail for loss in lost}
+        lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in known)
         return Conversion(
             there, asked.format, asked.count, 0, size, time.perf_counter() - began, lost, False, str(target.dtype)
         )

@@ -177,6 +177,9 @@ def check_result(value: Mapping[str, Any], file: Path) -> None:
     fields.integer("overflows", minimum=0)
     if not isinstance(fields.value.get("state"), dict):
         raise fields.error("state", "an object")
+    changes = fields.value.get("changes", {})  # absent in results of earlier releases
+    if not isinstance(changes, dict) or not all(isinstance(text, str) for text in changes.values()):
+        raise fields.error("changes", "texts by column")
     found = fields.value.get("fragments")
     if not isinstance(found, list) or not all(map(_is_fragment, found)):
         raise fields.error("fragments", "names of files below the task's folder, with first byte and end")

@@ -7,7 +7,7 @@ A type that has only had null values, also inside lists and dicts, is still unde
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from actshard.formats.tables import (
     leaf_types,
     leaves,
 )
+from actshard.writing.proving import changed_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,6 +48,8 @@ class Fitted:
     schema: pa.Schema
     ids: NDArray[np.int64] | None
     extremes: Extremes
+    changes: Mapping[str, str]
+    """Columns that the format stores as another type, with a description; only those of a new schema."""
 
 
 class Decided:
@@ -60,6 +63,8 @@ class Decided:
         self._schema: pa.Schema | None = None
         self._ids: list[NDArray[np.int64]] = []
         self._extremes: Extremes = {}
+        self.changes: dict[str, str] = {}
+        """Columns that the format stores as another type, with a description."""
         for table in tables:
             own = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
             with contextlib.suppress(IncompatibleTypesError):  # only in journals of earlier releases
@@ -101,15 +106,17 @@ class Decided:
                 f"columns: {error.name!r}: expected {error.known}, as before, found {error.other}. A column has one type: convert "
                 "the values, or use another name."
             ) from error
-        if known is None or schema != known:
+        is_new = known is None or schema != known
+        if is_new:
             self._target.check_columns(schema)
             self._check_earlier(schema, first)
         if table is not None:
             table = cast(table, schema, first)
             self._target.check_values(table, first)
+        changes = changed_columns(self._target, table) if is_new and table is not None else {}
         # Appended columns keep their types; only those of conversions get wider.
         extremes = self._extremes if table is None or alike else _extremes_with(self._extremes, table)
-        return Fitted(table, schema, self._new_ids(table, first), extremes)
+        return Fitted(table, schema, self._new_ids(table, first), extremes, changes)
 
     def _check_earlier(self, schema: pa.Schema, first: int) -> None:
         """Raises ArgumentError if a column's wider type cannot represent the values of earlier examples exactly."""
@@ -128,6 +135,7 @@ class Decided:
     def keep(self, fitted: Fitted) -> None:
         """Records the schema and identifiers of examples that are now part of the dataset."""
         self._schema, self._extremes = fitted.schema, fitted.extremes
+        self.changes |= fitted.changes
         if fitted.ids is not None and len(fitted.ids):
             self._ids.append(fitted.ids)
             if len(self._ids) > _RUNS:

@@ -180,6 +180,11 @@ class Writer:
         before = {name: getattr(target, name) for name in target.decides}
         try:
             tokens, dtype, fitted = self._checked(sink, examples, table)
+            for name in fitted.changes.keys() - sink.columns.changes.keys():
+                warn(
+                    f"{self.path}: column {fitted.changes[name]}, as {self.format} stores it",
+                    code="column-type-changed",
+                )
         except BaseException:
             for name, value in before.items():
                 setattr(target, name, value)
