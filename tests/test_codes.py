@@ -283,6 +283,7 @@ def exact_from_far(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
+    patch.setattr("actshard.writing.columns.changed_columns", lambda *_: {})
     with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
         columns = {"text": ["a"], "shard_index": [1], "num_tokens": [1]}
         writer.append(np.ones((1, 1, 1, 4), np.float32), columns=columns)

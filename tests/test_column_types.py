@@ -360,24 +360,31 @@ def test_a_column_that_a_later_shard_adds_is_announced_if_it_changes(tmp_path: P
         assert [loss.detail for loss in result.losses if loss.what == "columns"] == ["when: binary becomes string"]
 
 
+@pytest.mark.parametrize(("kind", "change"), [(pa.string(), "x: double becomes string"), (pa.int32(), None)])
 def test_what_a_writer_does_to_values_is_found_without_its_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: pa.DataType, change: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a format of another package, say: nothing in the writer declares the change."""
     finish = NpyTarget.finish
 
-    def rounded(self: NpyTarget, examples: AllExamples) -> None:
+    def changing(self: NpyTarget, examples: AllExamples) -> None:
         columns = examples.columns
         if columns is not None and "x" in columns.column_names:
             at = columns.column_names.index("x")
-            columns = columns.set_column(at, "x", columns["x"].cast(pa.int32(), safe=False))
+            columns = columns.set_column(at, "x", columns["x"].cast(kind, safe=False))
         finish(self, AllExamples(examples.lengths, columns))
 
     source = write(tmp_path / "a", "npy", {"x": [0.5, 1.0]})
-    monkeypatch.setattr(NpyTarget, "finish", rounded)
+    monkeypatch.setattr(NpyTarget, "finish", changing)
     monkeypatch.setattr("actshard.writing.proving._known", {})
-    result = actshard.convert(source, tmp_path / "b", "npy")
-    assert [loss.detail for loss in result.losses] == ["x: double becomes int32"]
+    if change is not None:
+        assert [x.detail for x in actshard.convert(source, tmp_path / "b", "npy").losses] == [change]
+        return
+    for call in (actshard.convert, actshard.plan.convert):
+        with refuses(actshard.ArgumentError, None, "'x'.*different values would be equal as int32"):
+            call(source, tmp_path / "b", "npy")
+    with refuses(actshard.ArgumentError, None, "'x'.*different values would be equal as int32"):
+        write(tmp_path / "c", "npy", {"x": [0.5, 1.0]})
 
 
 def test_digests_are_keys_of_zarr_stores(tmp_path: Path) -> None:
@@ -388,3 +395,13 @@ def test_digests_are_keys_of_zarr_stores(tmp_path: Path) -> None:
     assert store.table["sample_key"].to_pylist() == keys
     with refuses(actshard.ArgumentError, None, "sample_key"):
         write(tmp_path / "c", "zarr", {"sample_key": [b"\xff\0", b"a"]})
+
+
+def test_a_join_of_values_that_no_type_represents_is_refused(tmp_path: Path) -> None:
+    for name, values in (("a", [2**53 + 1, 1]), ("b", [0.5, 1.0])):
+        write(tmp_path / name, "npy", {"x": values, "example_id": values})
+    joined = actshard.concat([actshard.open(tmp_path / name) for name in "ab"])
+    with refuses(actshard.ArgumentError, None, "'x'.*exactly"):
+        joined.read_columns(["x"])
+    with refuses(actshard.ArgumentError, tmp_path / "b", "example 0"):
+        actshard.pair(tmp_path / "a", tmp_path / "b", compare=["x"])
