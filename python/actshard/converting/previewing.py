@@ -83,7 +83,7 @@ def preview(
     cache: Any = None,
     **options: Any,
 ) -> list[Preview]:
-    """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes no file.
+    """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes nothing to ``dst``.
 
     Values too large for a narrower ``dtype`` are counted if all rows together have at most 256 MiB. Otherwise no row is read.
     """

@@ -45,12 +45,8 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return _unified(a, b, narrow=False)
 
 
-def narrow_type(known: pa.DataType, new: pa.DataType) -> pa.DataType | None:
-    """The known type, if it may take values of the other: nulls and fields of dicts get a type, numbers do not get wider."""
-    return _unified(known, new, narrow=True)
-
-
 def _unified(a: pa.DataType, b: pa.DataType, *, narrow: bool) -> pa.DataType | None:
+    """The common type; ``narrow``: a type of the first's kind and width, in which only nulls and fields of dicts get a type."""
     import pyarrow as pa
 
     is_ = pa.types
