@@ -20,6 +20,7 @@ from actshard.formats.contents import Options
 from actshard.formats.tables import is_list
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, AllExamples, Block, Target
 from actshard.location import Location
+from actshard.work import existing_above
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,7 @@ def changed_columns(target: Target, table: pa.Table) -> dict[str, str]:
         ArgumentError: different values of a column would become equal.
     """
     # Formats with a fixed set of columns check their types themselves.
-    if target.only_columns is not None or not target.holds_columns or not len(table):
+    if target.only_columns is not None or not target.holds_columns or not table.num_columns or not len(table):
         return {}
     examples = table.slice(0, _EXAMPLES)
     examples = examples.take(np.arange(_EXAMPLES) % len(examples))
@@ -70,7 +71,11 @@ def changed_columns(target: Target, table: pa.Table) -> dict[str, str]:
 def _changes(target: Target, table: pa.Table) -> dict[str, str]:
     import tempfile  # not needed to import actshard
 
-    with tempfile.TemporaryDirectory(prefix="actshard-columns-") as scratch:
+    try:
+        above = Path(tempfile.gettempdir())
+    except OSError:  # no folder of temporary files can be written
+        above = existing_above(target.root)
+    with tempfile.TemporaryDirectory(prefix=".actshard-columns-", dir=above) as scratch:
         found = _read_back(target, table, Path(scratch) / "d")
     changes = {}
     for name in table.column_names:
