@@ -318,6 +318,7 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every:
                 detail = error.detail.removesuffix(".")
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
+            columns.turned |= checker.changes
             at += len(ids)
             if every and target.finds_by_text:
                 columns.texts.add(found.table, len(ids))
@@ -491,7 +492,7 @@ def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]
             made.append(Loss("router", f"{format} cannot store them"))
     else:
         made += [Loss("columns", detail) for detail in columns.turned.values()]
-        if target.only_columns is not None and (lost := without_place(store, asked.columns, target.only_columns)):
+        if target.only_columns is not None and (lost := without_place(columns, target.only_columns)):
             more = ", ..." if len(lost) > 12 else ""
             made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
     return made
@@ -520,13 +521,22 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     return labels[:, -content:] if last else labels[:, :content]
 
 
-def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:
-    """The columns to convert, not yet checked."""
+def columns_for(
+    asked: Asked, target: Target, numbers: bool | None = None, fillers: Iterable[str] | None = None
+) -> Columns:
+    """The columns to convert, not yet checked. ``fillers``: as a plan recorded them; None: they are looked for."""
     labels = labels_for(asked, target)
     whole = asked.examples is None
     taken = asked.taken if asked.tokens != "all" or asked.store.content_lengths is not None else None
     return Columns(
-        asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns, taken=taken
+        asked.store,
+        target.holds_columns,
+        labels,
+        whole=whole,
+        numbers=numbers,
+        chosen=asked.columns,
+        taken=taken,
+        fillers=fillers,
     )
 
 

@@ -311,6 +311,7 @@ def _write(
             del memory
             if progress is not None:
                 progress(done, asked.count, size)
+        columns.turned |= sink.columns.changes
         return sink.finish(), begun, size, lost
     except (ArgumentError, DtypeError, NumbersMatterError) as error:
         if begun:

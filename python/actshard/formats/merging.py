@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import actshard._native as _native
 from actshard.errors import FormatError
-from actshard.formats.tables import common_type
+from actshard.formats.tables import common_type, concatenated
 from actshard.request import RECORD, Request
 from actshard.work import files_below, make_folder, record_files, rename
 
@@ -254,3 +254,8 @@ def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
                     path=path,
                 )
             known[column.name] = (both, first)
+    if mixed := concatenated(tables)[1]:
+        raise FormatError(
+            f"column {mixed[0]!r}: no type can represent the values of all parts exactly: write one part again with others",
+            path=plan.path,
+        )

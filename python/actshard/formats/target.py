@@ -558,6 +558,31 @@ def _is_finer(value: Any) -> bool:
     return bool(getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0))
 
 
+def check_utf8(table: pa.Table, first: int) -> None:
+    """Raises ArgumentError for bytes that are no UTF-8 text: as escaped texts, different ones could be equal."""
+    import pyarrow as pa
+
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if _has(
+            kind,
+            lambda t: bool(pa.types.is_binary(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)),
+        ):
+            for number, value in enumerate(values_of(name, table[name], first), first):
+                if _has_other_bytes(value):
+                    raise ArgumentError(
+                        f"columns: {name!r}, example {number}: expected bytes of UTF-8 text, found {value!r:.60}. Encode them, for "
+                        "example with bytes.hex()."
+                    )
+
+
+def _has_other_bytes(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "ignore").encode() != value
+    if isinstance(value, list | tuple | dict):
+        return any(map(_has_other_bytes, value.values() if isinstance(value, dict) else value))
+    return False
+
+
 def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:
     return wanted(kind) or any(_has(kind.field(i).type, wanted) for i in range(kind.num_fields))
 

@@ -204,6 +204,7 @@ def _planned(
         "cast": asked.cast,
         "overflow": overflow,
         "numbers": columns.numbers,
+        "fillers": sorted(columns.fillers),
         "sizes": sizes,
         "config": target.config(),
         "request": request.as_dict(),
@@ -321,7 +322,8 @@ class _OpenedPlan:
             truncate=given["truncate"],
         )
         asked = replace(asked, cast=given["cast"])
-        return cls(asked, columns_for(asked, _target(plan, asked), given["numbers"]), given["overflow"])
+        columns = columns_for(asked, _target(plan, asked), given["numbers"], given.get("fillers"))
+        return cls(asked, columns, given["overflow"])
 
 
 def _name(name: Any) -> Any:
@@ -404,6 +406,7 @@ class Converting(Verb):
             "state": made.state,
             "fragments": [list(each) for each in made.fragments],
             "overflows": made.overflows,
+            "changes": made.changes,
             "bytes": made.rows,
             **lengths,
         }
@@ -449,6 +452,10 @@ class Converting(Verb):
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
         lost = _losses(plan.arguments, target, over)
+        # The plan knows the columns of the first examples only, if the others must be decoded.
+        changes = [text for result in results for text in result.value.get("changes", {}).values()]
+        known = {loss.detail for loss in lost}
+        lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in known)
         return Conversion(
             there, asked.format, asked.count, 0, size, time.perf_counter() - began, lost, False, str(target.dtype)
         )
@@ -458,6 +465,15 @@ class Converting(Verb):
             check_result(result.value, result.folder / RESULT)
         if (target.root / RECORD).exists():
             check_written(target.request, target.root)
+        whole = results[:1] if "layers" in plan.tasks[0] else results
+        tables = examples.read(whole)
+        columns, mixed = columns_in(tables)
+        if mixed:
+            raise ArgumentError(
+                f"columns: {mixed[0]!r}: expected values of one type, found several that no type can represent exactly. Plan "
+                "again, with columns= (--columns) to leave the column out.",
+                path=plan.work,
+            )
         make_folder(target.root)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
@@ -465,10 +481,7 @@ class Converting(Verb):
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
             _join(pieces, target.root / name)
-        whole = results[:1] if "layers" in plan.tasks[0] else results
-        tables = examples.read(whole)
         lengths = lengths_in(tables, len(target.spec.layers))
-        columns, _ = columns_in(tables, plan.work)
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))

@@ -68,6 +68,9 @@ def check_plan(plan: Planned, path: Path) -> None:
             raise fields.error(name, f"one of {', '.join(known)}")
     if fields.value.get("numbers") is not None:
         fields.boolean("numbers")
+    fillers = fields.value.get("fillers")  # absent in plans of earlier releases
+    if fillers is not None and not (isinstance(fillers, list) and all(isinstance(name, str) for name in fillers)):
+        raise fields.error("fillers", "a list of names")
     _check_pairs(fields, "layers", _is_layer)
     _check_pairs(fields, "columns", lambda name: isinstance(name, str))
     _check_sizes(fields)
@@ -176,6 +179,9 @@ def check_result(value: Mapping[str, Any], file: Path) -> None:
     fields.integer("overflows", minimum=0)
     if not isinstance(fields.value.get("state"), dict):
         raise fields.error("state", "an object")
+    changes = fields.value.get("changes", {})  # absent in results of earlier releases
+    if not isinstance(changes, dict) or not all(isinstance(text, str) for text in changes.values()):
+        raise fields.error("changes", "texts by column")
     found = fields.value.get("fragments")
     if not isinstance(found, list) or not all(map(_is_fragment, found)):
         raise fields.error("fragments", "names of files below the task's folder, with first byte and end")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import actshard._native as _native
+from actshard._columns import map_arrow
 from actshard.errors import FormatError, from_os, from_reader
 from actshard.request import Request
 from actshard.work.lock import Lock
@@ -183,7 +184,7 @@ class Journal:
                 path = self.folder / record["table"]
                 try:
                     # Memory-mapped, so that columns are loaded only when used.
-                    with path.open("rb") as file, pa.memory_map(_name_for_arrow(path, file.fileno())) as source:
+                    with map_arrow(path) as source:
                         table = pa.ipc.open_file(source).read_all()
                 except (pa.ArrowException, OSError, ValueError) as error:
                     raise from_reader(error, path, "read", f"expected the Arrow table of a commit: {error}") from error
@@ -239,12 +240,3 @@ def _write_table(path: Path, table: pa.Table) -> None:
         raise from_os(error, path, "write") from error
     _native.sync_files([path])
     _native.sync_files([path.parent])
-
-
-def _name_for_arrow(path: Path, file: int) -> str:
-    """A path of an open file for pyarrow, which accepts only UTF-8 paths."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return f"/dev/fd/{file}"
-    return str(path)

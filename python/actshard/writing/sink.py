@@ -440,7 +440,7 @@ class Sink:
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
         lengths = self._lengths_so_far()
-        every, mixed = columns_in(self.journal.tables(), self.journal.folder)
+        every, mixed = columns_in(self.journal.tables())
         for name in mixed:
             text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
             warn(f"{self.target.root}: {text}", code="mixed-column-types")

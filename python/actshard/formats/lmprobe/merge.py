@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
 from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
 from actshard.formats.merging import Merge, Merger
-from actshard.formats.tables import as_schema
+from actshard.formats.tables import IncompatibleTypesError, as_schema, common_schema
 from actshard.location import Location
 from actshard.work import make_folder, whole_file
 
@@ -32,14 +33,10 @@ _LOGITS = ("logits_topk", "router_logits")
 
 def _schema(datasets: Sequence[Extraction]) -> Any:
     """The schema with the columns of all indexes."""
-    import pyarrow as pa
-
     try:
-        return pa.unify_schemas([d.schema.remove_metadata() for d in datasets], promote_options="permissive")
-    except pa.ArrowException as error:
-        raise FormatError(
-            f"columns of the parts have incompatible types: {' '.join(str(error).split())[:300]}"
-        ) from error
+        return functools.reduce(common_schema, (d.schema.remove_metadata() for d in datasets))
+    except IncompatibleTypesError as error:
+        raise FormatError(f"columns of the parts have incompatible types: {error}") from error
 
 
 def _check(plan: Merge) -> None:
@@ -186,8 +183,7 @@ def _write_index(
                 columns = {n: batch.column(n) for n in batch.schema.names}
                 renumbered(p, columns, done, batch.num_rows)
                 done += batch.num_rows
-                table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
-                writer.write_table(as_schema(table, schema))
+                writer.write_table(as_schema(pa.table(columns), schema))
 
 
 def _before(counts: Sequence[int]) -> list[int]:
