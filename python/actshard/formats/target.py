@@ -128,8 +128,6 @@ class Target(ABC):
     """An integer column whose values must be unique."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)
     """Attributes that the first examples determine unless they are given."""
-    makes: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the file names written to the dataset's folder. Only matching files may be removed."""
     names_itself = False
     """Whether the format chooses the name of the dataset's folder, below the given path."""
     holds_special_tokens = False

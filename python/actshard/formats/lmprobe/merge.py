@@ -17,7 +17,7 @@ from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
-from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
+from actshard.formats.lmprobe.write import MADE_UP
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.tables import IncompatibleTypesError, as_schema, common_schema
 from actshard.location import Location
@@ -209,7 +209,7 @@ def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
 class LmprobeMerger(Merger):
     """Merges extractions: moves the parts' tensor files and writes a new index."""
 
-    makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
+    makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         r"\w+_(shard)?\d{3,}\.safetensors|[\w-]+-\d{5}-of-\d{5}\.parquet"
     )

@@ -70,7 +70,6 @@ class LmprobeTarget(Target):
 
     writes_parquet = True
     format: ClassVar[str] = "lmprobe"
-    makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
         "storage": '"pooled" (one row per example) or "full_sequence"; default: determined by the first examples',
         "pooling": 'how rows were pooled (default: "last_token")',

@@ -171,7 +171,16 @@ def _columns(contents: Contents) -> Any:
 class ZarrMerger(Merger):
     """Merges parts into the stores of a run or, with ``physical``, into one store."""
 
-    makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
+    makes: ClassVar[tuple[str, ...]] = (
+        ".zattrs",
+        ".zgroup",
+        ".zmetadata",
+        "arrays",
+        "meta",
+        "text",
+        "shards",
+        "manifest.json",
+    )
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         r"\.z(attrs|group|metadata|array)|config\.json|(prompts|responses|sample_index|extra_metadata)\.jsonl|\d+(\.\d+)*"
     )

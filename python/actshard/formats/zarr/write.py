@@ -49,7 +49,6 @@ class ZarrTarget(Target):
     """Writes ``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
-    makes: ClassVar[tuple[str, ...]] = (".zattrs", ".zgroup", ".zmetadata", "arrays", "meta", "text")
     own: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: for chunks of up to 1 MiB, at most T_max)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
