@@ -51,7 +51,9 @@ def texts_of(path: Path) -> list[Any] | None:
 
 
 @pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe", "hf_arrow", "pickle"])
-@pytest.mark.parametrize("texts", [(["", ""], ["a", ""]), (["a", ""], ["", ""]), (["", None], ["a", None])])
+@pytest.mark.parametrize(
+    "texts", [(["", ""], ["a", ""]), (["a", ""], ["", ""]), (["", None], ["a", None]), ([None, None], ["a", ""])]
+)
 def test_empty_texts_stay_whatever_the_shards_are(format: str, texts: tuple[list[Any], ...], tmp_path: Path) -> None:
     source = write(tmp_path / "a", "pickle", *({"text": some} for some in texts))
     plan = actshard.plan.convert(source, tmp_path / "c", format, tasks=2)
@@ -404,3 +406,12 @@ def test_a_join_of_values_that_no_type_represents_is_refused(tmp_path: Path) -> 
         joined.read_columns(["x"])
     with refuses(actshard.ArgumentError, tmp_path / "b", "example 0"):
         actshard.pair(tmp_path / "a", tmp_path / "b", compare=["x"])
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors", "lmprobe"])
+def test_a_type_that_the_writer_of_files_lacks_is_refused_by_append(format: str, tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", format, layers=[0], d_model=WIDTH) as writer:
+        with refuses(actshard.ArgumentError, None, f"{format} cannot store the type"):
+            writer.append(rows(2), columns={"x": pa.array([{}, {}], pa.struct([]))})
+        writer.append(rows(2), columns={"x": [1, 2]})
+    assert actshard.open(tmp_path / "d").table["x"].to_pylist() == [1, 2]

@@ -98,7 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[actshard.ActshardError], str]] = [
     ("lmprobe", {"label": np.zeros(2, np.float32)}, actshard.ArgumentError, "32-bit integers, or text"),
     ("lmprobe", {"label": [[1], [2]]}, actshard.ArgumentError, "label"),
     ("lmprobe", {"text": [1, 2]}, actshard.ArgumentError, "expected strings"),
-    ("lmprobe", {"x": [{}, {}]}, actshard.ArgumentError, "parquet"),
+    ("lmprobe", {"x": [{}, {}]}, actshard.ArgumentError, "to Parquet"),
     ("lmprobe", {"logits_values": np.ones((2, 3), np.float32)}, actshard.ArgumentError, "one of them"),
     ("zarr", {"i": [3, 4]}, actshard.ArgumentError, "'i'"),
     ("zarr", {"seq_len": [99, 98]}, actshard.ArgumentError, "'seq_len' is reserved"),

@@ -312,7 +312,8 @@ def _is_text(kind: pa.DataType) -> bool:
 
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    # Null: examples whose texts are all missing.
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
 
 
 def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:

@@ -39,7 +39,7 @@ def changed_columns(target: Target, table: pa.Table) -> dict[str, str]:
         table: some examples with the dataset's schema.
 
     Raises:
-        ArgumentError: different values of a column would become equal.
+        ArgumentError: the format cannot store a type, or different values of a column would become equal.
     """
     # Formats with a fixed set of columns check their types themselves.
     if target.only_columns is not None or not target.holds_columns or not table.num_columns or not len(table):
@@ -71,12 +71,18 @@ def changed_columns(target: Target, table: pa.Table) -> dict[str, str]:
 def _changes(target: Target, table: pa.Table) -> dict[str, str]:
     import tempfile  # not needed to import actshard
 
+    import pyarrow as pa
+
     try:
         above = Path(tempfile.gettempdir())
     except OSError:  # no folder of temporary files can be written
         above = existing_above(target.root)
     with tempfile.TemporaryDirectory(prefix=".actshard-columns-", dir=above) as scratch:
-        found = _read_back(target, table, Path(scratch) / "d")
+        try:
+            found = _read_back(target, table, Path(scratch) / "d")
+        except pa.ArrowException as error:
+            text = " ".join(str(error).split())
+            raise ArgumentError(f"columns: {target.format} cannot store the type of a column: {text}") from error
     changes = {}
     for name in table.column_names:
         if _is_separate(target, name):

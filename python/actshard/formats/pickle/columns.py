@@ -43,8 +43,6 @@ class PickleCarrying(Carrying):
 
     def fillers(self, contents: Contents) -> frozenset[str]:
         """The preview, if no example has a text. Shards are decoded up to the first text."""
-        import pyarrow.compute as pc
-
         if PREVIEW not in contents.column_names:
             return frozenset()
         unit_columns = contents.unit_columns
@@ -54,9 +52,9 @@ class PickleCarrying(Carrying):
             tables = map(unit_columns, range(len(contents.units) - 1))
         is_empty = is_null = True
         for table in tables:
-            column = table[PREVIEW]
-            is_null &= column.null_count == len(column)
-            is_empty &= bool(pc.all(pc.equal(column.cast("string"), ""), skip_nulls=False, min_count=0).as_py())
+            previews = table[PREVIEW].to_pylist()  # of any type
+            is_null &= all(preview is None for preview in previews)
+            is_empty &= all(preview == "" for preview in previews)
             if not (is_null or is_empty):
                 return frozenset()
         return frozenset((PREVIEW,))
