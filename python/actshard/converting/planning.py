@@ -255,9 +255,10 @@ def _source_folders(contents: Contents) -> Iterator[Path]:
     for part in whole.parts:
         yield from _source_folders(part.contents)
     yield from whole.folders
-    # Of several sources, the path is the folder that they share, and no dataset.
+    # Of several folders, the path is the one that contains them, and other files; of several sources, it is no dataset.
     if (
-        isinstance(whole.path, Path)
+        not whole.folders
+        and isinstance(whole.path, Path)
         and whole.format in formats.names()
         and formats.detect(whole.format, whole.path).matches
     ):
