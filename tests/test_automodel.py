@@ -199,7 +199,7 @@ def part_of(columns: dict[str, list[list[int]]], part: slice) -> dict[str, list[
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted(path.glob("[!.]*")) if file.is_file()}
 
 
 def test_a_copy_is_the_original_byte_for_byte(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def missing_lines(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def mixed_columns(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("actshard.writing.recorded.together", lambda tables: (tables[0], ["x"]))
+    patch.setattr("actshard.writing.recorded.concatenated", lambda tables: (tables[0], ["x"]))
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [1]})
 
 
@@ -222,6 +223,10 @@ def unknown_lengths(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.writing.sink.Sink.own_lengths_missing", lambda self: 1)
     with actshard.create(folder, "saev", layers=[0], d_model=4, tokens_per_example=2, pad=True) as writer:
         writer.append(np.ones((1, 1, 1, 4), np.float32))
+
+
+def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
 
 
 def plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -278,6 +283,7 @@ def exact_from_far(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
+    patch.setattr("actshard.writing.columns.changed_columns", lambda *_: {})
     with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
         columns = {"text": ["a"], "shard_index": [1], "num_tokens": [1]}
         writer.append(np.ones((1, 1, 1, 4), np.float32), columns=columns)
@@ -296,6 +302,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "missing-lines": missing_lines,
     "mixed-column-types": mixed_columns,
     "unknown-lengths": unknown_lengths,
+    "column-type-changed": changed_column,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,
     "no-eos": no_eos,

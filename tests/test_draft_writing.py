@@ -225,7 +225,7 @@ def part_of(columns: dict[str, list[Any]], part: slice) -> dict[str, list[Any]]:
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("[!.]*")) if file.is_file()}
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -16,6 +16,7 @@ import pytest
 
 import actshard
 from actshard.formats.hf_arrow.messages import ArrowColumns
+from actshard.request import RECORD
 from conftest import GOLDEN, bits
 
 SAELENS = sorted(p.parent for p in (GOLDEN / "hf_arrow").glob("saelens_*/*/state.json"))
@@ -117,7 +118,7 @@ def test_files_are_of_the_size_asked_for_and_named_by_their_number(tmp_path: Pat
     state = json.loads((path / "state.json").read_text())
     names = [entry["filename"] for entry in state["_data_files"]]
     assert names == [f"data-{i:05}-of-{len(names):05}.arrow" for i in range(len(names))]
-    assert sorted(p.name for p in path.iterdir()) == [*names, "dataset_info.json", "state.json"]
+    assert sorted(p.name for p in path.iterdir()) == [RECORD, *names, "dataset_info.json", "state.json"]
     assert (len(names) == 1) == (most == 10**9)
     rows_bytes = 3 * 3 * WIDTH * 4
     assert len(names) == 20 or max((path / name).stat().st_size for name in names) < most + 2000 + rows_bytes

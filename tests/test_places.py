@@ -273,3 +273,68 @@ def test_rows_are_not_discarded_for_a_dump_with_equal_metadata(tmp_path: Path) -
     store = actshard.open(dump)
     assert store.sequence(7, 1).tolist() == [[1.0] * 4] * 3
     assert (store.labels == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "names"),
+    [
+        ("zarr", ["text/mine.txt", "meta/notes.txt", "arrays/activations/mine"]),
+        ("npy", ["metadata.json", "lengths.txt", "activations/x.txt"]),
+        ("safetensors", ["metadata.json", "activations/x.txt"]),
+        ("lmprobe", ["index/mine.txt", "tensors/mine.safetensors"]),
+        ("pickle", ["shard_mine.pkl", "metadata.json"]),
+        ("hf_arrow", ["data-mine.arrow", "state.json"]),
+    ],
+)
+def test_a_refused_conversion_removes_no_file_that_it_did_not_write(
+    format: str, names: list[str], tmp_path: Path
+) -> None:
+    """Also where their names look like those of the format."""
+    source = tmp_path / "source"
+    with actshard.create(source, "npy", layers=[0, 1], d_model=8) as writer:
+        writer.append(np.ones((40, 2, 4, 8), np.float32))
+        writer.append(np.full((1, 2, 4, 8), 1e9, np.float32))  # too large for float16
+    target = tmp_path / "to"
+    options: dict[str, Any] = {"shard_bytes": 1000} if format == "pickle" else {}
+    calls = []
+
+    def meddle(done: int, total: int, size: int) -> None:
+        calls.append(done)
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_text("mine")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("actshard.formats.target.Target.block_bytes", 1 << 10)
+            with pytest.raises(actshard.DtypeError):
+                actshard.convert(source, target, format, dtype="float16", progress=meddle, **options)
+    assert calls
+    assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()) == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["../mine", "/mine", "a/../../mine", "", "a//b", "link/mine"])
+def test_a_journal_cannot_name_files_elsewhere_for_removal(name: str, tmp_path: Path) -> None:
+    """Removing what a journal lists must not leave the dataset's folder."""
+    mine = tmp_path / "outside" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    (tmp_path / "mine").write_text("mine")
+    writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2)
+    writer.append(np.ones((2, 1, 3, 2), np.float32))
+    writer.flush()
+    writer.abort()
+    (tmp_path / "d" / "link").symlink_to(mine.parent)
+    journal = tmp_path / "d/.actshard/journal.jsonl"
+    *lines, commit = journal.read_text().splitlines()
+    changed = {**json.loads(commit), "files": [name]}
+    journal.write_text("\n".join([*lines, json.dumps(changed)]) + "\n")
+    if name != "link/mine":
+        with pytest.raises(actshard.FormatError, match="'files': expected paths below"):
+            actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, resume=True)
+    else:
+        writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, resume=True)
+        assert writer._sink is not None
+        writer._sink.discard()
+    assert mine.read_text() == (tmp_path / "mine").read_text() == "mine"

@@ -131,7 +131,7 @@ ELSEWHERE = {
     "verify": {"deep", "storage_option"},
     "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
-    "merge": {"path"},
+    "merge": {"path", "resume"},
     "stage": {"no_check", "storage_option"},
 }
 """Options that plans do not have: they are always resumable and deep, have no secrets and no samples, and jobs are their tasks."""

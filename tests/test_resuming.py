@@ -442,17 +442,16 @@ def test_lengths_take_a_number_per_example_however_many_layers(tmp_path: Path) -
         writer.append([np.ones((50, n, 1), np.float32)] * 4)
         writer.flush()
     writer.abort()
-    sink = Sink(actshard.writing.creating.make_target(
-        tmp_path / "d", "zarr", layers=layers, d_model=1, dtype=None, metadata=None, num_examples=None,
-        tokens_per_example=None, shard_bytes=None, part=None, options={},
-    ), resume=True)  # fmt: skip
+    writer = actshard.create(tmp_path / "d", "zarr", layers=layers, d_model=1, resume=True)
+    sink = writer._sink
+    assert sink is not None
     try:
         found, _ = sink.read_back()
         assert found.shape == (8, 50)
         assert found.strides == (8, 0)
         assert found[:, 49].tolist() == [3] * 4 + [5] * 4
     finally:
-        sink.abort()
+        writer.abort()
 
 
 def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

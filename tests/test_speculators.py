@@ -292,7 +292,7 @@ def test_negative_token_ids_and_masks_of_other_values_are_found(tmp_path: Path) 
 
 def files_of(path: Path) -> dict[str, bytes]:
     """Files of rows and hidden states."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("[!.]*")) if file.is_file()}
 
 
 def test_copies_are_the_original_byte_for_byte(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ a dataset, or runs one task of a plan, would spend more time there than on its w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,3 +33,18 @@ def array_of(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     parts = [np.from_dlpack(chunk) for chunk in chunks or [pa.nulls(0, column.type)]]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@contextmanager
+def map_arrow(path: Path) -> Iterator[pa.MemoryMappedFile]:
+    """Memory-maps a file of Arrow data. Arrays read from it keep the mapping."""
+    import pyarrow as pa
+
+    with path.open("rb") as file:
+        name = str(path)
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # pyarrow accepts only UTF-8 paths
+            name = f"/dev/fd/{file.fileno()}"
+        with pa.memory_map(name) as source:
+            yield source

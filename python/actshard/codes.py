@@ -400,6 +400,13 @@ CALLS: tuple[Code, ...] = (
         "write the dataset again if any examples were padded",
     ),
     Code(
+        "column-type-changed",
+        WARNING,
+        "A format stores the values of a column as another type.",
+        "The column has this type when it is read.",
+        "convert the values before they are appended, or choose another format",
+    ),
+    Code(
         "plugin-not-used",
         WARNING,
         "A package declares a format that cannot be loaded, or whose name is already in use.",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from actshard import formats
 from actshard._arguments import many
 from actshard.errors import ArgumentError
-from actshard.formats.tables import common_type
+from actshard.formats.tables import cast_exactly, common_type
 from actshard.formats.target import PREVIEW, TEXTS
 
 if TYPE_CHECKING:
@@ -122,10 +122,15 @@ def _check_equal(
     a: pa.ChunkedArray, b: pa.ChunkedArray, left: tuple[str, str], right: tuple[str, str], store: Readable
 ) -> int:
     """The number of examples without a value in one of two columns. Raises ArgumentError for other values that differ."""
+    import pyarrow as pa
+
     previews = [column == PREVIEW for _, column in (left, right)]
-    kind, unknown = common_type(_plain(a.type), _plain(b.type)), 0
+    kind, unknown = common_type(a.type, b.type), 0
     if kind is not None:
-        a, b = (x if x.type.equals(kind) else x.cast(kind) for x in (a, b))
+        try:
+            a, b = (cast_exactly(x, kind) for x in (a, b))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            kind = None  # values are compared one by one
     for first in range(0, len(a), _BLOCK):
         x, y = a.slice(first, _BLOCK), b.slice(first, _BLOCK)
         if kind is not None and not x.null_count and not any(previews) and x.equals(y):
@@ -140,10 +145,6 @@ def _check_equal(
                     path=store.path,
                 )
     return unknown
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    return getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
 
 
 def _is_nothing(value: Any, preview: bool) -> bool:

@@ -74,6 +74,13 @@ def inputs_of(store: Readable) -> tuple[Input, ...] | None:
     return None if files is None else tuple(map(Input.at, files))
 
 
+def store_folders(store: Readable) -> list[Location]:
+    """Folders, or single files, of the datasets of a store. The path of a joined store is the folder above them."""
+    if parts := (store.contents.whole or store.contents).parts:
+        return [folder for part in parts for folder in store_folders(part)]
+    return [Location.at(folder) for folder in store.contents.folders] or [Location.at(store.path)]
+
+
 def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
     """Files of a store, at most about ``most``, and those in the dataset's folder; None if they cannot be listed."""
     if parts := (
@@ -91,7 +98,7 @@ def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
             raise
         return None
     files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // most))]]
-    own = [Location.at(folder) for folder in store.contents.folders] or [root]
+    own = store_folders(store)
     others = list(map(Location.at, store.contents.columns_in()))
     parents = [*dict.fromkeys(f.parent for f in files)][:_FOLDERS]
     for folder in dict.fromkeys([*own, *others, *parents]):
@@ -157,11 +164,12 @@ def told_versions(before: int | str | None, now: int | str | None) -> str:
     return f"expected modification time {first}Z, found {second}Z"
 
 
-def fingerprint(store: Readable) -> str:
+def fingerprint(store: Readable, most: int = LOOKED_AT) -> str:
     """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
     Of a store that was opened with ``layout=``, the digest includes it: it decides which values the files contain.
-    Objects of a remote store have ETags instead of times. If files cannot be listed, some rows are read instead.
+    Objects of a remote store have ETags instead of times. If files cannot be listed, some rows are read instead. ``most``:
+    approximate maximum number of files that are looked at.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     if store.contents.parts:  # a filtered part has the same files as the whole dataset
@@ -169,7 +177,7 @@ def fingerprint(store: Readable) -> str:
     whole = store.contents.whole or store.contents
     if whole.layout is not None:
         digest.update(_description_of(whole))
-    files = _files(store)
+    files = _files(store, most)
     if files is None:
         return _fingerprint_of_rows(store)
     root = Location.at(store.path)

@@ -27,7 +27,7 @@ from actshard import layers as naming
 from actshard.codes import Remark
 from actshard.errors import ArgumentError, DtypeError, NotStoredError
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.formats.tables import common_type
+from actshard.formats.tables import cast_exactly, common_type
 from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
 
@@ -306,7 +306,9 @@ class _JoinedColumns:
                 raise NotStoredError(f"the dataset has no column {name!r}; the columns are {', '.join(self._columns)}")
             kind = self._type_of(name, tables)
             chunks = [
-                _as(table[name], kind).chunks if name in table.column_names else [pa.nulls(part.num_examples, kind)]
+                _as(name, table[name], kind).chunks
+                if name in table.column_names
+                else [pa.nulls(part.num_examples, kind)]
                 for table, part in zip(tables, self._parts, strict=True)
             ]
             made[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
@@ -339,7 +341,7 @@ class _JoinedColumns:
             self._kinds = self.read(self._columns).schema
         found, n = self._of_part(number, self._columns), self._parts[number].num_examples
         made = {
-            field.name: found[field.name].cast(field.type)
+            field.name: _as(field.name, found[field.name], field.type)
             if field.name in found.column_names
             else pa.nulls(n, field.type)
             for field in self._kinds
@@ -404,9 +406,18 @@ class _JoinedColumns:
         return kind
 
 
-def _as(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Casts a column, unless it has the type: pyarrow 26 returns invalid arrays if lists of nulls are cast to their own type."""
-    return column if column.type.equals(kind) else column.cast(kind)
+def _as(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Casts a column. Raises ArgumentError for values that the type cannot represent exactly."""
+    import pyarrow as pa
+
+    try:
+        values: pa.ChunkedArray = cast_exactly(column, kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"column {name!r}: expected values of one type, found {column.type} values that {kind}, the type of all parts, cannot "
+            f"represent exactly: {error}. Read it from each of store.parts, or other columns with read_columns()."
+        ) from error
+    return values
 
 
 def layers_held(part: Readable, examples: range) -> list[list[Layer]]:

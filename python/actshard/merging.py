@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,17 @@ from actshard.errors import (
     MissingFileError,
     NoMemoryError,
     UnfinishedError,
+    UnknownFormatError,
     UnsupportedError,
     boundary,
 )
 from actshard.finding import beside_parts, existing, find
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
+from actshard.inputs import LOOKED_AT, fingerprint
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.request import RECORD, Request
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     EMPTY,
@@ -47,17 +50,22 @@ from actshard.work import (
     PART,
     PARTS,
     PLAN_FOLDER,
+    keep_request,
     locked,
+    recorded_files,
     refuse_planned,
     refuse_within,
-    remove_made,
+    remove_files,
     rename,
+    sync_folders,
     tidy,
     unfinished,
     write_json,
 )
 
 _MARKER = MERGING
+_LEAST_FILES = 16
+"""Files of each part that are looked at, however many parts there are."""
 _LEFT = "left-in-parts"
 """Folder that keeps other programs' files from the parts' folders after a merge."""
 
@@ -68,6 +76,7 @@ def merge(
     *,
     physical: bool = False,
     different_models: bool = False,
+    resume: bool = False,
 ) -> Path:
     """Merges parts into one dataset and returns its path.
 
@@ -80,13 +89,14 @@ def merge(
             system supports it. None: the parts written below ``path``, in the order of their numbers; they become the dataset.
         physical: for Zarr, make one store instead of a run of several stores with a manifest.
         different_models: also merge datasets of different models; the result keeps the first model name.
+        resume: return a finished merge of these parts instead of raising, so that a job can be started again.
 
     Other files next to the parts, such as a README or logs, stay in place. Other files inside the parts' folders are moved to
     ``path/left-in-parts``.
 
     Returns:
         Path of the merged dataset (for saev ``path/<HASH>``). If the parts written below ``path`` are already merged, returns the
-        same path. With ``parts``, a second call after a finished merge raises ExistsError: the dataset does not record its parts.
+        same path. With ``parts``, a call after a finished merge raises ExistsError, or returns the same path with ``resume``.
 
     Raises:
         UnfinishedError: a part is missing or unfinished; the message lists them.
@@ -96,6 +106,8 @@ def merge(
     """
     root = _arguments.local_path(path)
     asked = AskedMerge.of(parts, physical, different_models)
+    if _arguments.switch(resume, "resume"):
+        asked = replace(asked, resume=True)
     with boundary(root, "merge"):
         return merged(root, asked)
 
@@ -107,6 +119,8 @@ class AskedMerge:
     parts: tuple[Path, ...] | None
     physical: bool
     different_models: bool
+    resume: bool = False
+    """Whether a finished merge of the same parts is returned."""
     plan: Path | None = None
     """Working folder of the plan that is committed."""
     counts: tuple[int, ...] | None = None
@@ -125,9 +139,24 @@ class AskedMerge:
             raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
+    def request_of(self, format: str, digests: Sequence[str], examples: int) -> Request:
+        """The request of a merge of datasets whose files have these digests."""
+        arguments = {"format": format, "physical": self.physical, "different_models": self.different_models}
+        return Request.of("merge", arguments, digests, examples)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the arguments that the marker of an unfinished merge records."""
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
+
+
+def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
+    """The request of a dataset from those of its parts, as if one writer had created it; None if they record none in common."""
+    requests = [part for part in parts if part is not None]
+    counts = [part.examples for part in requests if part.examples is not None]
+    if len(counts) < len(parts):
+        return None
+    whole = [part.without_part(sum(counts)) for part in requests]
+    return whole[0] if all(request == whole[0] for request in whole) else None
 
 
 def merged(root: Path, asked: AskedMerge) -> Path:
@@ -137,6 +166,8 @@ def merged(root: Path, asked: AskedMerge) -> Path:
         refuse_planned(root, prefix, asked.plan)
     if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
         return _there(root, asked.physical)
+    if asked.resume and not marker.exists() and (place := _finished_before(root, asked)) is not None:
+        return place
     lock = locked(root / FOLDER)
     try:
         if not marker.exists():
@@ -153,15 +184,20 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 raise
         plan, listed = _begun(root, asked, marker)
         try:
-            place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
+            with recorded_files() as files:
+                place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
         except ActshardError as error:
             # A full disk or a failed read may succeed later; other errors would occur again.
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
-                _undo(plan)
+                remove_files(root, files)
+                _leave(root)
             raise
         if not listed.get("finished"):
+            if plan.request is not None:
+                sync_folders([place.parent])
+                keep_request(place, plan.request)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)
@@ -196,7 +232,7 @@ def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
         part = bool(within) and PART.fullmatch(within[0]) is not None
         ours = made is None or (part and FOLDER in within)
         for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
-            if ours or (part and (file.name == EMPTY or (made is not None and made.fullmatch(file.name)))):
+            if ours or (part and (file.name in (EMPTY, RECORD) or (made is not None and made.fullmatch(file.name)))):
                 with contextlib.suppress(
                     OSError
                 ):  # removed later with the working folder, which stays if that fails too
@@ -226,12 +262,6 @@ def _leave(root: Path) -> None:
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
         root.rmdir()
-
-
-def _undo(plan: Merge) -> None:
-    """Removes the files that a merge of ``parts=`` made, and no other file in its folder."""
-    remove_made(plan.path, merger_of(plan.format).makes)
-    _leave(plan.path)
 
 
 def _there(root: Path, physical: bool) -> Path:
@@ -303,7 +333,9 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
             f"for another merge: {remedy}",
             path=root,
         )
-    return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}, asked.copies), found.value
+    request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
+    parts = tuple(root / name for name in names)
+    return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
 
 
 def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
@@ -311,9 +343,35 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     plan = checked(root, asked)
     # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
-    record = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
-    write_json(marker, {**record, "asked": asked.as_dict()})
+    written = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
+    request = None if plan.request is None else plan.request.as_dict()
+    write_json(marker, {**written, "asked": asked.as_dict(), "request": request})
     _native.sync_files([marker.parent, root])
+
+
+def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
+    """The dataset that the same call merged before; None if there is no dataset with a record. Raises ExistsError for another."""
+    if asked.parts is None or not root.exists():
+        return None
+    try:
+        place = _found(root)[0]
+    except UnknownFormatError:
+        return None
+    found = Request.read(place)
+    if found is None:
+        return None
+    format, request = _check_alike(_datasets(asked.parts), asked)
+    if request == found:
+        return place
+    assert request is not None
+    why = request.difference(found) or "its parts were others, or have changed"
+    raise ExistsError(
+        f"contains another {format} dataset than this merge writes: {why}. Choose another folder", path=place
+    )
+
+
+def _datasets(parts: Sequence[Path]) -> list[Path]:
+    return [find(existing(path))[0].local for path in parts]
 
 
 def checked(root: Path, asked: AskedMerge) -> Merge:
@@ -323,7 +381,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     else:
         if not asked.parts:
             raise ArgumentError("parts: expected at least one dataset")
-        sources = [find(existing(p))[0].local for p in asked.parts]
+        sources = _datasets(asked.parts)
         for source in sources:
             refuse_within(root, source)
             if Path(os.path.realpath(root)) in Path(os.path.realpath(source)).parents:
@@ -338,7 +396,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
         refuse_existing(root)
-    format = _check_alike(sources, asked)
+    format, request = _check_alike(sources, asked)
     merger = merger_of(format)
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
@@ -346,7 +404,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     if asked.parts is None and not merger.names_itself:
         refuse_in_the_way(root, merger.makes)
     move = asked.parts is None
-    plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical})
+    plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical}, request=request)
     merger.check(plan)
     return plan
 
@@ -392,9 +450,12 @@ def _own_parts(root: Path) -> list[Path]:
     return made
 
 
-def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> str:
-    """Returns the common format. Raises FormatError if layers, d_model, dtype, model, ... differ."""
+def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None]:
+    """Returns the common format and the request. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
+    digests: list[str] = []
+    examples = 0
+    most = max(_LEAST_FILES, LOOKED_AT // max(len(sources), 1))
     if asked.counts is not None and len(sources) != len(asked.counts):
         raise FormatError(
             f"expected {len(asked.counts)} parts with examples, one of each task, found {len(sources)}",
@@ -402,6 +463,9 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> str:
         )
     for i, path in enumerate(sources):
         store = open_quietly(path, None, "auto")
+        if asked.parts is not None:
+            digests.append(fingerprint(store, most))
+            examples += len(store)
         if asked.counts is not None and len(store) != asked.counts[i]:
             begin = sum(asked.counts[:i])
             raise FormatError(
@@ -430,7 +494,10 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> str:
                 raise FormatError(
                     f"expected {name} {expected} as in {sources[0].name}, found {differs}{remedy}", path=path
                 )
-    return str(first["format"])
+    format = str(first["format"])
+    if asked.parts is None:
+        return format, _request_of_parts([Request.read(path) for path in sources])
+    return format, asked.request_of(format, digests, examples)
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:

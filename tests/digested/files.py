@@ -18,7 +18,8 @@ from digested import GOLDEN, short
 from digested.datasets import FORMATS, N, columns, equal, opened, patch_labels, ragged, write
 
 LEVANTER = GOLDEN / "levanter"
-_SOURCES = re.compile(rb'"(sources|identity)": "[0-9a-f]{32}"')
+_SOURCES = re.compile(rb'"(sources|identity)": ("[0-9a-f]{32}"|\[[^]]*\])')
+_WITH_SOURCES = ("shard_ledger.json", ".actshard-record.json")
 Job = Callable[[Path], object]
 
 
@@ -32,7 +33,7 @@ def tree(folder: Path) -> dict[str, Any]:
     for path in files:
         data = path.read_bytes()
         # Leave out digests of the sources' paths and modification times.
-        digest = short(_SOURCES.sub(b"", data) if path.name == "shard_ledger.json" else data)
+        digest = short(_SOURCES.sub(b"", data) if path.name in _WITH_SOURCES else data)
         is_table = path.suffix == ".parquet"
         made[path.relative_to(folder).as_posix()] = {"contents": _table(path), "bytes": digest} if is_table else digest
     return made

@@ -32,6 +32,7 @@ from tests.torture.budget import CountedMachine, machine_settings
 from tests.waiting import PATIENCE
 
 import actshard
+from actshard.request import RECORD
 
 pytestmark = pytest.mark.machine
 
@@ -177,7 +178,7 @@ def contents(path: Path, names: list[str]) -> tuple[list[list[np.ndarray]], dict
     leftover = [
         f"left over: {p.name}"
         for p in path.rglob(".*")
-        if p.name not in (".zgroup", ".zattrs", ".zarray", ".zmetadata")
+        if p.name not in (".zgroup", ".zattrs", ".zarray", ".zmetadata", RECORD)
     ]
     return rows, columns, [str(f) for f in found if f.code not in FINE] + leftover
 

@@ -441,13 +441,14 @@ def merge_command(
     part: PartOption = None,
     physical: PhysicalOption = False,
     different_models: DifferentModels = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Accept a finished merge of the same parts.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Merge the parts that several processes wrote, or several datasets. After an interruption, run it again.
 
-    With --part, running it again after a finished merge is an error, because the dataset exists.
+    With --part, running it again after a finished merge is an error without --resume, because the dataset exists.
     """
-    made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
+    made = actshard.merge(path, part or None, physical=physical, different_models=different_models, resume=resume)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}
     output(json, lambda: found, lambda: typer.echo(f"{made}: {many(store.num_examples, 'example')}, {store.format}"))

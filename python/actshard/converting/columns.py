@@ -48,6 +48,7 @@ class Columns:
         numbers: bool | None = None,
         chosen: Mapping[str, str] | None = None,
         taken: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
+        fillers: Iterable[str] | None = None,
     ) -> None:
         """Prepares the columns.
 
@@ -59,6 +60,7 @@ class Columns:
             numbers: keep the column of sample numbers; None: keep it unless the metadata shows that it equals the order.
             chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
             taken: returns the first token and the number of tokens to take from each example; None: all tokens.
+            fillers: columns that are empty in the whole dataset, as a plan recorded them; None: they are looked for.
         """
         self._taken = taken
         self.store = store
@@ -82,7 +84,10 @@ class Columns:
         self.numbers = (
             (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
         )
-        self._without = self.carrying.fillers(store.contents) if self.names else frozenset()
+        self.fillers = frozenset(fillers or ())
+        """Columns that are empty in the whole dataset; they are not converted."""
+        if fillers is None and self.names:
+            self.fillers = self.carrying.fillers(store.contents)
         cut, self.uncut = (frozenset(), ()) if taken is None else self._find_token_columns()
         self._token_columns = sorted({*store.contents.token_columns, *cut})
 
@@ -106,10 +111,7 @@ class Columns:
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
         table = self._own_tokens(self._table(examples, unit), examples)
-        # Only if text columns keep their names: a renamed column keeps its meaning.
-        if self.chosen is None or all(self.chosen.get(name, name) == name for name in TEXTS):
-            table = self.carrying.outgoing(table)
-        table = _one_text(self._renamed(table), target)
+        table = self._one_text(self._outgoing(table), target)
         number = self.carrying.number_column
         if number is not None and self.chosen is not None:
             number = self.chosen.get(number)
@@ -185,11 +187,30 @@ class Columns:
         tokens: NDArray[np.int64] = rows.tokens_of(0, np.ascontiguousarray(examples))
         return tokens
 
-    def _renamed(self, table: pa.Table) -> pa.Table:
+    def _outgoing(self, table: pa.Table) -> pa.Table:
+        """The chosen columns under their names in the result, in the form used by other formats."""
+        # Only if text columns keep their names: a renamed column keeps its meaning.
+        if self.chosen is None or all(self.chosen.get(name, name) == name for name in TEXTS):
+            table = self.carrying.outgoing(table)
         if self.chosen is None:
             return table
         ordered = [name for name in self.chosen if name in table.column_names]
         return table.select(ordered).rename_columns([self.chosen[name] for name in ordered])
+
+    def _one_text(self, table: pa.Table, target: Target) -> pa.Table:
+        """Renames the column of text previews to the target's text column, if the dataset has no other text column."""
+        import pyarrow as pa
+
+        own = target.text_column
+        if own in (None, PREVIEW) or PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
+            return table
+        others = [name for name in TEXTS if name != PREVIEW]
+        fields = [(name, pa.string()) for name in self.names if name not in self.fillers]
+        if any(name in others for name in self._outgoing(pa.schema(fields).empty_table()).column_names):
+            return table
+        if other := next((name for name in others if name in table.column_names), None):
+            raise ArgumentError(f"columns: some shards have {PREVIEW!r} only, others also {other!r}; list one of them")
+        return table.rename_columns([own if name == PREVIEW else name for name in table.column_names])
 
     def _table(self, examples: NDArray[np.int64], unit: int | None) -> pa.Table:
         contents = self.store.contents
@@ -199,11 +220,10 @@ class Columns:
                 keep = [n for n in table.column_names if n not in self.carrying.derived]
                 if contents.parts:  # each part has its own derived columns
                     keep = [n for n in keep if n in self.names]
-                if self.chosen is not None:
-                    keep = [n for n in keep if n in self.chosen]
+                keep = [n for n in keep if n not in self.fillers and (self.chosen is None or n in self.chosen)]
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
-        names = [n for n in self.names if n not in self._without]
+        names = [n for n in self.names if n not in self.fillers]
         batches = contents.column_batches
         if batches is not None and self._whole is None and names:
             if self._window is None:
@@ -287,23 +307,6 @@ class _Window:
         return table.take(examples - self._first)
 
 
-def _one_text(table: pa.Table, target: Target) -> pa.Table:
-    """Renames the column of text previews to the target's text column, if the table has no other text column.
-
-    An empty preview column is dropped.
-    """
-    import pyarrow.compute as pc
-
-    if PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
-        return table
-    if pc.all(pc.equal(table[PREVIEW], "")).as_py():
-        return table.drop_columns([PREVIEW])
-    own = target.text_column
-    if own in (None, PREVIEW) or any(name in table.column_names for name in TEXTS if name != PREVIEW):
-        return table
-    return table.rename_columns([own if name == PREVIEW else name for name in table.column_names])
-
-
 def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
@@ -373,13 +376,12 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     return [n for n in names if n != carrying.number_column and not (n == PATCH_LABELS and as_labels)]
 
 
-def without_place(store: Store, chosen: Mapping[str, str] | None, held: Iterable[str]) -> list[str]:
+def without_place(columns: Columns, held: Iterable[str]) -> list[str]:
     """Columns that a target loses because it can only store ``held``. The column of sample numbers does not count."""
-    carrying = formats.get(store.format).carrying()
+    carrying, store, chosen = formats.get(columns.store.format).carrying(), columns.store, columns.chosen
     names = dict.fromkeys(carrying.names(store.contents)) if chosen is None else chosen
     new = {name: name if chosen is None else chosen[name] for name in names}
-    without = carrying.fillers(store.contents)
-    return [n for n in names if n != carrying.number_column and n not in without and new[n] not in held]
+    return [n for n in names if n != carrying.number_column and n not in columns.fillers and new[n] not in held]
 
 
 def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
-from actshard._arguments import many
+from actshard._arguments import many, name_of
 from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
-from actshard.formats.contents import Contents
 from actshard.formats.target import PATCH_LABELS, Target
-from actshard.inputs import fingerprint
+from actshard.inputs import fingerprint, store_folders
 from actshard.layers import Layer, plain, several
 from actshard.location import has_options
 from actshard.opening import open_quietly
+from actshard.request import Request
 from actshard.store import Store
 from actshard.work import refuse_within
 from actshard.writing.columns import Decided
@@ -241,50 +240,51 @@ def settle(
         options=options,
         created=created,
     )
-    for folder in _source_folders(store.contents):
-        refuse_within(target.place(), folder)
+    for folder in store_folders(store):
+        if folder.is_local:
+            refuse_within(target.place(), folder.local)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
     return target
 
 
-def _source_folders(contents: Contents) -> Iterator[Path]:
-    """The local folders of a source: a dataset's, or those of each part of a joined store."""
-    whole = contents.whole or contents
-    for part in whole.parts:
-        yield from _source_folders(part.contents)
-    yield from whole.folders
-    # Of several folders, the path is the one that contains them, and other files; of several sources, it is no dataset.
-    if (
-        not whole.folders
-        and isinstance(whole.path, Path)
-        and whole.format in formats.names()
-        and formats.detect(whole.format, whole.path).matches
-    ):
-        yield whole.path
+def conversion_request(
+    asked: Asked,
+    overflow: str,
+    *,
+    dtype: DTypeLike | None,
+    tokens_per_example: int | None,
+    shard_bytes: int | str | None,
+    metadata: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    digest: str | None = None,
+) -> Request:
+    """The request of a conversion, by the verb or by a plan. :func:`settle` has checked the arguments.
 
-
-def source_config(asked: Asked) -> dict[str, Any]:
-    """Returns the settings that resume compares, so that it continues with the same examples of the same source.
-
-    Checks every file of the source. Tasks of a plan do not call it: the plan's inputs list these files.
+    ``digest``: that of the source's files, if it is known.
     """
     store, ids = asked.store, asked.examples
-    return {
-        "source": {
-            "path": str(store.path),
-            "examples": None
-            if ids is None
-            else [len(ids), hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).hexdigest()],
-            "files": fingerprint(store),
-            "layers": list(asked.layers),
-            "tokens": asked.tokens,
-            "pad": asked.pad,
-            "truncate": asked.truncate,
-            **({} if asked.columns is None else {"columns": [list(pair) for pair in asked.columns.items()]}),
-        }
+    arguments = {
+        "format": asked.format,
+        "layers": [list(pair) for pair in zip(asked.layers, asked.names, strict=True)],
+        "examples": None if ids is None else f"{len(ids)} numbers, sha256 {_digest(ids)}",
+        "columns": None if asked.columns is None else [list(pair) for pair in asked.columns.items()],
+        "tokens": asked.tokens,
+        "pad": asked.pad,
+        "truncate": asked.truncate,
+        "overflow": overflow,
+        "dtype": None if dtype is None else name_of(_arguments.dtype(dtype)[0]),
+        "tokens_per_example": None if tokens_per_example is None else int(tokens_per_example),
+        "shard_bytes": None if shard_bytes is None else _arguments.size(shard_bytes, "shard_bytes"),
+        "metadata": None if metadata is None else dict(metadata),
+        "options": dict(options),
     }
+    return Request.of("convert", arguments, [digest or fingerprint(store)], asked.count)
+
+
+def _digest(numbers: NDArray[np.int64]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(numbers, np.int64).tobytes()).hexdigest()[:32]
 
 
 def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every: bool = False) -> Columns:
@@ -318,6 +318,7 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every:
                 detail = error.detail.removesuffix(".")
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
+            columns.turned |= checker.changes
             at += len(ids)
             if every and target.finds_by_text:
                 columns.texts.add(found.table, len(ids))
@@ -491,7 +492,7 @@ def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]
             made.append(Loss("router", f"{format} cannot store them"))
     else:
         made += [Loss("columns", detail) for detail in columns.turned.values()]
-        if target.only_columns is not None and (lost := without_place(store, asked.columns, target.only_columns)):
+        if target.only_columns is not None and (lost := without_place(columns, target.only_columns)):
             more = ", ..." if len(lost) > 12 else ""
             made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
     return made
@@ -520,13 +521,22 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     return labels[:, -content:] if last else labels[:, :content]
 
 
-def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:
-    """The columns to convert, not yet checked."""
+def columns_for(
+    asked: Asked, target: Target, numbers: bool | None = None, fillers: Iterable[str] | None = None
+) -> Columns:
+    """The columns to convert, not yet checked. ``fillers``: as a plan recorded them; None: they are looked for."""
     labels = labels_for(asked, target)
     whole = asked.examples is None
     taken = asked.taken if asked.tokens != "all" or asked.store.content_lengths is not None else None
     return Columns(
-        asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns, taken=taken
+        asked.store,
+        target.holds_columns,
+        labels,
+        whole=whole,
+        numbers=numbers,
+        chosen=asked.columns,
+        taken=taken,
+        fillers=fillers,
     )
 
 

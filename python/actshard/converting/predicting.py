@@ -62,6 +62,7 @@ def predict(asked: Asked, target: Target, layout: Layout, sizes: Mapping[str, An
     def made(some: Asked, folder: Path) -> Target:
         sample = settle(some, folder, **sizes)
         sample.adopt(config)
+        sample.request = target.request
         if sample.tokens is not None:
             sample.content_lengths = partial(content_lengths, some)
         return sample

@@ -16,6 +16,7 @@ from actshard.converting.planning import (
     Loss,
     ask,
     checked,
+    conversion_request,
     losses,
     settle,
     source,
@@ -24,6 +25,7 @@ from actshard.converting.predicting import predict
 from actshard.converting.segments import Layout
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, boundary
 from actshard.formats.target import Target
+from actshard.inputs import fingerprint
 from actshard.layers import Layer
 from actshard.store import Store
 
@@ -88,6 +90,7 @@ def preview(
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "auto", storage_options, cache)
+        digest = fingerprint(store)
         return [
             _preview(
                 store,
@@ -110,6 +113,7 @@ def preview(
                 },
                 options,
                 overflow,
+                digest,
             )
             for name in ((format,) if format is not None else formats.written())
         ]
@@ -124,6 +128,7 @@ def _preview(
     sizes: dict[str, Any],
     options: Mapping[str, Any],
     overflow: str,
+    digest: str,
 ) -> Preview:
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
     kind = formats.get(name).target() if name in formats.written() else Target  # ask() raises for unknown names
@@ -134,6 +139,7 @@ def _preview(
         asked = replace(ask(store, name, **wanted), cast=sizes["dtype"] is not None)
         sizes = {**sizes, "options": own}
         target = settle(asked, root, **sizes)
+        target.request = conversion_request(asked, overflow, digest=digest, **sizes)
         columns = checked(asked, target, every=True)  # before the lengths, which are then cached
         layout = Layout.of(asked, target)
         layout.settle(asked, target)

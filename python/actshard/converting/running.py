@@ -24,11 +24,11 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
+    conversion_request,
     fitted,
     losses,
     settle,
     source,
-    source_config,
 )
 from actshard.converting.saving import SavesToDisk, saves
 from actshard.converting.texts import Texts
@@ -39,6 +39,7 @@ from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, 
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
+from actshard.request import Request
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import can_overflow
@@ -185,8 +186,9 @@ def convert(
             cast=dtype is not None,
         )
 
-        given = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
-        settled = partial(_settled, asked, root, metadata=metadata, options=options, **given)
+        given: dict[str, Any] = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
+        given |= {"metadata": metadata, "options": options}
+        settled = partial(_settled, asked, root, overflow, given)
         target = settled()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
@@ -197,7 +199,7 @@ def convert(
             if not (exist_ok or resume):
                 raise ExistsError.finished(there)
             path = there
-            known, begun = _as_it_is(asked, target, there, verify)
+            known, begun, lost = _as_it_is(asked, target, there, verify)
         else:
             target, known, (path, begun, size, lost) = _write_checked(
                 asked, target, settled, resume=resume, progress=progress, overflow=overflow
@@ -216,25 +218,29 @@ def convert(
     )
 
 
-def _settled(asked: Asked, root: Path, **given: Any) -> Target:
+def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> Target:
     target = settle(asked, root, **given)
-    target.more_config = source_config(asked)
+    target.request = conversion_request(asked, overflow, **given)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
 
 
-def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int]:
-    """Returns columns and number of examples of a finished dataset. Raises ExistsError if it is not the requested one.
+def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
+    """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
-    With ``verify`` the caller compares all rows, so no sample is compared here.
+    Its record tells. Without one, or if the files of the source were others, contents are compared: columns, and rows of some
+    examples; with ``verify`` the caller compares all rows.
     """
     known = columns_for(asked, target)
     count = check_same(target, there)
+    found = Request.read(there)
+    if found == target.request:
+        return known, count, found.overflows
     if not verify:
         _refuse_other(asked, target, there)
     _refuse_other_columns(asked, target, there, known)
-    return known, count
+    return known, count, None
 
 
 def content_lengths(asked: Asked) -> NDArray[np.int64]:
@@ -279,8 +285,6 @@ def _write(
     begun = sink.committed
     lost = sink.journal.overflows
     try:
-        if lost and overflow == "refuse":
-            raise _already_infinite(asked, target, lost)
         LOG.info(
             "%s: converting to %s at %s, from example %d of %d",
             asked.store.path,
@@ -307,6 +311,7 @@ def _write(
             del memory
             if progress is not None:
                 progress(done, asked.count, size)
+        columns.turned |= sink.columns.changes
         return sink.finish(), begun, size, lost
     except (ArgumentError, DtypeError, NumbersMatterError) as error:
         if begun:

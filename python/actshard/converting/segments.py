@@ -111,6 +111,7 @@ class Written:
         fragments: files that begin within a file of the dataset: (name, first byte, end).
         overflows: finite values that became infinite.
         rows: bytes of rows.
+        changes: columns that the format stores as another type, with a description.
     """
 
     table: pa.Table
@@ -118,6 +119,7 @@ class Written:
     fragments: list[tuple[str, int, int]]
     overflows: int
     rows: int
+    changes: dict[str, str]
 
 
 def write_segment(
@@ -182,16 +184,16 @@ def write_segment(
                 break
         for each in writing:
             each.result()
-    return _closed(target, done, over, size)
+    return _closed(target, done, over, size, decided.changes)
 
 
-def _closed(target: Target, done: Sequence[Block], over: int, size: int) -> Written:
+def _closed(target: Target, done: Sequence[Block], over: int, size: int, changes: dict[str, str]) -> Written:
     paths, state = target.dirty()
     folders = {path.parent for path in paths}
     _native.sync_files([path for path in paths if path not in folders])
     target.committed()
     sync_folders(sorted({Path(path) for path, _, _ in os.walk(target.root)}, reverse=True))
-    return Written(table_of(done), state, _fragments(target), over, size)
+    return Written(table_of(done), state, _fragments(target), over, size, changes)
 
 
 def _fragments(target: Target) -> list[tuple[str, int, int]]:

@@ -66,6 +66,6 @@ class Texts:
         if absent:
             details.append(
                 f"{many(absent, 'example', 'has', 'have')} no text, while others have one: "
-                f"{format} looks rows up by text and does not find them"
+                f"{format}'s own reader cannot find them, and fails if it reads all examples"
             )
         return details

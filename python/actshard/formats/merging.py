@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import actshard._native as _native
 from actshard.errors import FormatError
-from actshard.formats.tables import common_type
-from actshard.work import make_folder, rename
+from actshard.formats.tables import common_type, concatenated
+from actshard.request import RECORD, Request
+from actshard.work import files_below, make_folder, record_files, rename
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -80,10 +81,13 @@ class Merge:
     move: bool
     options: dict[str, Any]
     copies: Mapping[str, Path] = field(default_factory=dict)
+    request: Request | None = None
+    """What the merged dataset records; None if its parts have no record."""
 
     def assemble(self, file: Assembled) -> None:
         """Writes a file from its pieces, unless it exists or a task of a plan has copied it."""
         target = self.path / file.name
+        record_files([target])
         if target.exists() or self._placed(target):
             return
         make_folder(target.parent)
@@ -91,16 +95,20 @@ class Merge:
 
     def take(self, source: Path, target: Path) -> None:
         """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible."""
+        record_files(target / path.relative_to(source) for path in files_below(source))
         if target.exists():
             return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)
         if self.move and not has_links(source):
             rename(source, target)
+            if target.is_dir():
+                (target / RECORD).unlink(missing_ok=True)  # the merged dataset has its own
             return
         if source.is_dir():
             temporary = target.with_name(f".{target.name}.part")
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(source, temporary, copy_function=partial(self._link_of, temporary, target))
+            linked = partial(self._link_of, temporary, target)
+            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(RECORD), copy_function=linked)
             rename(temporary, target)
             return
         if self._placed(target):
@@ -246,3 +254,8 @@ def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
                     path=path,
                 )
             known[column.name] = (both, first)
+    if mixed := concatenated(tables)[1]:
+        raise FormatError(
+            f"column {mixed[0]!r}: no type can represent the values of all parts exactly: write one part again with others",
+            path=plan.path,
+        )

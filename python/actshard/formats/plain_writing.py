@@ -50,7 +50,6 @@ class PlainTarget(Target):
     """The suffix of files."""
     hint: ClassVar[str]
     """How to load a file, for the comment in layout.toml; ``{file}`` is its name."""
-    makes: ClassVar[tuple[str, ...]] = (FOLDER, f"{LENGTHS}.*", COLUMNS, METADATA, NAME)
     writes_parquet = True
     own: ClassVar[Mapping[str, str]] = {}
     holds_named_layers = True

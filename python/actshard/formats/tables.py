@@ -1,10 +1,13 @@
-"""Arrow tables from lists of Python values whose types may vary."""
+"""Types of columns: the one type that holds the values of two, exact casts, and tables of several parts.
+
+Reading, writing, joining and merging unify types by :func:`common_type` only, so that the same two inputs have the same result.
+"""
 
 from __future__ import annotations
 
 import decimal
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +19,283 @@ if TYPE_CHECKING:
 
 _DIGITS = 38
 """Precision of the decimals that store integers beyond 64 bits."""
+_MOST_DIGITS = 76
 _MOST_FIELDS = 1024
 """Limit on the number of fields after merging struct types, because every example takes memory for each field."""
+_UNITS = ("s", "ms", "us", "ns")
+
+
+class IncompatibleTypesError(Exception):
+    """No type holds the values of two columns with one name."""
+
+    def __init__(self, name: str, known: pa.DataType, other: pa.DataType) -> None:
+        super().__init__(f"column {name!r}: expected {known}, found {other}")
+        self.name, self.known, self.other = name, known, other
+
+
+# -- types ---------------------------------------------------------------------------------------------------------
+
+
+def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The type for values of both types, with nulls for missing fields; None if there is none. Symmetric.
+
+    Types of parts are inferred from values, so nulls, empty lists, missing fields and narrower numbers are compatible. A cast to
+    the type may still fail for single values: for integers that a float cannot represent, and times beyond the finer unit's range.
+    """
+    return _unified(a, b, narrow=False)
+
+
+def _unified(a: pa.DataType, b: pa.DataType, *, narrow: bool) -> pa.DataType | None:
+    """The common type; ``narrow``: a type of the first's kind and width, in which only nulls and fields of dicts get a type."""
+    import pyarrow as pa
+
+    is_ = pa.types
+    if a.equals(b) or is_.is_null(b):
+        return a
+    if is_.is_null(a):
+        return b
+    if is_.is_dictionary(a) or is_.is_dictionary(b):
+        a, b = (t.value_type if is_.is_dictionary(t) else t for t in (a, b))
+        return _unified(a, b, narrow=narrow)
+    if is_list(a) and is_list(b):
+        value = _unified(a.value_type, b.value_type, narrow=narrow)
+        if value is None:
+            return None
+        if is_.is_fixed_size_list(a) and (narrow or (is_.is_fixed_size_list(b) and a.list_size == b.list_size)):
+            return pa.list_(value, a.list_size)
+        large = is_.is_large_list(a) or (is_.is_large_list(b) and not narrow)
+        return pa.large_list(value) if large else pa.list_(value)
+    if is_.is_struct(a) and is_.is_struct(b):
+        if any(len({field.name for field in t}) < t.num_fields for t in (a, b)):
+            return None
+        fields: dict[str, pa.DataType] = {}
+        for field in (*a, *b):
+            kind = _unified(fields.get(field.name, pa.null()), field.type, narrow=narrow)
+            if kind is None:
+                return None
+            fields[field.name] = kind
+        if len(fields) > max(_MOST_FIELDS, a.num_fields, b.num_fields):
+            return None
+        return pa.struct(list(fields.items()))
+    common = _common_scalar(a, b)
+    if not narrow:
+        return common
+    return a if common is not None and (_family(common) == _family(a) or _family(a) == _family(b)) else None
+
+
+def _family(kind: pa.DataType) -> str | int:
+    """Types of one family differ only in the range and precision of their values."""
+    import pyarrow as pa
+
+    is_ = pa.types
+    families = {
+        "integer": (is_.is_integer,),
+        "float": (is_.is_floating,),
+        "decimal": (is_.is_decimal,),
+        "text": (is_.is_string, is_.is_large_string),
+        "bytes": (is_.is_binary, is_.is_large_binary, is_.is_fixed_size_binary),
+        "time": (is_.is_time,),
+    }
+    return next((name for name, kinds in families.items() if any(of(kind) for of in kinds)), kind.id)
+
+
+def _common_scalar(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The table of scalar types."""
+    import pyarrow as pa
+
+    is_ = pa.types
+    number = [is_.is_integer(t) or is_.is_floating(t) for t in (a, b)]
+    if all(number):
+        wide = pa.from_numpy_dtype(np.promote_types(a.to_pandas_dtype(), b.to_pandas_dtype()))
+        both_whole = is_.is_integer(a) and is_.is_integer(b)
+        return pa.decimal128(_DIGITS) if both_whole and not is_.is_integer(wide) else wide
+    if all(is_.is_integer(t) or is_.is_decimal(t) for t in (a, b)):
+        # 20 digits hold all 64-bit integers.
+        scale = max(t.scale for t in (a, b) if is_.is_decimal(t))
+        if any(is_.is_decimal(t) and t.scale != scale for t in (a, b)):
+            return None
+        digits = max(t.precision if is_.is_decimal(t) else 20 + scale for t in (a, b))
+        if digits > _MOST_DIGITS:
+            return None
+        return pa.decimal128(digits, scale) if digits <= _DIGITS else pa.decimal256(digits, scale)
+    for small, large, kind in (
+        (is_.is_string, is_.is_large_string, pa.large_string()),
+        (is_.is_binary, is_.is_large_binary, pa.large_binary()),
+    ):
+        if all(small(t) or large(t) for t in (a, b)):
+            return kind
+    if all(is_.is_binary(t) or is_.is_fixed_size_binary(t) for t in (a, b)):
+        return pa.binary()
+    for alike in (is_.is_timestamp, is_.is_duration, is_.is_time):
+        if alike(a) and alike(b) and getattr(a, "tz", None) == getattr(b, "tz", None):
+            return max(a, b, key=lambda t: _UNITS.index(t.unit))
+    return pa.date64() if is_.is_date(a) and is_.is_date(b) else None
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether the type is a list of any kind."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def common_schema(known: pa.Schema, new: pa.Schema, *, narrow: bool = False) -> pa.Schema:
+    """A schema with the columns of both, in the order of the first; ``narrow``: with the types of the first.
+
+    Raises:
+        IncompatibleTypesError: no type holds the values of two columns with one name.
+    """
+    import pyarrow as pa
+
+    fields = {field.name: field for field in known}
+    for field in new:
+        fields[field.name] = _common_field(fields[field.name], field, narrow) if field.name in fields else field
+    return pa.schema(list(fields.values()))
+
+
+def _common_field(known: pa.Field, new: pa.Field, narrow: bool) -> pa.Field:
+    import pyarrow as pa
+
+    kind = _unified(known.type, new.type, narrow=narrow)
+    # Elements of a dtype that Arrow lacks are stored as bits of another type.
+    dtypes = {(field.metadata or {}).get(b"dtype") for field in (known, new) if not pa.types.is_null(field.type)}
+    if kind is None or len(dtypes) > 1:
+        raise IncompatibleTypesError(known.name, known.type, new.type)
+    return (new if pa.types.is_null(known.type) else known).with_type(kind)
+
+
+def leaf_types(schema: Iterable[pa.Field]) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
+    """Types of columns, and of the values inside their lists and dicts, by path."""
+    import pyarrow as pa
+
+    for field in schema:
+        if pa.types.is_struct(field.type):
+            inner = leaf_types(field.type)
+        elif is_list(field.type):
+            inner = leaf_types([field.type.value_field.with_name("[]")])
+        else:
+            yield (field.name,), field.type
+            continue
+        yield from (((field.name, *path), kind) for path, kind in inner)
+
+
+def leaves(
+    name: str, column: pa.Array | pa.ChunkedArray
+) -> Iterator[tuple[tuple[str, ...], pa.Array | pa.ChunkedArray]]:
+    """Values of a column, or those inside its lists and dicts, by path."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_struct(column.type):
+        inner = [(field.name, pc.struct_field(column, field.name)) for field in column.type]
+    elif is_list(column.type):
+        inner = [("[]", pc.list_flatten(column))]
+    else:
+        yield (name,), column
+        return
+    for part, values in inner:
+        yield from (((name, *path), leaf) for path, leaf in leaves(part, values))
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def cast_exactly(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> Any:
+    """Casts a column. A column that has the type is returned unchanged: pyarrow 26 returns invalid arrays for lists of nulls.
+
+    Raises:
+        pa.ArrowException, TypeError, ValueError, OverflowError: the type cannot represent a value exactly.
+    """
+    import pyarrow as pa
+
+    if column.type.equals(kind):
+        return column
+    # Safe casts of floats fail for NaN values; _loses() compares floats.
+    floats = pa.types.is_floating(column.type) and pa.types.is_floating(kind)
+    try:
+        made = column.cast(kind, safe=not floats)
+        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
+    except pa.ArrowException:
+        if not pa.types.is_nested(kind):
+            raise
+        # Arrow cannot add fields to dicts, or cast all lists with different inner types.
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        parts = [pa.array(chunk.to_pylist(), kind) for chunk in chunks]
+        made = pa.chunked_array(parts, kind) if isinstance(column, pa.ChunkedArray) else parts[0]
+    if _loses(column, made):
+        raise pa.ArrowInvalid("a value would be rounded")
+    return made
+
+
+def _loses(column: Any, made: Any) -> bool:
+    """Whether a cast to a narrower type changed floats, also inside lists and dicts."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.type.equals(made.type):
+        return False
+    if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
+        return any(
+            _loses(pc.struct_field(column, field.name), pc.struct_field(made, field.name)) for field in column.type
+        )
+    if is_list(column.type) and is_list(made.type):
+        return _loses(pc.list_flatten(column), pc.list_flatten(made))
+    if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
+        return False
+    if made.type.bit_width >= column.type.bit_width:
+        return False
+    a, b = (c.drop_null().to_numpy(zero_copy_only=False).astype(np.float64) for c in (column, made))
+    return not np.array_equal(a, b, equal_nan=True)
+
+
+def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns of a schema, cast to its types; nulls for columns that the table lacks.
+
+    Raises:
+        Errors of :func:`cast_exactly`.
+    """
+    import pyarrow as pa
+
+    columns = [
+        cast_exactly(table[field.name], field.type)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def concatenated(tables: Sequence[pa.Table]) -> tuple[pa.Table, list[str]]:
+    """One table with the rows of all, and the names of columns that became JSON texts: no type holds all their values exactly.
+
+    Columns that a table lacks are filled with nulls.
+    """
+    import pyarrow as pa
+
+    fields: list[pa.Field] = []
+    columns: list[pa.ChunkedArray] = []
+    mixed: list[str] = []
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        chunks = [
+            chunk
+            for table in tables
+            for chunk in (table[name].chunks if name in table.column_names else [pa.nulls(table.num_rows)])
+        ]
+        try:
+            schema: pa.Schema = pa.schema([])
+            for table in tables:
+                if name in table.column_names:
+                    schema = common_schema(schema, pa.schema([table.schema.field(name)]))
+            field = schema.field(0)
+            values = pa.chunked_array([cast_exactly(chunk, field.type) for chunk in chunks], field.type)
+        except (IncompatibleTypesError, pa.ArrowException, TypeError, ValueError, OverflowError):
+            mixed.append(name)
+            field = pa.field(name, pa.string())
+            texts = [pa.array([_as_json(v) for v in chunk.to_pylist()], pa.string()) for chunk in chunks]
+            values = pa.chunked_array(texts, pa.string())
+        fields.append(field)
+        columns.append(values)
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields)), mixed
 
 
 def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]]) -> pa.Table:
@@ -31,17 +309,8 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
     import pyarrow as pa
 
     order = dict.fromkeys([*names, *(name for columns, _ in parts for name in columns)])
-    made = {}
-    for name in order:
-        chunks = [_arrow(columns.get(name), n) for columns, n in parts]
-        kind: pa.DataType | None = pa.null()
-        for other in {str(c.type): c.type for c in chunks}.values():
-            kind = None if kind is None else common_type(kind, other)
-        if kind is None:
-            chunks = [_arrow([_as_json(v) for v in c.to_pylist()], len(c)) for c in chunks]
-            kind = pa.string()
-        made[name] = pa.chunked_array([_cast(c, kind) for c in chunks], kind)
-    return pa.table(made)
+    tables = [pa.table({name: _arrow(columns.get(name), n) for name in order}) for columns, n in parts]
+    return concatenated(tables)[0] if tables else pa.table({name: pa.nulls(0) for name in order})
 
 
 def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
@@ -49,65 +318,6 @@ def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
     import pyarrow as pa
 
     return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
-
-
-def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that can store values of both types unchanged, with nulls for missing fields; None if no type can.
-
-    Types of parts are inferred from values, so nulls, empty lists, missing fields and narrower numbers are compatible.
-    """
-    import pyarrow as pa
-
-    is_ = pa.types
-    if a.equals(b) or is_.is_null(b):
-        return a
-    if is_.is_null(a):
-        return b
-    lists = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list)
-    if all(any(is_list(t) for is_list in lists) for t in (a, b)):
-        value = common_type(a.value_type, b.value_type)
-        return None if value is None else pa.list_(value)
-    if is_.is_struct(a) and is_.is_struct(b):
-        fields: dict[str, pa.DataType] = {}
-        for field in (*a, *b):
-            kind = common_type(fields.get(field.name, pa.null()), field.type)
-            if kind is None:
-                return None
-            fields[field.name] = kind
-        if len(fields) > max(_MOST_FIELDS, a.num_fields, b.num_fields):
-            return None
-        return pa.struct(list(fields.items()))
-    for alike in (is_.is_integer, is_.is_floating):
-        if alike(a) and alike(b):
-            wide = pa.from_numpy_dtype(np.promote_types(a.to_pandas_dtype(), b.to_pandas_dtype()))
-            return wide if alike(wide) else None
-    big = pa.decimal128(_DIGITS)
-    return big if all(is_.is_integer(t) or t.equals(big) for t in (a, b)) else None
-
-
-def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The columns of a schema, cast to its types.
-
-    A column that already has its type is not cast: casting lists of nulls to their own type returns an invalid array in pyarrow 26.
-    """
-    import pyarrow as pa
-
-    return pa.Table.from_arrays([_cast(table[field.name], field.type) for field in schema], schema=schema)
-
-
-def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    import pyarrow as pa
-
-    if column.type.equals(kind):
-        return column
-    try:
-        made = column.cast(kind)
-        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
-        return made
-    except pa.ArrowException:
-        if not pa.types.is_nested(column.type):
-            raise
-    return pa.array(column.to_pylist(), kind)  # cast cannot add struct fields
 
 
 def _arrow(values: Any, n: int) -> pa.Array:
@@ -120,6 +330,8 @@ def _arrow(values: Any, n: int) -> pa.Array:
         return values
     if any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in values):
         try:
+            if all(v is None or (type(v) is int and 0 <= v < 1 << 64) for v in values):
+                return pa.array(values, pa.uint64())
             return pa.array([None if v is None else decimal.Decimal(v) for v in values], pa.decimal128(_DIGITS))
         except (pa.ArrowInvalid, TypeError, ValueError, decimal.InvalidOperation):
             return pa.array([_as_json(v) for v in values], pa.string())

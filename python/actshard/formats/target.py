@@ -18,6 +18,7 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
+from actshard.request import RECORD, Request
 from actshard.work import FOLDER, PARTS
 
 if TYPE_CHECKING:
@@ -127,8 +128,6 @@ class Target(ABC):
     """An integer column whose values must be unique."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)
     """Attributes that the first examples determine unless they are given."""
-    makes: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the file names written to the dataset's folder. Only matching files may be removed."""
     names_itself = False
     """Whether the format chooses the name of the dataset's folder, below the given path."""
     holds_special_tokens = False
@@ -193,8 +192,8 @@ class Target(ABC):
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
-        self.more_config: dict[str, Any] = {}
-        """Further settings that must match when a writer resumes, such as a conversion's source."""
+        self.request = Request("", {})
+        """The request, which must be the same when a writer resumes or accepts a finished dataset."""
         self.n = 0
         """Number of examples written."""
         self.plan: Path | None = None
@@ -313,7 +312,6 @@ class Target(ABC):
             "dtype": None if self.dtype is None else name_of(self.dtype),
             "metadata": self.spec.metadata,
             "part": None if self.spec.part is None else list(self.spec.part),
-            **self.more_config,
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
@@ -558,6 +556,31 @@ def _is_finer(value: Any) -> bool:
     return bool(getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0))
 
 
+def check_utf8(table: pa.Table, first: int) -> None:
+    """Raises ArgumentError for bytes that are no UTF-8 text: as escaped texts, different ones could be equal."""
+    import pyarrow as pa
+
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if _has(
+            kind,
+            lambda t: bool(pa.types.is_binary(t) or pa.types.is_large_binary(t) or pa.types.is_fixed_size_binary(t)),
+        ):
+            for number, value in enumerate(values_of(name, table[name], first), first):
+                if _has_other_bytes(value):
+                    raise ArgumentError(
+                        f"columns: {name!r}, example {number}: expected bytes of UTF-8 text, found {value!r:.60}. Encode them, for "
+                        "example with bytes.hex()."
+                    )
+
+
+def _has_other_bytes(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "ignore").encode() != value
+    if isinstance(value, list | tuple | dict):
+        return any(map(_has_other_bytes, value.values() if isinstance(value, dict) else value))
+    return False
+
+
 def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:
     return wanted(kind) or any(_has(kind.field(i).type, wanted) for i in range(kind.num_fields))
 
@@ -647,7 +670,7 @@ def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
 def refuse_existing(path: Path) -> None:
     """Raises ExistsError unless a folder is empty or absent."""
     if path.is_dir():
-        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS))
+        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS, RECORD))
         if found:
             shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)

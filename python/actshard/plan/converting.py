@@ -36,6 +36,7 @@ from actshard.converting.planning import (
     ask,
     checked,
     columns_for,
+    conversion_request,
     losses,
     overflowed,
     settle,
@@ -64,9 +65,10 @@ from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.request import RECORD, Request
 from actshard.store import Store
-from actshard.work import make_folder, rename, sync_folders
-from actshard.writing.existing import check_same, complete_at
+from actshard.work import keep_request, make_folder, rename, sync_folders
+from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 
 FILES = "files"
@@ -148,6 +150,7 @@ def convert(
             "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
+        target.request = conversion_request(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (there := complete_at(target)) is not None:
             raise ExistsError(
@@ -173,6 +176,7 @@ def _planned(
     tasks: int,
     root: Path,
 ) -> Plan:
+    request = target.request
     columns = checked(asked, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(asked, target)
     layout.settle(asked, target)
@@ -198,8 +202,10 @@ def _planned(
         "cast": asked.cast,
         "overflow": overflow,
         "numbers": columns.numbers,
+        "fillers": sorted(columns.fillers),
         "sizes": sizes,
         "config": target.config(),
+        "request": request.as_dict(),
         "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
     }
     made, notes = _divided(asked, target, layout, tasks)
@@ -276,7 +282,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
 
 
 @dataclass
-class _Request:
+class _OpenedPlan:
     """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
     asked: Asked
@@ -284,12 +290,12 @@ class _Request:
     overflow: str
 
     @classmethod
-    def of(cls, plan: Planned) -> _Request:
+    def of(cls, plan: Planned) -> _OpenedPlan:
         with _trusting_no_plan(plan):
             return cls._of(plan)
 
     @classmethod
-    def _of(cls, plan: Planned) -> _Request:
+    def _of(cls, plan: Planned) -> _OpenedPlan:
         given = plan.arguments
         store = source(given["src"], given["src_format"], "pread", layout=given.get("layout"))
         pairs = given["layers"]
@@ -306,7 +312,8 @@ class _Request:
             truncate=given["truncate"],
         )
         asked = replace(asked, cast=given["cast"])
-        return cls(asked, columns_for(asked, _target(plan, asked), given["numbers"]), given["overflow"])
+        columns = columns_for(asked, _target(plan, asked), given["numbers"], given.get("fillers"))
+        return cls(asked, columns, given["overflow"])
 
 
 def _name(name: Any) -> Any:
@@ -340,6 +347,7 @@ def _target(plan: Planned, asked: Asked) -> Target:
         config = plan.arguments["config"]
         check_config(config, target.config(), plan.work)
         target.adopt(config)
+        target.request = Request.from_dict(plan.arguments["request"], plan.work)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
     return target
@@ -349,11 +357,11 @@ class Converting(Verb):
     """Runs the tasks of a conversion."""
 
     name = "convert"
-    _known: tuple[str, _Request] | None = None
+    _known: tuple[str, _OpenedPlan] | None = None
 
-    def _request(self, plan: Planned) -> _Request:
+    def _request(self, plan: Planned) -> _OpenedPlan:
         if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _Request.of(plan))
+            self._known = (plan.id, _OpenedPlan.of(plan))
         return self._known[1]
 
     def check_plan(self, plan: Planned, path: Path) -> None:
@@ -388,6 +396,7 @@ class Converting(Verb):
             "state": made.state,
             "fragments": [list(each) for each in made.fragments],
             "overflows": made.overflows,
+            "changes": made.changes,
             "bytes": made.rows,
             **lengths,
         }
@@ -426,11 +435,17 @@ class Converting(Verb):
         asked = request.asked
         target = _target(plan, asked)
         there = target.existing(asked.count) if target.names_itself else None
-        if there is None:
+        if there is not None:  # renamed by a commit that was killed
+            check_written(target.request, there)
+        else:
             there = self._put(plan, target, results)
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
         lost = _losses(plan.arguments, target, over)
+        # The plan knows the columns of the first examples only, if the others must be decoded.
+        changes = [text for result in results for text in result.value.get("changes", {}).values()]
+        known = {loss.detail for loss in lost}
+        lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in known)
         return Conversion(
             there, asked.format, asked.count, 0, size, time.perf_counter() - began, lost, False, str(target.dtype)
         )
@@ -438,6 +453,17 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
+        if (target.root / RECORD).exists():
+            check_written(target.request, target.root)
+        whole = results[:1] if "layers" in plan.tasks[0] else results
+        tables = examples.read(whole)
+        columns, mixed = columns_in(tables)
+        if mixed:
+            raise ArgumentError(
+                f"columns: {mixed[0]!r}: expected values of one type, found several that no type can represent exactly. Plan "
+                "again, with columns= (--columns) to leave the column out.",
+                path=plan.work,
+            )
         make_folder(target.root)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
@@ -445,13 +471,12 @@ class Converting(Verb):
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
             _join(pieces, target.root / name)
-        whole = results[:1] if "layers" in plan.tasks[0] else results
-        tables = examples.read(whole)
         lengths = lengths_in(tables, len(target.spec.layers))
-        columns, _ = columns_in(tables, plan.work)
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
+        overflows = sum(int(result.value["overflows"]) for result in results)
+        keep_request(target.root, target.request.finished(target.n, overflows))
         place = target.place()
         if place != target.root:
             rename(target.root, place)
@@ -459,14 +484,14 @@ class Converting(Verb):
         return place
 
     def committed(self, plan: Planned) -> Conversion | None:
-        request = self._request(plan)
-        target = _target(plan, request.asked)
+        asked = self._request(plan).asked
+        target = _target(plan, asked)
         there = complete_at(target)
         if there is None:
             return None
-        count = check_same(target, there)
+        check_written(target.request, there)
         lost = _losses(plan.arguments, target)
-        return Conversion(there, request.asked.format, count, count, 0, 0.0, lost, False, str(target.dtype))
+        return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:
         above = plan.work.parent

@@ -19,6 +19,7 @@ from actshard.errors import FormatError
 from actshard.plan.book import work_folder
 from actshard.plan.checking import absolute, arguments_of, check_layout, divided, is_place
 from actshard.plan.data import Planned
+from actshard.request import Request
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -67,11 +68,15 @@ def check_plan(plan: Planned, path: Path) -> None:
             raise fields.error(name, f"one of {', '.join(known)}")
     if fields.value.get("numbers") is not None:
         fields.boolean("numbers")
+    fillers = fields.value.get("fillers")  # absent in plans of earlier releases
+    if fillers is not None and not (isinstance(fillers, list) and all(isinstance(name, str) for name in fillers)):
+        raise fields.error("fillers", "a list of names")
     _check_pairs(fields, "layers", _is_layer)
     _check_pairs(fields, "columns", lambda name: isinstance(name, str))
     _check_sizes(fields)
     if not isinstance(fields.value.get("config"), dict):
         raise fields.error("config", "an object")
+    Request.from_dict(fields.value.get("request"), path)
     _check_pairs(fields, "losses", lambda text: isinstance(text, str))
     if fields.value.get("losses") is None:
         raise fields.error("losses", "a list of pairs of texts")
@@ -174,6 +179,9 @@ def check_result(value: Mapping[str, Any], file: Path) -> None:
     fields.integer("overflows", minimum=0)
     if not isinstance(fields.value.get("state"), dict):
         raise fields.error("state", "an object")
+    changes = fields.value.get("changes", {})  # absent in results of earlier releases
+    if not isinstance(changes, dict) or not all(isinstance(text, str) for text in changes.values()):
+        raise fields.error("changes", "texts by column")
     found = fields.value.get("fragments")
     if not isinstance(found, list) or not all(map(_is_fragment, found)):
         raise fields.error("fragments", "names of files below the task's folder, with first byte and end")

@@ -35,7 +35,6 @@ from actshard.errors import (
     OutOfRangeError,
     boundary,
 )
-from actshard.formats.contents import Contents
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
@@ -44,26 +43,26 @@ from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, work_folder
 from actshard.plan.checking import absolute, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.made import finished, leave, shape_of
+from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.request import Request
 from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
-from actshard.writing.existing import complete_at
+from actshard.writing.existing import check_written, complete_at, creation_request
 from actshard.writing.sink import block_memory, write_memory
 
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
+_FITTING = ("pad", "truncate", "overflow")
 _EVEN = 1.05
 """Tasks start at shard borders only if the largest task has at most this multiple of the mean number of examples."""
 _MOST_LISTED = 1 << 28
 """Shard borders are computed for at most this number of examples."""
 _ESTIMATED = 1 << 20
 """Files of more examples than this are estimated in proportion."""
-_PLAIN = (str, int, float, bool)
-"""Types of metadata that every format stores unchanged."""
 
 
 def create(
@@ -276,7 +275,7 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
     return all_shards, all_shards + files - shards, -(-size * count // _ESTIMATED)
 
 
-def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int]) -> Target:
+def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
     names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
     given = {name: arguments[name] for name in names}
     given |= {"num_examples": count, "part": part, "whole": arguments["num_examples"]}
@@ -381,15 +380,10 @@ class TaskWriter(Writer):
         self._tell = tell
         self._began = self._told_at = time.monotonic()
         self._attempt: Path | None = None
-        given = plan.arguments
-        super().__init__(
-            _target(given, plan.work, len(self.examples), (task, len(plan))),
-            resume=True,
-            exist_ok=True,
-            pad=given["pad"],
-            truncate=given["truncate"],
-            overflow=given["overflow"],
-        )
+        target = _target(plan.arguments, plan.work, len(self.examples), (task, len(plan)))
+        fitting = {name: plan.arguments[name] for name in _FITTING}
+        target.request = creation_request(target, **fitting)
+        super().__init__(target, resume=True, exist_ok=True, **fitting)
 
     @property
     def left(self) -> range:
@@ -530,25 +524,22 @@ class Creating(Verb):
         root, format = Path(plan.arguments["path"]), plan.arguments["format"]
         if not root.is_dir() or (root / PARTS).exists() or is_merging(root):
             return None
-        named = formats.get(format).target().names_itself
-        places = sorted(p for p in root.iterdir() if p.name[0] != ".") if named else [root]
-        found = [p for p in places if _is_made_by(plan, finished(format, p))]
-        return found[0] if len(found) == 1 else None
+        request = _request(plan.arguments)
+        if not formats.get(format).target().names_itself:
+            if not is_finished(format, root):
+                return None
+            check_written(request, root)
+            return root
+        places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(format, p))
+        return next((place for place in places if Request.read(place) == request), None)
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
         leave(Path(plan.arguments["path"]))
 
 
-def _is_made_by(plan: Planned, found: Contents | None) -> bool:
-    """Whether a finished dataset has the examples, layers, types and metadata of a plan."""
-    given = plan.arguments
-    if found is None:
-        return False
-    wanted = [given["num_examples"], given["layers"], given["d_model"], given["dtype"] or str(found.dtype)]
-    if shape_of(found) != wanted:
-        return False
-    stored = found.metadata
-    places = [stored, *(value for value in stored.values() if isinstance(value, dict))]
-    known = {name: next((p[name] for p in places if name in p), value) for name, value in given["metadata"].items()}
-    return all(known[name] == value for name, value in given["metadata"].items() if type(value) in _PLAIN)
+def _request(arguments: Mapping[str, Any]) -> Request:
+    """The request for the whole dataset: as if one writer had created it."""
+    target = _target(arguments, None, arguments["num_examples"], None)
+    request = creation_request(target, **{name: arguments[name] for name in _FITTING})
+    return request.without_part(arguments["num_examples"])

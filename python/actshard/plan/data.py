@@ -125,7 +125,13 @@ class Planned:
         return file
 
     def check_size(self) -> None:
-        """Raises ArgumentError if the plan is too large for :func:`actshard.plan.load`, so that other processes cannot run it."""
+        """Raises ArgumentError if :func:`actshard.plan.load` would refuse the plan's size or paths."""
+        try:
+            json.dumps([str(self.work), dict(self.arguments)], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(
+                "expected paths and names that UTF-8 can encode: plans are JSON", path=self.work
+            ) from error
         text = as_json(self.as_dict(), None)
         values = sum(map(text.count, (b",", b"[", b"{")))
         if len(text) > MAX_BYTES or values > MAX_VALUES:

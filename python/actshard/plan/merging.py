@@ -30,9 +30,10 @@ from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import absolute, absolutes, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.made import finished, leave, shape_of
+from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.request import Request
 from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
@@ -43,6 +44,7 @@ from actshard.work import (
     refuse_planned,
     sync_folders,
 )
+from actshard.writing.existing import check_written
 
 FILES = "files"
 _LISTED = 1000
@@ -102,7 +104,7 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
         "different_models": asked.different_models,
         "apart": apart,
         "place": os.path.relpath(merger.place(found), root),
-        "shape": [sum(map(len, stores)), *shape_of(stores[0])[1:]],
+        "request": None if found.request is None else found.request.as_dict(),
     }
     files = _files(found, apart)
     made, notes = _divided(files, tasks, found.format)
@@ -212,8 +214,7 @@ class Merging(Verb):
         place = fields.text("place")
         if place in ("", "..") or "/" in place or "\0" in place:
             raise fields.error("place", "the name of a folder in dst, or .")
-        if not isinstance(fields.value.get("shape"), list):
-            raise fields.error("shape", "a list")
+        Request.from_dict(fields.value.get("request"), path)
         divided(plan, "files", path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
@@ -273,11 +274,11 @@ class Merging(Verb):
         """The path of the merged dataset, if it is finished."""
         given = plan.arguments
         root = Path(given["dst"])
-        if is_merging(root):
-            return None
         place = root / given["place"] if given["place"] != "." else root
-        found = finished(given["format"], place)
-        return place if found is not None and shape_of(found) == given["shape"] else None
+        if is_merging(root) or not is_finished(given["format"], place):
+            return None
+        check_written(Request.from_dict(given["request"], plan.work), place)
+        return place
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""

@@ -13,10 +13,11 @@ from typing import Any
 
 from actshard._json import parse_json
 from actshard.errors import ActshardError, ArgumentError, boundary
+from actshard.request import RECORD
 from actshard.work import BUILDING, FOLDER, PARTS, PUSHING
 
-_OF_FORMATS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes"})
-"""Hidden files of formats, and the hub's list of large files."""
+_OF_DATASETS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes", RECORD})
+"""Hidden files of formats, the record of a dataset's request, and the hub's list of large files."""
 _OF_WRITERS = frozenset({FOLDER, PARTS, BUILDING, PUSHING})
 _MOST_METADATA = 64 << 20
 
@@ -104,7 +105,7 @@ class _Choice:
         self.inside.remove((state.st_dev, state.st_ino))
 
     def _is_wanted(self, entry: os.DirEntry[str], name: str) -> bool:
-        if entry.name in _OF_FORMATS and entry.is_file():
+        if entry.name in _OF_DATASETS and entry.is_file():
             return True
         if not name.startswith(self.start):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, boundary
 from actshard.location import Location
+from actshard.request import RECORD
 from actshard.staging.marker import Listed
 from actshard.storage import Remote
 
@@ -28,7 +29,7 @@ def _walk(folder: Location, above: str, found: Listed, depth: int) -> None:
     if depth > _DEEPEST:
         raise FormatError(f"expected at most {_DEEPEST} levels of folders", path=folder)
     for entry in folder.entries():
-        if entry.name.startswith(".actshard"):  # working files of writers; markers of staged copies
+        if entry.name.startswith(".actshard") and entry.name != RECORD:  # working files of writers; markers of copies
             continue
         below, name = folder / entry.name, f"{above}{entry.name}"
         if entry.kind == "folder":

@@ -5,10 +5,11 @@ Used by writers of datasets, merges and builds of token caches, and by ``finding
 .. code-block:: text
 
     <dataset>/.actshard/lock                     the writer: process, host, start time
-    <dataset>/.actshard/journal.jsonl            the settings; then one line per commit; then "finished"
+    <dataset>/.actshard/journal.jsonl            the request and settings; then one line per commit; then "finished"
     <dataset>/.actshard/examples-000003.arrow    examples added by commit 3: columns, tokens per layer
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
+    <dataset>/.actshard-record.json              a finished dataset: the request it was made by (actshard.request)
     <dataset>/.parts/                            parts that are not merged yet
     .<dataset>.actshard-stage/plan-XXXXXXXX/     tasks of a plan that stages to this folder (actshard.plan.staging)
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
@@ -19,11 +20,16 @@ from __future__ import annotations
 from actshard.work.files import (
     as_json,
     existing_above,
+    files_below,
     first_difference,
+    keep_request,
     make_folder,
+    record_files,
+    recorded_files,
     refuse_within,
     remove,
-    remove_made,
+    remove_empty_folders,
+    remove_files,
     rename,
     sync_folders,
     sync_tree,
@@ -80,18 +86,23 @@ __all__ = [
     "as_json",
     "count_parts",
     "existing_above",
+    "files_below",
     "first_difference",
     "is_building",
     "is_merging",
+    "keep_request",
     "locked",
     "make_folder",
     "only_begun",
     "planned",
+    "record_files",
+    "recorded_files",
     "refuse_planned",
     "refuse_staging",
     "refuse_within",
     "remove",
-    "remove_made",
+    "remove_empty_folders",
+    "remove_files",
     "rename",
     "staging_folder",
     "sync_folders",

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
+from actshard.request import RECORD, Request
 
+_recorded: ContextVar[list[Path] | None] = ContextVar("_recorded", default=None)
 _COMPARED_AT_ONCE = 1 << 20
 """Bytes of each file in memory."""
 
@@ -66,6 +68,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Opens a temporary file for writing. When the block ends without an error, syncs it and renames it to ``path``."""
     temporary = path.with_name(f".{path.name}.part")
+    record_files([path])
     try:
         with temporary.open("wb") as file:
             yield file
@@ -83,15 +86,60 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
     sync_folders([path.parent])
 
 
-def remove_made(root: Path, patterns: Iterable[str]) -> None:
-    """Removes entries of a folder whose names match a pattern, and their temporary files."""
-    wanted = list(patterns)
-    with contextlib.suppress(OSError):
-        for entry in list(root.iterdir()):
-            name = entry.name.removeprefix(".").removesuffix(".part") if entry.name.endswith(".part") else entry.name
-            if not any(fnmatch.fnmatchcase(n, p) for n in (name, entry.name) for p in wanted):
-                continue
-            remove(entry)
+def keep_request(place: Path, request: Request) -> None:
+    """Writes the record of a request to the folder of the dataset that it made."""
+    write_json(place / RECORD, request.as_dict())
+
+
+@contextlib.contextmanager
+def recorded_files() -> Iterator[list[Path]]:
+    """Yields a list that gets the paths of the files that get their names in the block, by functions of this module."""
+    paths: list[Path] = []
+    token = _recorded.set(paths)
+    try:
+        yield paths
+    finally:
+        _recorded.reset(token)
+
+
+def record_files(paths: Iterable[Path]) -> None:
+    """Adds files to the list of :func:`recorded_files`."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.extend(paths)
+
+
+def files_below(path: Path) -> Iterator[Path]:
+    """The path, or all files below it."""
+    if not path.is_dir():
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names)
+
+
+def remove_files(root: Path, paths: Iterable[Path]) -> None:
+    """Removes files below a folder, also under their temporary names, and then the folders above them that are empty."""
+    base = Path(os.path.realpath(root))
+    folders: set[Path] = set()
+    for path in paths:
+        if base not in (above := Path(os.path.realpath(path.parent)), *above.parents):
+            continue  # a link leads out of the folder
+        whole = path.name.removeprefix(".").removesuffix(".part") if path.name.endswith(".part") else path.name
+        for name in (path.name, whole, f".{whole}.part"):
+            with contextlib.suppress(OSError):
+                path.with_name(name).unlink()
+        folders |= {above for above in path.parents if root in above.parents}
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+
+
+def remove_empty_folders(root: Path) -> None:
+    """Removes the folders below a folder that contain no files."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        if folder != os.fspath(root):
+            with contextlib.suppress(OSError):  # not empty
+                Path(folder).rmdir()
 
 
 def existing_above(path: Path) -> Path:
@@ -127,6 +175,7 @@ def sync_folders(folders: Iterable[Path]) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Renames a file. If only the target exists, the file was renamed before a crash and the call does nothing."""
+    record_files([target])
     try:
         source.replace(target)
     except FileNotFoundError as error:

@@ -10,12 +10,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import actshard._native as _native
+from actshard._columns import map_arrow
 from actshard.errors import FormatError, from_os, from_reader
+from actshard.request import Request
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
 
@@ -34,7 +36,11 @@ class Journal:
         self.path = self.folder / JOURNAL
         self.lock = Lock(self.folder)
         self.config: dict[str, Any] = {}
+        self.request: Request | None = None
+        """The request; None in journals of earlier releases."""
         self.commits: list[dict[str, Any]] = []
+        self.files: set[str] = set()
+        """Files that the commits made or continued, relative to the dataset's folder."""
         self.closing = False
         """Whether the writer has begun to finish the dataset: nothing can be appended."""
         self.finished = False
@@ -45,11 +51,11 @@ class Journal:
         """Whether the folder contains a journal."""
         return self.path.is_file()
 
-    def begin_with(self, config: dict[str, Any]) -> None:
+    def begin_with(self, config: dict[str, Any], request: Request) -> None:
         """Starts a journal. The caller holds the lock."""
         self._valid = 0
-        self.config = config
-        self._append({"actshard": VERSION, "config": config})
+        self.config, self.request = config, request
+        self._append({"actshard": VERSION, "config": config, "record": request.as_dict()})
 
     def read(self) -> None:
         """Reads the journal. Ignores an incomplete last line."""
@@ -57,6 +63,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
+        self.request, self.files = None, set()
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -82,13 +89,26 @@ class Journal:
                         code="metadata",
                     )
                 self.config = record["config"]
+                self.request = None if record.get("record") is None else Request.from_dict(record["record"], self.path)
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
             else:
                 self._check(number, record)
+                self.files |= self._names(number, record.pop("files", []))
                 self.commits.append(record)
             self._valid += len(line)
+
+    def _names(self, number: int, names: Any) -> set[str]:
+        """Raises FormatError unless a line lists paths below the dataset's folder."""
+        if not isinstance(names, list) or not all(isinstance(name, str) and _is_below(name) for name in names):
+            raise FormatError(
+                f"line {number}: field 'files': expected paths below the dataset's folder, found {names!r:.60}",
+                path=self.path,
+                code="metadata",
+                offset=self._valid,
+            )
+        return set(names)
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
@@ -122,7 +142,9 @@ class Journal:
         counts = [record["overflows"] for record in self.commits if "overflows" in record]
         return sum(counts) if len(counts) == len(self.commits) else None
 
-    def commit(self, examples: int, table: pa.Table | None, state: dict[str, Any], overflows: int) -> None:
+    def commit(
+        self, examples: int, table: pa.Table | None, state: dict[str, Any], overflows: int, files: Sequence[str]
+    ) -> None:
         """Records a commit.
 
         Args:
@@ -130,13 +152,15 @@ class Journal:
             table: columns and lengths of the examples added since the last commit; None for none.
             state: the target's state, for resuming.
             overflows: number of finite values that these examples store as infinity.
+            files: the files that the examples were written to, relative to the dataset's folder.
         """
         record: dict[str, Any] = {"examples": examples, "state": state, "overflows": overflows}
         if table is not None:
             name = f"examples-{len(self.commits):06}.arrow"
             _write_table(self.folder / name, table)
             record["table"] = name
-        self._append(record)
+        self._append({**record, "files": [name for name in files if name not in self.files]})
+        self.files.update(files)
         self.commits.append(record)
 
     def close(self) -> None:
@@ -160,7 +184,7 @@ class Journal:
                 path = self.folder / record["table"]
                 try:
                     # Memory-mapped, so that columns are loaded only when used.
-                    with path.open("rb") as file, pa.memory_map(_name_for_arrow(path, file.fileno())) as source:
+                    with map_arrow(path) as source:
                         table = pa.ipc.open_file(source).read_all()
                 except (pa.ArrowException, OSError, ValueError) as error:
                     raise from_reader(error, path, "read", f"expected the Arrow table of a commit: {error}") from error
@@ -202,6 +226,10 @@ class Journal:
         self._valid += len(line)
 
 
+def _is_below(name: str) -> bool:
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
+
+
 def _write_table(path: Path, table: pa.Table) -> None:
     import pyarrow as pa
 
@@ -212,12 +240,3 @@ def _write_table(path: Path, table: pa.Table) -> None:
         raise from_os(error, path, "write") from error
     _native.sync_files([path])
     _native.sync_files([path.parent])
-
-
-def _name_for_arrow(path: Path, file: int) -> str:
-    """A path of an open file for pyarrow, which accepts only UTF-8 paths."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return f"/dev/fd/{file}"
-    return str(path)

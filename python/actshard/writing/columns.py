@@ -6,15 +6,24 @@ A type that has only had null values, also inside lists and dicts, is still unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ActshardError, ArgumentError
-from actshard.formats.tables import as_text
+from actshard.errors import ArgumentError
+from actshard.formats.tables import (
+    IncompatibleTypesError,
+    as_schema,
+    cast_exactly,
+    common_schema,
+    leaf_types,
+    leaves,
+)
+from actshard.writing.proving import changed_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,6 +36,10 @@ _RUNS = 16
 """Maximum number of sorted runs of identifiers; more are merged into one."""
 
 
+Extremes = dict[tuple[str, ...], "pa.Array"]
+"""Minimum and maximum of each column of integers or times, by name; inside dicts and lists by the names of their fields, too."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """Checked columns of some examples, and the schema and identifiers that :meth:`Decided.keep` will record."""
@@ -34,6 +47,9 @@ class Fitted:
     table: pa.Table | None
     schema: pa.Schema
     ids: NDArray[np.int64] | None
+    extremes: Extremes
+    changes: Mapping[str, str]
+    """Columns that the format stores as another type, with a description; only those of a new schema."""
 
 
 class Decided:
@@ -46,9 +62,14 @@ class Decided:
         self._target = target
         self._schema: pa.Schema | None = None
         self._ids: list[NDArray[np.int64]] = []
+        self._extremes: Extremes = {}
+        self.changes: dict[str, str] = {}
+        """Columns that the format stores as another type, with a description."""
         for table in tables:
             own = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
-            self._schema = own.schema if self._schema is None else (joined(self._schema, own.schema) or self._schema)
+            with contextlib.suppress(IncompatibleTypesError):  # only in journals of earlier releases
+                self._schema = own.schema if self._schema is None else common_schema(self._schema, own.schema)
+                self._extremes = _extremes_with(self._extremes, own)
             if target.unique is not None and target.unique in own.column_names:
                 column = own[target.unique]
                 if pa.types.is_integer(column.type) and not column.null_count:
@@ -78,26 +99,43 @@ class Decided:
         schema = pa.schema([]) if table is None else table.schema
         if known is not None and alike and set(schema.names) != set(known.names):
             raise ArgumentError(f"columns: expected {sorted(known.names)}, as before, found {sorted(schema.names)}")
-        made = schema if known is None else joined(known, schema, wide=not alike)
-        if made is None:
-            assert known is not None
-            for field in schema:
-                if field.name in known.names and _merged_field(known.field(field.name), field, wide=not alike) is None:
-                    raise ArgumentError(
-                        f"columns: {field.name!r}: expected {known.field(field.name).type}, as before, found {field.type}. A "
-                        "column has one type: convert the values, or use another name."
-                    )
-        assert made is not None
-        if known is None or made != known:
-            self._target.check_columns(made)
+        try:
+            schema = schema if known is None else common_schema(known, schema, narrow=alike)
+        except IncompatibleTypesError as error:
+            raise ArgumentError(
+                f"columns: {error.name!r}: expected {error.known}, as before, found {error.other}. A column has one type: convert "
+                "the values, or use another name."
+            ) from error
+        is_new = known is None or schema != known
+        if is_new:
+            self._target.check_columns(schema)
+            self._check_earlier(schema, first)
         if table is not None:
-            table = cast(table, made, first)
+            table = cast(table, schema, first)
             self._target.check_values(table, first)
-        return Fitted(table, made, self._new_ids(table, first))
+        changes = changed_columns(self._target, table) if is_new and table is not None else {}
+        # Appended columns keep their types; only those of conversions get wider.
+        extremes = self._extremes if table is None or alike else _extremes_with(self._extremes, table)
+        return Fitted(table, schema, self._new_ids(table, first), extremes, changes)
+
+    def _check_earlier(self, schema: pa.Schema, first: int) -> None:
+        """Raises ArgumentError if a column's wider type cannot represent the values of earlier examples exactly."""
+        import pyarrow as pa
+
+        kinds = dict(leaf_types(schema))
+        for path, ends in self._extremes.items():
+            try:
+                ends.cast(kinds[path])
+            except pa.ArrowException as error:
+                raise ArgumentError(
+                    f"columns: {path[0]!r}, from example {first}: expected {ends.type}, as before, found values of another type; "
+                    f"{kinds[path]} cannot represent both exactly: {error}"
+                ) from error
 
     def keep(self, fitted: Fitted) -> None:
         """Records the schema and identifiers of examples that are now part of the dataset."""
-        self._schema = fitted.schema
+        self._schema, self._extremes = fitted.schema, fitted.extremes
+        self.changes |= fitted.changes
         if fitted.ids is not None and len(fitted.ids):
             self._ids.append(fitted.ids)
             if len(self._ids) > _RUNS:
@@ -137,10 +175,7 @@ def plain(table: pa.Table) -> pa.Table:
         return table
     import pyarrow as pa
 
-    columns = [
-        column if field.type == column.type else _as_type(column, field.type)
-        for field, column in zip(fields, table.columns, strict=True)
-    ]
+    columns = [cast_exactly(column, field.type) for field, column in zip(fields, table.columns, strict=True)]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 
@@ -161,76 +196,6 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def joined(known: pa.Schema, new: pa.Schema, *, wide: bool = True) -> pa.Schema | None:
-    """Returns a schema with the columns of both; None if two types are incompatible. ``wide``: numeric types may widen."""
-    import pyarrow as pa
-
-    fields = []
-    for field in known:
-        made = _merged_field(field, new.field(field.name), wide=wide) if field.name in new.names else field
-        if made is None:
-            return None
-        fields.append(made)
-    return pa.schema([*fields, *(field for field in new if field.name not in known.names)])
-
-
-def _merged_field(known: pa.Field, new: pa.Field, *, wide: bool) -> pa.Field | None:
-    import pyarrow as pa
-
-    kind = merged(known.type, new.type, wide=wide)
-    known_dtype = {k: v for k, v in (known.metadata or {}).items() if k == b"dtype"}
-    new_dtype = {k: v for k, v in (new.metadata or {}).items() if k == b"dtype"}
-    if kind is None or (
-        known_dtype != new_dtype and not pa.types.is_null(new.type) and not pa.types.is_null(known.type)
-    ):
-        return None
-    return (known if not pa.types.is_null(known.type) else new).with_type(kind)
-
-
-def merged(known: pa.DataType, new: pa.DataType, *, wide: bool) -> pa.DataType | None:
-    """Returns a type that can represent both; None if there is none."""
-    import pyarrow as pa
-
-    is_ = pa.types
-    if known.equals(new) or is_.is_null(new):
-        return known
-    if is_.is_null(known):
-        return new
-    if (is_.is_list(known) or is_.is_large_list(known)) and (is_.is_list(new) or is_.is_large_list(new)):
-        value = merged(known.value_type, new.value_type, wide=wide)
-        large = is_.is_large_list(known) or (wide and is_.is_large_list(new))
-        return None if value is None else pa.large_list(value) if large else pa.list_(value)
-    if is_.is_fixed_size_list(known) and is_.is_fixed_size_list(new):
-        value = merged(known.value_type, new.value_type, wide=wide)
-        return None if value is None or known.list_size != new.list_size else pa.list_(value, known.list_size)
-    if is_.is_struct(known) and is_.is_struct(new):
-        before, other = pa.schema(list(known)), pa.schema(list(new))
-        if len(set(before.names)) < len(before.names) or len(set(other.names)) < len(other.names):
-            return None
-        both = joined(before, other, wide=wide)
-        return None if both is None else pa.struct(list(both))
-    whole = [is_.is_integer(t) for t in (known, new)]
-    real = [is_.is_floating(t) for t in (known, new)]
-    if (whole[0] or real[0]) and (whole[1] or real[1]):
-        if wide:
-            try:
-                schemas = [pa.schema([("x", t)]) for t in (known, new)]
-                return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
-            except pa.ArrowException:
-                return None
-        return known if real[0] or whole[1] else None
-    if (whole[0] or is_.is_decimal(known)) and (whole[1] or is_.is_decimal(new)):
-        if is_.is_decimal(known) and (whole[1] or new.scale == known.scale):
-            return known if whole[1] or not wide or known.bit_width >= new.bit_width else new
-        return new if wide and whole[0] and new.scale == 0 else None
-    for kinds in ((is_.is_string, is_.is_large_string), (is_.is_binary, is_.is_large_binary)):
-        if any(k(known) for k in kinds) and any(k(new) for k in kinds):
-            return known if not wide or kinds[1](known) else new
-    if is_.is_timestamp(known) and is_.is_timestamp(new):
-        return known if known.tz == new.tz else None
-    return None
-
-
 def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
     """Casts a table to a schema and its column order. Missing columns are filled with nulls.
 
@@ -241,99 +206,34 @@ def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
 
     if table.schema.equals(schema):
         return table
-    columns = []
     for field in schema:
         if field.name not in table.column_names:
-            columns.append(pa.nulls(table.num_rows, field.type))
             continue
         column = table[field.name]
-        if column.type != field.type:
-            made = None
-            try:
-                made = _as_type(column, field.type)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise ArgumentError(
-                    f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found {column.type}: {error}"
-                ) from error
-            if _loses(column, made):
-                raise ArgumentError(
-                    f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found "
-                    f"{column.type} values that it cannot represent exactly"
-                )
-            column = made
-        columns.append(column)
-    return pa.Table.from_arrays(columns, schema=schema)
+        try:
+            made = cast_exactly(column, field.type)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(
+                f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found {column.type} values that "
+                f"it cannot represent exactly: {error}"
+            ) from error
+        table = table.set_column(table.schema.get_field_index(field.name), field, made)
+    return as_schema(table, schema)
 
 
-def _as_type(column: Any, kind: pa.DataType) -> Any:
-    import pyarrow as pa
-
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    try:
-        made = column.cast(kind, safe=not (number and pa.types.is_floating(column.type)))
-        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
-        return made
-    except pa.ArrowException:
-        if not pa.types.is_nested(kind):
-            raise
-    # Arrow cannot cast all dicts and lists with different inner types.
-    return pa.chunked_array([pa.array(column.to_pylist(), type=kind)])
-
-
-def _loses(column: Any, made: Any) -> bool:
-    """Whether a cast to a narrower type changed floats, also inside lists and dicts."""
+def _extremes_with(known: Extremes, table: pa.Table) -> Extremes:
+    """Extremes of earlier examples and of a table's."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if column.type.equals(made.type):
-        return False
-    if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
-        return any(
-            _loses(pc.struct_field(column, field.name), pc.struct_field(made, field.name)) for field in column.type
-        )
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    if any(is_(column.type) for is_ in lists) and any(is_(made.type) for is_ in lists):
-        return _loses(pc.list_flatten(column), pc.list_flatten(made))
-    if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
-        return False
-    if made.type.bit_width >= column.type.bit_width:
-        return False
-    a, b = (c.drop_null().to_numpy().astype(np.float64) for c in (column, made))
-    return not np.array_equal(a, b, equal_nan=True)
-
-
-def together(tables: list[pa.Table]) -> tuple[pa.Table, list[str]]:
-    """Concatenates the columns of all commits. Returns the table and the names of columns converted to text.
-
-    Columns with incompatible types are converted to text. They occur only in journals of earlier releases.
-    """
-    import pyarrow as pa
-
-    schema: pa.Schema | None = None
-    mixed: dict[str, None] = {}
-    for table in tables:
-        if schema is None:
-            schema = table.schema
-            continue
-        for field in table.schema:
-            if field.name not in schema.names:
-                schema = schema.append(field)
+    extremes = dict(known)
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for path, values in leaves(name, column):
+            kind = values.type
+            if not (pa.types.is_integer(kind) or pa.types.is_timestamp(kind)) or values.null_count == len(values):
                 continue
-            at = schema.get_field_index(field.name)
-            made = None if field.name in mixed else _merged_field(schema.field(at), field, wide=True)
-            if made is None:
-                mixed[field.name] = None
-                made = pa.field(field.name, pa.string())
-            schema = schema.set(at, made)
-    assert schema is not None
-    parts = []
-    for table in tables:
-        for name in mixed:
-            if name in table.column_names:
-                at = table.schema.get_field_index(name)
-                table = table.set_column(at, name, as_text(table[name]))  # noqa: PLW2901 -- the same table
-        try:
-            parts.append(cast(table, schema, 0))
-        except ActshardError:
-            raise
-    return pa.concat_tables(parts), list(mixed)
+            ends = list(pc.min_max(values).values())
+            if path in known:
+                ends = list(pc.min_max(pa.concat_arrays([known[path].cast(kind), pa.array(ends, kind)])).values())
+            extremes[path] = pa.array(ends, kind)
+    return extremes

@@ -18,6 +18,7 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
 from actshard.layers import Layer, checked, is_one, several, short
 from actshard.work import PARTS
+from actshard.writing.existing import creation_request
 from actshard.writing.writer import Writer
 
 _AROUND = 10
@@ -207,12 +208,15 @@ def create(
         part=part,
         options=options,
     )
-    settings: dict[str, Any] = {
-        "resume": _arguments.switch(resume, "resume"),
-        "exist_ok": _arguments.switch(exist_ok, "exist_ok"),
+    fitting: dict[str, Any] = {
         "pad": _arguments.switch(pad, "pad"),
         "truncate": _arguments.switch(truncate, "truncate"),
         "overflow": overflow,
+    }
+    target.request = creation_request(target, **fitting)
+    settings = fitting | {
+        "resume": _arguments.switch(resume, "resume"),
+        "exist_ok": _arguments.switch(exist_ok, "exist_ok"),
     }
     if far is not None:
         from actshard.writing.uploading import UploadingWriter

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actshard._arguments import many
+from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_file, refuse_in_the_way, refuse_parts
+from actshard.location import Location
+from actshard.request import Request
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     EMPTY,
@@ -95,10 +97,47 @@ def _looks_finished(target: Target) -> bool:
     return formats.detect(target.format, root).matches
 
 
-def check_same(target: Target, path: Path) -> int:
-    """Returns the number of examples of a finished dataset. Raises ExistsError if the target would write another one."""
+def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Request:
+    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result."""
+    spec = target.spec
+    arguments = {
+        "format": target.format,
+        "layers": list(spec.layers),
+        "d_model": spec.d_model,
+        "dtype": None if spec.dtype is None else name_of(spec.dtype),
+        "metadata": spec.metadata,
+        "tokens_per_example": spec.tokens,
+        "shard_bytes": spec.shard_bytes,
+        "part": None if spec.part is None else list(spec.part),
+        "pad": pad,
+        "truncate": truncate,
+        "overflow": overflow,
+        "options": spec.options,
+    }
+    return Request.of("create", arguments)
+
+
+def check_written(request: Request, path: Path) -> None:
+    """Raises ExistsError unless a finished dataset is the result of a request, by its record."""
+    found = Request.read(path)
+    if found == request:
+        return
+    why: object = "it has no record of its request"
+    if found is not None:
+        why = request.difference(found) or "the files of its source were others"
+    raise ExistsError(f"contains a dataset that this plan did not write: {why}. Choose another folder", path=path)
+
+
+def check_same(target: Target, path: Path | Location) -> int:
+    """Returns the number of examples of a finished dataset. Raises ExistsError if the target would write another one.
+
+    Requests are compared if the dataset has a record, and its shape. Whether its rows are those of a source is not.
+    """
     from actshard.opening import open_quietly
 
+    made = Request.read(path)
+    if made is not None and (difference := target.request.completed(made).difference(made)) is not None:
+        raise ExistsError(f"contains another dataset: {difference}", path=path)
     wanted = {
         "format": target.format,
         "layers": list(target.reading.values()),
@@ -106,8 +145,9 @@ def check_same(target: Target, path: Path) -> int:
         "dtype": None if target.dtype is None else str(target.dtype),
         "num_examples": target.spec.num_examples,
     }
-    if target.spec.part is not None and (path / EMPTY).is_file():
-        fields = Fields(read_json(path / EMPTY), path / EMPTY)
+    empty = Location.at(path) / EMPTY
+    if target.spec.part is not None and empty.exists():
+        fields = Fields(read_json(empty), empty)
         found = {**fields.value, "dtype": wanted["dtype"], "num_examples": 0}
     else:
         store = open_quietly(path, target.format, "auto", layout=target.reading_layout)

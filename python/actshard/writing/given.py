@@ -137,7 +137,7 @@ def as_numpy(value: Any) -> NDArray[Any]:
     array = _arguments.as_array(value, "expected an array or a tensor")
     if array.dtype.kind not in "biuf" and array.dtype not in _arguments.NUMPY_BY_NAME.values():
         raise ArgumentError(f"expected an array of numbers, found {array.dtype} from {type(value).__name__}")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return _native_order(array)
 
 
 def table_of(
@@ -223,17 +223,45 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
         if hasattr(column, "__array__"):
             # copy() of a masked array keeps the mask, which Arrow converts to nulls; np.array() drops it.
             column = column.copy() if isinstance(column, np.ndarray) else np.asarray(column).copy()
-        if isinstance(column, np.ndarray) and column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1]:
-            return list_column(name, column)
-        if isinstance(column, np.ndarray) and column.ndim != 1:
-            column = column.tolist()
+        if isinstance(column, np.ndarray):
+            if column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1] and not np.ma.is_masked(column):
+                return list_column(name, _native_order(column))
+            column = _values(column)
         if isinstance(column, list | tuple) and any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column):
             if any(v is not None and type(v) is not int for v in column):
                 raise ArgumentError(f"columns: {name!r}: expected {n} values of one type, found integers and others")
             column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
-        made = pa.array(column)
+        made = column if isinstance(column, pa.Array) else pa.array(column)
     except ActshardError:
         raise
     except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
     return pa.field(name, made.type), made
+
+
+def _values(column: NDArray[Any]) -> Any:
+    """A numpy column in a form that pyarrow converts without changing a value."""
+    import pyarrow as pa
+
+    # pyarrow reads fixed-width strings and bytes up to the first NUL; numpy does not.
+    if column.dtype.kind in "SU" or (column.ndim != 1 and column.dtype.kind not in "mM"):
+        return column.tolist()
+    column = _native_order(column)
+    if column.dtype.kind not in "mM":
+        return column
+    flat = column.reshape(-1)
+    if flat.dtype == np.dtype("M8[D]"):
+        # pyarrow keeps 32 bits of a day's number without a check.
+        days = pa.array(np.asarray(flat).view(np.int64), mask=np.ma.getmaskarray(flat) | np.asarray(np.isnat(flat)))
+        made = days.cast(pa.int32()).cast(pa.date32())
+    else:
+        made = pa.array(flat)
+    # tolist() returns times in nanoseconds as integers, so lists of times are made from their elements.
+    for length in column.shape[:0:-1]:
+        count = len(made) // length if length else len(column)
+        made = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * length, pa.int32()), made)
+    return made
+
+
+def _native_order(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

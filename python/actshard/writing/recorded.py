@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard._columns import numbers
-from actshard.errors import FormatError
+from actshard.formats.tables import concatenated
 from actshard.formats.target import Block
-from actshard.writing.columns import together
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,8 +36,7 @@ def table_of(blocks: Sequence[Block]) -> pa.Table:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
                 known = known.append_column(field, values)
         tables.append(known)
-    every, _ = together(tables)
-    return every.combine_chunks()
+    return concatenated(tables)[0].combine_chunks()
 
 
 def lengths_in(tables: Iterable[pa.Table], layers: int) -> NDArray[np.int64]:
@@ -53,21 +50,10 @@ def lengths_in(tables: Iterable[pa.Table], layers: int) -> NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-def columns_in(tables: Iterable[pa.Table], folder: Path) -> tuple[pa.Table | None, list[str]]:
-    """Columns of the examples of tables, and names of those whose types differ and became text; None if there are no columns.
-
-    ``folder`` contains the tables; used in messages.
-    """
-    import pyarrow as pa
-
+def columns_in(tables: Iterable[pa.Table]) -> tuple[pa.Table | None, list[str]]:
+    """Columns of the examples of tables, and names of those whose types differ and became text; None if there are no columns."""
     own = [t.drop_columns([c for c in (TOKENS, BY_LAYER, OWN) if c in t.column_names]) for t in tables]
-    if not any(t.num_columns for t in own):
-        return None, []
-    try:
-        every, mixed = together(own)
-    except pa.ArrowException as error:
-        raise FormatError(f"columns of different commits do not fit together: {error}", path=folder) from error
-    return every, list(mixed)
+    return concatenated(own) if any(t.num_columns for t in own) else (None, [])
 
 
 def _lengths(table: Any, layers: int) -> NDArray[np.int64]:

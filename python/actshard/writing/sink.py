@@ -6,7 +6,6 @@ A bounded queue connects the caller's thread and the writing thread: one block i
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -30,7 +29,19 @@ from actshard.errors import (
     warn,
 )
 from actshard.formats.target import AllExamples, Block, Target
-from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
+from actshard.request import Request
+from actshard.work import (
+    EMPTY,
+    Journal,
+    keep_request,
+    make_folder,
+    recorded_files,
+    remove_empty_folders,
+    remove_files,
+    rename,
+    sync_folders,
+    write_json,
+)
 from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
@@ -70,6 +81,8 @@ class Sink:
         self._error: BaseException | None = None
         self._closed = False
         self._configured = False
+        self._finished: list[Path] = []
+        """Files that completed the dataset."""
         self._waiting: list[Block] = []
         """Blocks that are written but not committed."""
         self._since = 0
@@ -138,30 +151,39 @@ class Sink:
             self.target.forget(lengths)
 
     def _agree(self, config: dict[str, Any]) -> None:
-        """Raises ArgumentError if the arguments differ from the journal's; unset ones take the journal's values."""
-        asked = self.target.config()
+        """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
+        target, spec = self.target, self.target.spec
+        if self.journal.request is not None:
+            self._refuse_other(self.journal.request, target.request)
         try:
-            self.target.adopt(config)
+            target.adopt(config)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ActshardError):
                 raise
             raise FormatError(
-                f"line 1: field 'config': expected the settings of a {self.target.format} writer: {error!r}",
+                f"line 1: field 'config': expected the settings of a {target.format} writer: {error!r}",
                 path=self.journal.path,
             ) from error
-        adopted = self.target.config()
-        for name, value in asked.items():
-            if name == "created" or name not in config:  # earlier releases recorded fewer settings
-                continue
-            # What was not given this time is what the target adopted; what it did not adopt must be given again.
-            before, now = config[name], adopted[name] if value is None else value
-            if value is None and before is None:
-                continue
-            if _as_json(now) != _as_json(before):  # as JSON, which turns tuples into lists and keys into strings
-                raise ArgumentError(
-                    f"{name}: expected {before!r}, as in the unfinished dataset in {self.target.root}, "
-                    f"found {now!r}. Pass the same value, or write to another folder."
-                )
+        for name, decided, given in (
+            ("dtype", target.dtype, spec.dtype),
+            ("tokens_per_example", target.tokens, spec.tokens),
+        ):
+            if None not in (decided, given) and decided != given:
+                raise self._differs(name, decided, given)
+
+    def _refuse_other(self, begun: Request, request: Request) -> None:
+        """Raises ArgumentError if a request differs from the one that began the dataset."""
+        difference = begun.difference(request.completed(begun))
+        if difference is not None:
+            raise self._differs(*difference)
+        if begun.sources != request.sources:
+            raise self._differs("source", "the same files", "others")
+
+    def _differs(self, name: str, expected: object, found: object) -> ArgumentError:
+        return ArgumentError(
+            f"{name}: expected {expected}, as in the unfinished dataset in {self.target.root}, found {found}. Repeat the request "
+            "that began it, or write to another folder."
+        )
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +278,9 @@ class Sink:
                     target.content_lengths = self._own_lengths
                 # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
-                target.finish(AllExamples(lengths, columns))
+                with recorded_files() as self._finished:
+                    target.finish(AllExamples(lengths, columns))
+                    keep_request(target.root, target.request.finished(self.committed, self.journal.overflows))
                 self.journal.finish()
             place = target.place()
             if place != target.root:
@@ -288,14 +312,18 @@ class Sink:
         """Stops and removes all files of a dataset without examples."""
         self._closed = True
         self._stop()
-        if self._configured:  # a writer killed before its first commit leaves uncommitted files
-            remove_made(self.target.root, self.target.makes)
-        self._forget_folder()
+        self._remove_files()
 
-    def _forget_folder(self) -> None:
+    def _remove_files(self) -> None:
+        """Removes what this writer, or the one that it resumed, wrote, and its working folder."""
+        root = self.target.root
+        written = self.target.dirty()[0] if self.target.n > self.committed else []
+        remove_files(root, [*(root / name for name in sorted(self.journal.files)), *written, *self._finished])
         self.journal.remove()
+        if self._configured and not self.committed:  # a killed writer may have left folders that it recorded no file in
+            remove_empty_folders(root)
         with contextlib.suppress(OSError):
-            self.target.root.rmdir()
+            root.rmdir()
 
     def _move(self, place: Path) -> None:
         try:
@@ -312,8 +340,7 @@ class Sink:
         if not self._closed:
             self._closed = True
             self._stop()
-        remove_made(self.target.root, self.target.makes)
-        self._forget_folder()
+        self._remove_files()
 
     def abort(self) -> None:
         """Stops without finishing. Committed examples stay and can be resumed."""
@@ -368,7 +395,7 @@ class Sink:
 
     def _configure(self) -> None:
         if not self._configured:
-            self.journal.begin_with(self.target.config())
+            self.journal.begin_with(self.target.config(), self.target.request)
             self._configured = True
 
     def _commit(self) -> None:
@@ -379,8 +406,10 @@ class Sink:
         _native.sync_files([path for path in paths if path not in folders])
         sync_folders(sorted(folders))
         self.target.committed()
+        below = len(os.fspath(self.target.root)) + 1
+        files = [os.fspath(path)[below:] for path in paths if path not in folders]
         overflows = sum(block.overflows for block in self._waiting)
-        self.journal.commit(self.target.n, table_of(self._waiting), state, overflows)
+        self.journal.commit(self.target.n, table_of(self._waiting), state, overflows, files)
         self._waiting.clear()
         self._since = 0
         self.committed = self.target.n
@@ -411,12 +440,8 @@ class Sink:
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
         lengths = self._lengths_so_far()
-        every, mixed = columns_in(self.journal.tables(), self.journal.folder)
+        every, mixed = columns_in(self.journal.tables())
         for name in mixed:
             text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
             warn(f"{self.target.root}: {text}", code="mixed-column-types")
         return lengths, every
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

@@ -22,10 +22,11 @@ from actshard.errors import (
     from_os,
     warn,
 )
+from actshard.formats.tables import concatenated
 from actshard.formats.target import Block, Target
 from actshard.late import Late
 from actshard.work import Journal, tidy
-from actshard.writing.columns import Fitted, together
+from actshard.writing.columns import Fitted
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
 from actshard.writing.sink import Sink
@@ -179,6 +180,11 @@ class Writer:
         before = {name: getattr(target, name) for name in target.decides}
         try:
             tokens, dtype, fitted = self._checked(sink, examples, table)
+            for name in fitted.changes.keys() - sink.columns.changes.keys():
+                warn(
+                    f"{self.path}: column {fitted.changes[name]}, as {self.format} stores it",
+                    code="column-type-changed",
+                )
         except BaseException:
             for name, value in before.items():
                 setattr(target, name, value)
@@ -308,7 +314,7 @@ class Writer:
             return
         assert self._sink is not None
         tables = [table for *_, table in self._staged if table is not None]
-        columns = together(tables)[0] if tables else None
+        columns = concatenated(tables)[0] if tables else None
         lengths = np.concatenate([each for _, each, _, _ in self._staged]).astype(np.int64)
         own = None if self._target.ragged else np.concatenate([own for _, _, own, _ in self._staged])
         block = Block(self._stage[: self._staged[-1][0]], lengths, columns, own)

@@ -22,7 +22,6 @@ class AngelSlimTarget(DraftTarget):
     """Writes ``rank_0/rows_0-5000/data_0.ckpt``, ... or ``sample_00000000_rank0.ckpt``, ..."""
 
     format: ClassVar[str] = "angelslim"
-    makes: ClassVar[tuple[str, ...]] = ("rank_0", "shard_*", "sample_*_rank0.ckpt")
     own: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',

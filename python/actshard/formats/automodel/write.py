@@ -42,7 +42,6 @@ class AutomodelTarget(TokenTarget):
     """Writes a DSpark cache. Layers are integers, and the last hidden state."""
 
     format: ClassVar[str] = "automodel"
-    makes: ClassVar[tuple[str, ...]] = (MANIFEST, "shard-*.safetensors")
     own: ClassVar[Mapping[str, str]] = {
         "shard_size": f"samples per shard (default: {_SHARD_SIZE})",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',

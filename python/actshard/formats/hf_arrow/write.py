@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._columns import map_arrow
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.hf_arrow.features import check_features
 from actshard.formats.hf_arrow.messages import END, MOST_VALUES, ArrowColumns, arrays_of, info_of, same_types, usual
@@ -70,7 +71,6 @@ class HfArrowTarget(Target):
     """Writes an Arrow directory, a row per example and a column per layer."""
 
     format: ClassVar[str] = "hf_arrow"
-    makes: ClassVar[tuple[str, ...]] = ("data-*.arrow", INFO, STATE)
     own: ClassVar[Mapping[str, str]] = {
         "rows": '"sequences" (Array2D, as SAELens) or "vectors" (one per example); default: vectors if the first examples have '
         "one row each"
@@ -310,7 +310,7 @@ class HfArrowTarget(Target):
         done = 0
         for number in range(len(files)):
             path = files[number]
-            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            with map_arrow(path) as source, pa.ipc.open_stream(source) as stream:
                 old = [field for field in stream.schema if field.name not in self.columns]
                 if same_types(pa.schema(old), usual_types):
                     done += sum(batch.num_rows for batch in stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -12,15 +13,15 @@ import numpy as np
 
 import actshard._native as _native
 from actshard._json import Fields
-from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
+from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
-from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
+from actshard.formats.lmprobe.write import MADE_UP
 from actshard.formats.merging import Merge, Merger
-from actshard.formats.tables import as_schema
+from actshard.formats.tables import IncompatibleTypesError, as_schema, common_schema
 from actshard.location import Location
-from actshard.work import make_folder, rename
+from actshard.work import make_folder, whole_file
 
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
 """Descriptor fields that must agree between parts."""
@@ -32,14 +33,10 @@ _LOGITS = ("logits_topk", "router_logits")
 
 def _schema(datasets: Sequence[Extraction]) -> Any:
     """The schema with the columns of all indexes."""
-    import pyarrow as pa
-
     try:
-        return pa.unify_schemas([d.schema.remove_metadata() for d in datasets], promote_options="permissive")
-    except pa.ArrowException as error:
-        raise FormatError(
-            f"columns of the parts have incompatible types: {' '.join(str(error).split())[:300]}"
-        ) from error
+        return functools.reduce(common_schema, (d.schema.remove_metadata() for d in datasets))
+    except IncompatibleTypesError as error:
+        raise FormatError(f"columns of the parts have incompatible types: {error}") from error
 
 
 def _check(plan: Merge) -> None:
@@ -186,8 +183,7 @@ def _write_index(
                 columns = {n: batch.column(n) for n in batch.schema.names}
                 renumbered(p, columns, done, batch.num_rows)
                 done += batch.num_rows
-                table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
-                writer.write_table(as_schema(table, schema))
+                writer.write_table(as_schema(pa.table(columns), schema))
 
 
 def _before(counts: Sequence[int]) -> list[int]:
@@ -213,7 +209,7 @@ def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
 class LmprobeMerger(Merger):
     """Merges extractions: moves the parts' tensor files and writes a new index."""
 
-    makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
+    makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         r"\w+_(shard)?\d{3,}\.safetensors|[\w-]+-\d{5}-of-\d{5}\.parquet"
     )
@@ -236,14 +232,9 @@ class LmprobeMerger(Merger):
     def finish(self, plan: Merge) -> Path:
         index = plan.path / "index" / "train-00000-of-00001.parquet"
         make_folder(index.parent)
-        temporary = index.with_name(f".{index.name}.part")
-        try:
-            _Extractions(plan).write_index(temporary)
-        except OSError as error:
-            raise from_os(error, temporary, "write") from error
-        _native.sync_files([temporary, plan.path / "tensors"])
-        rename(temporary, index)
-        _native.sync_files([index.parent])
+        _native.sync_files([plan.path / "tensors"])
+        with whole_file(index) as file:
+            _Extractions(plan).write_index(file)
         return plan.path
 
     def beside(self, plan: Merge) -> tuple[int, int, bool]:

@@ -41,7 +41,7 @@ from actshard.formats.target import (
     uniform,
 )
 from actshard.layers import Layer
-from actshard.work import make_folder, rename, sync_folders
+from actshard.work import make_folder, rename, sync_folders, whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,7 +70,6 @@ class LmprobeTarget(Target):
 
     writes_parquet = True
     format: ClassVar[str] = "lmprobe"
-    makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
         "storage": '"pooled" (one row per example) or "full_sequence"; default: determined by the first examples',
         "pooling": 'how rows were pooled (default: "last_token")',
@@ -531,25 +530,18 @@ class LmprobeTarget(Target):
         by_name = {f.name: f for f in fields}
         schema = pa.schema([by_name[name] for name in (*core, *rest)], metadata=keys)
         table = pa.table(columns)
-        temporary = index.with_name(f".{index.name}.part")
         self._rest, self._weight = [], 0
         lasts = -(-len(examples) // self.rows_per_shard)
-        try:
-            with temporary.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
-                for first, last in _slices(examples.lengths[:, 0], self.full):
-                    part = table.slice(first, last - first)
-                    if no_text:
-                        part = part.append_column("text", pa.array([self._text_of(i) for i in range(first, last)]))
-                    if self.full:
-                        tokens = examples.lengths[first:last, 0]
-                        for (name, _), values in zip(lists, self._token_lists(tokens, first, lasts), strict=True):
-                            part = part.append_column(name, values)
-                    writer.write_table(as_schema(part, schema))
-        except OSError as error:
-            raise from_os(error, temporary, "write") from error
-        _native.sync_files([temporary])
-        rename(temporary, index)
-        sync_folders([index.parent])
+        with whole_file(index) as file, pq.ParquetWriter(file, schema) as writer:
+            for first, last in _slices(examples.lengths[:, 0], self.full):
+                part = table.slice(first, last - first)
+                if no_text:
+                    part = part.append_column("text", pa.array([self._text_of(i) for i in range(first, last)]))
+                if self.full:
+                    tokens = examples.lengths[first:last, 0]
+                    for (name, _), values in zip(lists, self._token_lists(tokens, first, lasts), strict=True):
+                        part = part.append_column(name, values)
+                writer.write_table(as_schema(part, schema))
 
     def _text_of(self, example: int) -> str:
         """Generated text of an example, unique because lmprobe finds examples by text."""

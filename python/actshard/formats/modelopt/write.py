@@ -23,7 +23,6 @@ class ModeloptTarget(DraftTarget):
     """Writes ``00000000.pt``, ``00000001.pt``, ..."""
 
     format: ClassVar[str] = "modelopt"
-    makes: ClassVar[tuple[str, ...]] = ("*.pt",)
     own: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
     }

@@ -41,6 +41,26 @@ class PickleCarrying(Carrying):
             at += count
         return True
 
+    def fillers(self, contents: Contents) -> frozenset[str]:
+        """The preview, if no example has a text. Shards are decoded up to the first text."""
+        import pyarrow.compute as pc
+
+        if PREVIEW not in contents.column_names:
+            return frozenset()
+        unit_columns = contents.unit_columns
+        if unit_columns is None or contents.units is None:
+            tables = iter([contents.columns([PREVIEW])])  # some examples only
+        else:
+            tables = map(unit_columns, range(len(contents.units) - 1))
+        is_empty = is_null = True
+        for table in tables:
+            column = table[PREVIEW]
+            is_null &= column.null_count == len(column)
+            is_empty &= bool(pc.all(pc.equal(column.cast("string"), ""), skip_nulls=False, min_count=0).as_py())
+            if not (is_null or is_empty):
+                return frozenset()
+        return frozenset((PREVIEW,))
+
     def outgoing(self, table: pa.Table) -> pa.Table:
         """Replaces the preview by the whole text if that is stored, so that other formats get one text column."""
         import pyarrow.compute as pc

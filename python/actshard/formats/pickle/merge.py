@@ -12,7 +12,7 @@ from actshard.errors import MissingFileError
 from actshard.formats.contents import Options
 from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.pickle.read import machines_in, open_many
-from actshard.formats.pickle.write import PickleTarget, shard_listing
+from actshard.formats.pickle.write import shard_listing
 from actshard.location import Location, network_io
 from actshard.work import as_json, write_json
 
@@ -61,7 +61,7 @@ def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
 class PickleMerger(Merger):
     """Merges pickle shards: they get new names. Each folder of a multi-machine extraction is a part."""
 
-    makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
+    makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
     files: ClassVar[re.Pattern[str] | None] = re.compile(r"shard_\d{4,}\.pkl(\.gz)?|metadata\.json")
 
     def datasets(self, path: Path) -> list[Path]:

@@ -59,7 +59,6 @@ class PickleTarget(Target):
     """Writes ``shard_0001.pkl.gz`` ..., then ``metadata.json``. One block is one shard."""
 
     format: ClassVar[str] = "pickle"
-    makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
         "compress": "whether to compress shards with gzip (default: True)",
         "level": "gzip level, 1 to 9 (default: 1)",

@@ -39,7 +39,6 @@ class SaevTarget(Target):
     """Writes ``<path>/<HASH>/``. The folder is ``.writing-*`` until HASH, which depends on the number of examples, is known."""
 
     format: ClassVar[str] = "saev"
-    makes: ClassVar[tuple[str, ...]] = ("acts*.bin", "labels.bin", LENGTHS, "shards.json", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
         "protocol": '"2.1" (default) or "2.0"',
         "cls_token": "whether token 0 of every example is CLS (default: False)",

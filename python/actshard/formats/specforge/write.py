@@ -25,7 +25,6 @@ class SpecForgeTarget(DraftTarget):
     """Writes ``rows_0-2000/data_0.ckpt``, ``rows_0-2000/data_1.ckpt``, ..."""
 
     format: ClassVar[str] = "specforge"
-    makes: ClassVar[tuple[str, ...]] = ("rows_*",)
     own: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), "dspark", or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',

@@ -263,12 +263,16 @@ def read_constant(meta: ArrayMeta, files: ChunkSizes) -> int | None:
 
 def read_whole(
     meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
-) -> NDArray[Any] | list[str]:
-    """Reads a small array like :func:`read_array`, but fixed-length strings as a list."""
+) -> NDArray[Any] | list[str] | list[bytes]:
+    """Reads a small array like :func:`read_array`, but fixed-length strings as a list: of bytes if one of them is no UTF-8 text."""
     found = read_array(meta, spare, files)
-    if isinstance(found, np.ndarray) and found.dtype.kind in "SU":
-        return [_text(item) for item in found.ravel().tolist()]
-    return found
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "SU":
+        return found
+    items: list[Any] = found.ravel().tolist()
+    try:
+        return [_text(item, "strict") for item in items]
+    except UnicodeDecodeError:
+        return items
 
 
 def read_array(
@@ -310,8 +314,8 @@ def _check_is_there(meta: ArrayMeta) -> None:
         raise MissingFileError("expected an array, found none", path=meta.metadata)
 
 
-def _text(item: str | bytes) -> str:
-    return item if isinstance(item, str) else item.rstrip(b"\0").decode("utf-8", "backslashreplace")
+def _text(item: str | bytes, errors: str = "backslashreplace") -> str:
+    return item if isinstance(item, str) else item.rstrip(b"\0").decode("utf-8", errors)
 
 
 def _joined(

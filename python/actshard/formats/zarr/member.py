@@ -350,12 +350,12 @@ def _join(
         warn(message, code="missing-lines")
 
 
-def _column(values: NDArray[Any] | list[str], n: int) -> Any:
+def _column(values: NDArray[Any] | list[str] | list[bytes], n: int) -> Any:
     """Converts per-sample values to pyarrow; multidimensional ones become lists."""
     import pyarrow as pa
 
     if isinstance(values, list):
-        return pa.array(values[:n], pa.string())
+        return pa.array(values[:n], pa.binary() if any(isinstance(value, bytes) for value in values) else pa.string())
     values = values[:n]
     if values.dtype.kind == "c" or values.dtype.name == "bfloat16":
         values = values.astype(np.complex64).view(np.float32) if values.dtype.kind == "c" else values.astype(np.float32)

@@ -14,6 +14,7 @@ import actshard._native as _native
 from actshard.errors import ArgumentError
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger, check_column_types
+from actshard.formats.tables import concatenated
 from actshard.formats.target import AllExamples, Spec
 from actshard.formats.zarr.member import ACTIVATIONS, Member
 from actshard.formats.zarr.read import is_group, members_of
@@ -121,8 +122,6 @@ def _one_store(plan: Merge) -> Path:
         lengths.append(np.repeat(counts[:, None], member.num_layers, axis=1))
         tables.append(_columns(store))
         start += member.n
-    import pyarrow as pa
-
     first_of = members[0]
     dtype = first_of.arrays[0].dtype
     spec = Spec(
@@ -143,7 +142,7 @@ def _one_store(plan: Merge) -> Path:
     target = ZarrTarget(spec)
     every = np.concatenate(lengths)
     target.restore([], every)
-    columns = pa.concat_tables(tables, promote_options="permissive") if tables[0].num_columns else None
+    columns = concatenated(tables)[0] if any(table.num_columns for table in tables) else None
     target.finish(AllExamples(every, columns))
     return plan.path
 
@@ -172,7 +171,16 @@ def _columns(contents: Contents) -> Any:
 class ZarrMerger(Merger):
     """Merges parts into the stores of a run or, with ``physical``, into one store."""
 
-    makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
+    makes: ClassVar[tuple[str, ...]] = (
+        ".zattrs",
+        ".zgroup",
+        ".zmetadata",
+        "arrays",
+        "meta",
+        "text",
+        "shards",
+        "manifest.json",
+    )
     files: ClassVar[re.Pattern[str] | None] = re.compile(
         r"\.z(attrs|group|metadata|array)|config\.json|(prompts|responses|sample_index|extra_metadata)\.jsonl|\d+(\.\d+)*"
     )

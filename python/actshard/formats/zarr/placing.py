@@ -77,7 +77,7 @@ def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
     arrays: list[Placed] = []
     texts: dict[str, dict[str, Any]] = {}
     for field, column in zip(columns.schema, columns.columns, strict=True):
-        found = _key(column) if field.name == KEY else _number(field, column)
+        found = place_key(column) if field.name == KEY else _number(field, column)
         if found is not None:
             arrays.append(found)
             continue
@@ -90,7 +90,7 @@ def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
     return arrays, [Lines(Path(file), of_file, len(columns)) for file, of_file in texts.items()]
 
 
-def _key(column: pa.ChunkedArray) -> Placed | None:
+def place_key(column: pa.ChunkedArray) -> Placed | None:
     """Keys as fixed-length bytes; None if a key would not read back unchanged."""
     import pyarrow as pa
     import pyarrow.compute as pc

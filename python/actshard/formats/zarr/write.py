@@ -17,9 +17,20 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError, FormatError
-from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, created, only, positive, uniform
+from actshard.formats.target import (
+    AllExamples,
+    Block,
+    Spec,
+    Target,
+    check_times,
+    check_utf8,
+    created,
+    only,
+    positive,
+    uniform,
+)
 from actshard.formats.zarr.member import ACTIVATIONS
-from actshard.formats.zarr.placing import Placed, place
+from actshard.formats.zarr.placing import KEY, Placed, place, place_key
 from actshard.work import make_folder, sync_folders, write_json
 
 if TYPE_CHECKING:
@@ -38,7 +49,6 @@ class ZarrTarget(Target):
     """Writes ``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
-    makes: ClassVar[tuple[str, ...]] = (".zattrs", ".zgroup", ".zmetadata", "arrays", "meta", "text")
     own: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: for chunks of up to 1 MiB, at most T_max)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
@@ -104,6 +114,8 @@ class ZarrTarget(Target):
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
+        is_array = KEY in table.column_names and place_key(table[KEY]) is not None
+        check_utf8(table.drop_columns([KEY]) if is_array else table, first)
 
     def settle(self, block: Block) -> None:
         self._choose_chunk(max(int(block.lengths.max(initial=0)), 0))

@@ -1,0 +1,222 @@
+"""Two requests are the same if their records are equal: what a verb accepts as its own result, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard.plan import Plan
+from actshard.request import RECORD, Request
+from test_places import values, written
+
+FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+
+
+def numbered(path: Path, format: str = "npy", n: int = 16) -> Path:
+    """A dataset in which the rows of example i are i."""
+    rows = np.arange(n, dtype=np.float32)[:, None, None, None] * np.ones((1, 2, 4, 8), np.float32)
+    with actshard.create(path, format, layers=[0, 1], d_model=8) as writer:
+        writer.append(rows, columns={} if format == "saev" else {"number": list(range(n))})
+    return Path(writer.path)
+
+
+def committed(plan: Plan) -> Path:
+    for task in range(len(plan)):
+        plan.run(task)
+    result = plan.commit()
+    return Path(getattr(result, "path", result))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "npy", "hf_arrow", "safetensors"])
+def test_a_plan_takes_no_conversion_of_other_examples_for_its_own(format: str, tmp_path: Path) -> None:
+    source = numbered(tmp_path / "source")
+    first = actshard.plan.convert(source, tmp_path / "to", format, examples=slice(0, 8), tasks=2)
+    other = actshard.plan.convert(source, tmp_path / "to", format, examples=slice(8, 16), tasks=2)
+    place = committed(first)
+    assert first.commit().path == place  # repeated
+    for call in (other.commit, other.status, other.left, lambda: other.run(0)):
+        with pytest.raises(actshard.ExistsError, match=r"did not write: examples: expected .8 numbers"):
+            call()
+    assert values(place) == list(range(8))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_plan_takes_no_conversion_of_another_source_for_its_own(format: str, tmp_path: Path) -> None:
+    sources = [written(tmp_path / name, "npy", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    plan = actshard.plan.convert(sources[0], tmp_path / "to", format, tasks=2)
+    plan.save(tmp_path / "plan.json")
+    place = actshard.convert(sources[1], tmp_path / "to", format).path
+    with pytest.raises(actshard.ExistsError, match="the files of its source were others"):
+        actshard.plan.load(tmp_path / "plan.json").commit()
+    assert values(place) == [2.0] * 3
+
+
+def test_a_dataset_that_no_record_explains_is_not_the_result_of_a_plan(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "npy", 1.0)
+    plan = actshard.plan.convert(source, tmp_path / "to", "zarr", tasks=1)
+    actshard.convert(source, tmp_path / "to", "zarr")
+    (tmp_path / "to" / RECORD).unlink()
+    with pytest.raises(actshard.ExistsError, match="no record of its request"):
+        plan.run(0)
+
+
+def test_a_plan_and_the_verb_record_the_same_request(tmp_path: Path) -> None:
+    source = numbered(tmp_path / "source")
+    options: dict[str, Any] = {"layers": [1], "columns": ["number"], "dtype": "float16"}
+    plan = actshard.plan.convert(source, tmp_path / "planned", "npy", tasks=3, **options)
+    actshard.convert(source, tmp_path / "converted", "npy", **options)
+    records = [Request.read(path) for path in (committed(plan), tmp_path / "converted")]
+    assert records[0] == records[1] is not None
+    # So that a plan accepts what the verb has finished.
+    again = actshard.plan.convert(source, tmp_path / "again", "npy", tasks=3, **options)
+    actshard.convert(source, tmp_path / "again", "npy", **options)
+    assert again.commit().examples == 16
+
+
+def test_a_plan_of_a_merge_takes_no_merge_in_another_order_for_its_own(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, "zarr", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    plan = actshard.plan.merge(tmp_path / "to", parts)
+    actshard.merge(tmp_path / "to", parts[::-1])
+    with pytest.raises(actshard.ExistsError, match="did not write: the files of its source were others"):
+        committed(plan)
+    assert values(tmp_path / "to") == [2.0] * 3 + [1.0] * 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_plan_of_an_extraction_takes_no_other_extraction_for_its_own(format: str, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8, "num_examples": 6, "tasks": 2}
+    plans = [
+        actshard.plan.create(tmp_path / "to", format, metadata=metadata, **about)
+        for metadata in ({_FIELD[format]: "a"}, {_FIELD[format]: "b"})
+    ]
+    for task in range(2):
+        with plans[0].writer(task) as writer:
+            writer.append(np.full((len(writer.left), 2, 4, 8), 1.0, np.float32))
+    place = Path(plans[0].commit())
+    assert plans[0].writer(0).complete
+    assert Request.read(place) is not None
+    if format == "saev":  # another dump, beside the first
+        assert len(plans[1].writer(0).left) == 3
+        return
+    with pytest.raises(actshard.ExistsError, match=f'{_FIELD[format]}: expected "b", found "a"'):
+        plans[1].writer(0)
+
+
+_FIELD = {"saev": "ckpt", "lmprobe": "note", "zarr": "note", "pickle": "note"}
+
+
+def test_a_dump_that_arrived_meanwhile_does_not_replace_the_rows_of_a_plan(tmp_path: Path) -> None:
+    sources = [written(tmp_path / name, "npy", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    plan = actshard.plan.convert(sources[0], tmp_path / "to", "saev", tasks=2)
+    for task in range(len(plan)):
+        plan.run(task)
+    other = actshard.convert(sources[1], tmp_path / "other", "saev").path
+    shutil.copytree(other, tmp_path / "to" / other.name)
+    with pytest.raises(actshard.ExistsError, match="did not write"):
+        plan.commit()
+    shutil.rmtree(tmp_path / "to" / other.name)
+    assert values(plan.commit().path) == [1.0] * 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("accept", ["resume", "exist_ok"])
+def test_a_finished_dataset_of_other_metadata_is_not_accepted(accept: str, format: str, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0], "d_model": 4, "num_examples": 2, "tokens_per_example": 3}
+    with actshard.create(tmp_path / "d", format, metadata={_FIELD[format]: "a"}, **about) as writer:
+        writer.append(np.ones((2, 1, 3, 4), np.float32))
+    again = actshard.create(tmp_path / "d", format, metadata={_FIELD[format]: "a"}, **about, **{accept: True})
+    assert again.complete
+    if format == "saev":  # the metadata are its name
+        return
+    with pytest.raises(actshard.ExistsError, match=f'{_FIELD[format]}: expected "b", found "a"'):
+        actshard.create(tmp_path / "d", format, metadata={_FIELD[format]: "b"}, **about, **{accept: True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_tokens": 2}, "chunk_tokens: expected 2, found nothing"),
+        ({"tokens": "last"}, 'tokens: expected "last", found "all"'),
+        ({"layers": {0: 3, 1: 4}}, "layers: expected"),
+        ({"columns": []}, "columns: expected"),
+        ({"metadata": {"note": "b"}}, "metadata: expected|note: expected"),
+        ({"t_max": 16}, "t_max: expected 16, found nothing"),
+        ({"overflow": "allow"}, 'overflow: expected "allow", found "refuse"'),
+    ],
+)
+def test_a_finished_conversion_of_another_request_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = numbered(tmp_path / "source")
+    actshard.convert(source, tmp_path / "to", "zarr")
+    assert actshard.convert(source, tmp_path / "to", "zarr", exist_ok=True).bytes == 0
+    for accept in ("exist_ok", "resume"):
+        with pytest.raises(actshard.ExistsError, match=message):
+            actshard.convert(source, tmp_path / "to", "zarr", **{accept: True}, **changes)
+
+
+def test_a_finished_merge_is_accepted_by_the_call_that_merged_it(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, "zarr", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    merged = actshard.merge(tmp_path / "to", parts, resume=True)
+    assert actshard.merge(tmp_path / "to", parts, resume=True) == merged
+    with pytest.raises(actshard.ExistsError, match="expected no folder or an empty one"):
+        actshard.merge(tmp_path / "to", parts)
+    with pytest.raises(actshard.ExistsError, match="its parts were others"):
+        actshard.merge(tmp_path / "to", parts[::-1], resume=True)
+    with pytest.raises(actshard.ExistsError, match="physical: expected true, found false"):
+        actshard.merge(tmp_path / "to", parts, physical=True, resume=True)
+    assert values(merged) == [1.0] * 3 + [2.0] * 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_merged_parts_record_the_request_of_their_writers(format: str, tmp_path: Path) -> None:
+    """The dataset is then what one writer would have created."""
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8, "dtype": "float32"}
+    for part in range(2):
+        with actshard.create(tmp_path / "to", format, part=(part, 2), **about) as writer:
+            writer.append(np.ones((3, 2, 4, 8), np.float32))
+    merged = actshard.merge(tmp_path / "to")
+    with actshard.create(tmp_path / "one", format, **about) as writer:
+        writer.append(np.ones((6, 2, 4, 8), np.float32))
+    assert Request.read(merged) == Request.read(writer.path) is not None
+    assert not list(merged.rglob(f"*/{RECORD}"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"verb": 1, "arguments": {}, "sources": []}',
+        '{"verb": "create", "arguments": {}, "sources": [1]}',
+    ],
+)
+def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
+    written(tmp_path / "d", "zarr", 1.0)
+    (tmp_path / "d" / RECORD).write_text(text)
+    with pytest.raises(actshard.FormatError, match=RECORD):
+        actshard.create(tmp_path / "d", "zarr", layers=[0, 1], d_model=8, exist_ok=True)
+    assert values(tmp_path / "d") == [1.0] * 3  # readers ignore it
+
+
+def test_records_have_no_paths(tmp_path: Path) -> None:
+    """Datasets are moved, and published."""
+    source = written(tmp_path / "source", "npy", 1.0)
+    verbs: list[Callable[[], object]] = [
+        lambda: actshard.convert(source, tmp_path / "converted", "zarr"),
+        lambda: actshard.merge(tmp_path / "merged", [source.parent / "converted"]),
+    ]
+    for verb in verbs:
+        verb()
+    for path in (source, tmp_path / "converted", tmp_path / "merged"):
+        text = (path / RECORD).read_text()
+        assert json.loads(text)["examples"] == 3
+        assert str(tmp_path) not in text
