@@ -110,3 +110,24 @@ def test_columns_with_a_value_per_token_follow_the_tokens_or_are_a_loss(
     assert uncut == (["scores"] if same else [])
     whole = actshard.open(actshard.convert(tmp_path / "s", tmp_path / "w", format).path).table
     assert whole["input_ids"].to_pylist() == lists
+
+
+@pytest.mark.parametrize("format", ["saev", "npy", "lmprobe", "pickle", "hf_arrow"])
+def test_sizes_of_large_conversions_follow_from_samples(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a copy of a saev dump, whose parts have smaller shards than the whole."""
+    with actshard.create(tmp_path, "saev", layers=[0], d_model=64, num_examples=9000, tokens_per_example=2) as writer:
+        labels = np.zeros((9000, 2), np.uint8)
+        writer.append(np.random.default_rng(0).standard_normal((9000, 1, 2, 64), dtype=np.float32), labels=labels)
+    monkeypatch.setattr("actshard.converting.predicting.WHOLE_BYTES", 1_000_000)
+    monkeypatch.setattr("actshard.converting.predicting.SAMPLE_BYTES", 1_000_000)
+    (foretold,) = actshard.converting.preview(writer.path, tmp_path / "t", format)
+    predicted = actshard.plan.convert(writer.path, tmp_path / "t", format, tasks=2).predicted
+    done = actshard.convert(writer.path, tmp_path / "t", format)
+    files = [path for path in done.path.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    assert not predicted.exact
+    for each in (foretold, predicted):
+        assert each.files == len(files)
+        assert abs(each.bytes - size) <= 0.02 * size

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.converting.planning import Asked
-from actshard.converting.running import write_all
+from actshard.converting.planning import Asked, settle
+from actshard.converting.running import content_lengths, write_all
+from actshard.converting.segments import Layout
 from actshard.errors import ActshardError, ArgumentError, DiskFullError
 from actshard.formats.target import Target
 from actshard.work import existing_above
@@ -31,54 +34,63 @@ SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
 
 @dataclass(frozen=True)
 class Prediction:
-    """Size of a result, and values that became infinite in it. ``exact``: measured, not extrapolated."""
+    """Size of a result, its files with rows, and values that became infinite in it. ``exact``: measured, not extrapolated."""
 
     bytes: int
     files: int
     exact: bool
+    shards: int = 0
     overflows: int = 0
 
 
-def predict(
-    asked: Asked, target: Target, tokens: NDArray[np.int64], made: Callable[[Asked, Path], Target], overflow: str
-) -> Prediction:
+def predict(asked: Asked, target: Target, layout: Layout, sizes: Mapping[str, Any], overflow: str) -> Prediction:
     """Predicts the size of a conversion's result.
 
     Args:
         asked: the request.
         target: the target, with all its settings.
-        tokens: tokens of each example.
-        made: makes the target of a part of the request in a scratch folder.
+        layout: its lengths.
+        sizes: the arguments of :func:`settle` with which the target was made.
         overflow: ``"refuse"`` or ``"allow"``.
 
     Raises:
         ArgumentError: the format cannot store the result.
         DtypeError: a converted value is too large.
     """
+    tokens, config = layout.tokens, target.config()
 
-    def estimated(some: NDArray[np.int64]) -> tuple[int, int]:
-        _, files, size = target.estimate(tokens[some])
-        return files, size
+    def made(some: Asked, folder: Path) -> Target:
+        sample = settle(some, folder, **sizes)
+        sample.adopt(config)
+        sample.request = target.request
+        if sample.tokens is not None:
+            sample.content_lengths = partial(content_lengths, some)
+        return sample
 
     rows = tokens.astype(np.int64) * len(asked.layers) * target.row_bytes
-    every = np.arange(len(tokens))
-    files, size = estimated(every)
+    shards, files, size = target.estimate(tokens)
+    if target.blocks_are_files:
+        shards, files = len(layout.firsts), files + len(layout.firsts) - shards
     if int(rows.sum()) <= WHOLE_BYTES and files <= WHOLE_FILES:
-        return replace(_written(asked, made, overflow), exact=True)
+        return replace(_written(asked, made, overflow), exact=True, shards=shards)
     whole = _sample(rows, files, len(tokens), SAMPLE_BYTES, SAMPLE_FILES)
     half = whole[: max(1, len(whole) // 2)]
     parts = [replace(asked, examples=asked.ids(0, asked.count)[some]) for some in (half, whole)]
     try:
         first, last = [_written(part, made, overflow) for part in parts]
     except ArgumentError:  # a part alone may be refused
-        return Prediction(size, files, False)
-    files += last.files - estimated(whole)[0]
-    expected = estimated(whole)[1]
-    if last.bytes < expected:  # compressed
-        return Prediction(int(size * last.bytes / expected), files, False)
-    over = [first.bytes - estimated(half)[1], last.bytes - expected]
+        return Prediction(size, files, False, shards)
+    # Estimated by their own targets: saev has other sizes of shards for a part.
+    estimates = [
+        made(part, target.root).estimate(tokens[some]) for part, some in zip(parts, (half, whole), strict=True)
+    ]
+    (_, _, fewer), (_, sample_files, more) = estimates
+    files += last.files - sample_files
+    if last.bytes < more:  # compressed
+        return Prediction(int(size * last.bytes / more), files, False, shards)
+    over = [first.bytes - fewer, last.bytes - more]
     each = (over[1] - over[0]) / max(1, len(whole) - len(half))
-    return Prediction(int(size + over[1] + max(each, 0.0) * (len(tokens) - len(whole))), files, False)
+    return Prediction(int(size + over[1] + max(each, 0.0) * (len(tokens) - len(whole))), files, False, shards)
 
 
 def _sample(rows: NDArray[np.int64], files: int, count: int, most: int, most_files: int) -> NDArray[np.int64]:
@@ -103,7 +115,7 @@ def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str)
                 error.path = None  # removed with the folder
             raise
         found = [Path(path, name).stat().st_size for path, _, names in os.walk(folder) for name in names]
-    return Prediction(sum(found), len(found), False, overflows)
+    return Prediction(sum(found), len(found), False, overflows=overflows)
 
 
 def blocks_memory(target: Target, largest: int) -> int:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from actshard import _arguments, formats
 from actshard.converting.planning import (
     OVERFLOW,
-    Asked,
     Loss,
     ask,
     checked,
     conversion_request,
-    fitted,
     losses,
     settle,
     source,
 )
 from actshard.converting.predicting import predict
-from actshard.converting.running import content_lengths
+from actshard.converting.segments import Layout
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, boundary
 from actshard.formats.target import Target
 from actshard.inputs import fingerprint
@@ -141,31 +137,23 @@ def _preview(
         sizes = {**sizes, "shard_bytes": None}
     try:
         asked = replace(ask(store, name, **wanted), cast=sizes["dtype"] is not None)
-        target = settle(asked, root, options=own, **sizes)
-        request = conversion_request(asked, overflow, options=own, digest=digest, **sizes)
-        sizes = {**sizes, "tokens_per_example": sizes["tokens_per_example"] if kind.ragged else target.tokens}
+        sizes = {**sizes, "options": own}
+        target = settle(asked, root, **sizes)
+        target.request = conversion_request(asked, overflow, digest=digest, **sizes)
         columns = checked(asked, target, every=True)  # before the lengths, which are then cached
-        counts = asked.chosen(asked.stored)
-        if target.tokens is not None:
-            fitted(asked, target, counts, 0)
-            counts = np.full_like(counts, target.tokens)
-
-        def begun(some: Asked, folder: Path) -> Target:
-            sample = settle(some, folder, options=own, **sizes)
-            sample.request = request
-            if sample.tokens is not None:
-                sample.content_lengths = partial(content_lengths, some)
-            return sample
-
-        size = predict(asked, target, counts, begun, overflow)
+        layout = Layout.of(asked, target)
+        layout.settle(asked, target)
+        if not kind.ragged:
+            sizes["tokens_per_example"] = target.tokens
+        size = predict(asked, target, layout, sizes, overflow)
         return Preview(
             name,
             root if target.names_itself else target.place(),
             asked.count,
             asked.names,
-            int(counts.sum()) * len(asked.layers),
+            int(layout.rows(len(asked.layers)).sum()),
             str(target.dtype),
-            target.estimate(counts)[0],
+            size.shards,
             size.files,
             size.bytes,
             tuple(losses(asked, target, columns, size.overflows)),

@@ -66,6 +66,18 @@ class Layout:
         parts = lengths if same else [np.broadcast_to(part, (len(part), wide)) for part in lengths]
         return cls(np.concatenate(parts), np.array(firsts, np.int64), np.array(origins, np.int64))
 
+    def settle(self, asked: Asked, target: Target) -> None:
+        """Determines the target's remaining settings from the lengths of the first block, as a writer does."""
+        end = int(self.firsts[1]) if len(self.firsts) > 1 else asked.count
+        memory = np.empty((0, asked.store.d_model), target.dtype)
+        target.settle(Block(memory, self.by_layer(len(asked.layers))[:end]))
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of each example, of its longest layer."""
+        tokens: NDArray[np.int64] = np.maximum(self.lengths, 0).max(axis=1)
+        return tokens
+
     def rows(self, layers: int) -> NDArray[np.int64]:
         """Rows of each example, of all layers."""
         held = np.maximum(self.lengths, 0)

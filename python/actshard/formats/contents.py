@@ -70,7 +70,7 @@ class Evidence:
         looked_for: what the format recognizes its datasets by.
         found: what is there instead, or that it is there.
         near: for a path that does not match: whether some of the format's files are there.
-        marked: for a path that matches: whether the format's writer says so in a file, which outranks what other formats find in
+        marked: for a path that matches: whether the writer's mark is in a file, which outranks what other formats find in
             the contents.
     """
 

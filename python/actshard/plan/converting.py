@@ -54,7 +54,7 @@ from actshard.errors import (
     from_os,
 )
 from actshard.formats.options import FormatOptions
-from actshard.formats.target import AllExamples, Block, Target, environment_time
+from actshard.formats.target import AllExamples, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
 from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
@@ -179,9 +179,7 @@ def _planned(
     request = target.request
     columns = checked(asked, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(asked, target)
-    count = len(asked.layers)
-    block = int(layout.firsts[1]) if len(layout.firsts) > 1 else asked.count
-    target.settle(Block(np.empty((0, asked.store.d_model), target.dtype), layout.by_layer(count)[:block]))
+    layout.settle(asked, target)
     if not asked.kind.ragged:
         sizes["tokens_per_example"] = target.tokens
     pairs = (
@@ -219,15 +217,7 @@ def _planned(
         )
     notes += [f"lost: {loss}" for loss in _losses(arguments, target)]
 
-    def begun(some: Asked, folder: Path) -> Target:
-        made = settle(some, folder, **sizes)
-        made.adopt(arguments["config"])
-        made.request = request
-        if made.tokens is not None:
-            made.content_lengths = partial(content_lengths, some)
-        return made
-
-    size = predict(asked, target, np.maximum(layout.lengths, 0).max(axis=1), begun, overflow)
+    size = predict(asked, target, layout, sizes, overflow)
     read = conversion_reads(asked, made, inputs)
     needed = _memory(asked, target, columns, made, place, inputs)
     refuse_full(root, size.bytes, size.files + 4 * len(made))
