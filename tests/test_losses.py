@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.request import RECORD
 
 
 def stopped(source: Path, target: Path, format: str, **options: Any) -> None:
@@ -74,7 +75,7 @@ def test_overflows_of_an_earlier_call_are_refused_or_counted(tmp_path: Path, mon
         if not recorded:
             journal.write_text(journal.read_text().replace(',"overflows":48', ""))
         else:
-            with pytest.raises(actshard.DtypeError, match=r"48 finite float32 values are infinite.*overflow='allow'"):
+            with pytest.raises(actshard.ArgumentError, match=r'overflow: expected "allow", as in .*, found "refuse"'):
                 actshard.convert(source, target, "npy", dtype="float16", resume=True)
             assert len(journal.read_text().splitlines()) == 2
         done = actshard.convert(source, target, "npy", dtype="float16", resume=True, overflow="allow")
@@ -83,6 +84,9 @@ def test_overflows_of_an_earlier_call_are_refused_or_counted(tmp_path: Path, mon
             assert [x.detail for x in each.losses if x.what == "overflow"] == [
                 "96 finite values are too large for float16 and are infinite"
             ]
+        with pytest.raises(actshard.ExistsError, match='overflow: expected "refuse", found "allow"'):
+            actshard.convert(source, target, "npy", dtype="float16", exist_ok=True)
+        (target / RECORD).unlink()  # as if another program had written the dataset
         for options in ({"resume": True}, {"exist_ok": True}, {"exist_ok": True, "verify": True}):
             with pytest.raises(actshard.DtypeError, match=r"96 finite float32 values are infinite.*overflow='allow'"):
                 actshard.convert(source, target, "npy", dtype="float16", **options)

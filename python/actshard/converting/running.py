@@ -23,7 +23,6 @@ from actshard.converting.planning import (
     Loss,
     ask,
     checked,
-    columns_for,
     conversion_request,
     fitted,
     losses,
@@ -232,7 +231,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
     Its record tells. Without one, or if the files of the source were others, contents are compared: columns, and rows of some
     examples; with ``verify`` the caller compares all rows.
     """
-    known = columns_for(asked, target)
+    known = checked(asked, target)
     count = check_same(target, there)
     found = Request.read(there)
     if found == target.request:

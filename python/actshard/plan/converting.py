@@ -489,8 +489,8 @@ class Converting(Verb):
         there = complete_at(target)
         if there is None:
             return None
-        check_written(target.request, there)
-        lost = _losses(plan.arguments, target)
+        found = check_written(target.request, there)
+        lost = _losses(plan.arguments, target, found.overflows or 0)
         return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:

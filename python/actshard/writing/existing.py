@@ -117,11 +117,11 @@ def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str
     return Request.of("create", arguments)
 
 
-def check_written(request: Request, path: Path) -> None:
-    """Raises ExistsError unless a finished dataset is the result of a request, by its record."""
+def check_written(request: Request, path: Path) -> Request:
+    """Returns the recorded request of a finished dataset. Raises ExistsError unless the dataset is the result of ``request``."""
     found = Request.read(path)
-    if found == request:
-        return
+    if found is not None and found == request:
+        return found
     why: object = "it has no record of its request"
     if found is not None:
         why = request.difference(found) or "the files of its source were others"
