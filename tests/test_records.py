@@ -220,3 +220,48 @@ def test_records_have_no_paths(tmp_path: Path) -> None:
         text = (path / RECORD).read_text()
         assert json.loads(text)["examples"] == 3
         assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle", "npy", "hf_arrow", "safetensors"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_columns_that_were_corrected_in_the_source_are_noticed(recorded: bool, format: str, tmp_path: Path) -> None:
+    """Rows, types and names are the same."""
+
+    def source(label: int) -> Path:
+        shutil.rmtree(tmp_path / "source", ignore_errors=True)
+        rows = np.ones((100, 1, 3, 4), np.float32)
+        with actshard.create(tmp_path / "source", "npy", layers=[0], d_model=4) as writer:
+            writer.append(rows, columns={"text": [f"t{i}" for i in range(100)], "score": [*range(98), label, 99]})
+        return tmp_path / "source"
+
+    place = actshard.convert(source(5), tmp_path / "to", format, verify=True).path
+    if not recorded:
+        (place / RECORD).unlink()
+    assert actshard.convert(source(5), tmp_path / "to", format, exist_ok=True, verify=True).examples == 100
+    changed = "example 98, column 'score': expected 6, found 5"
+    with pytest.raises(actshard.FormatError, match=changed):
+        actshard.convert(source(6), tmp_path / "to", format, exist_ok=True, verify=True)
+    if recorded:  # the files of the source are others: everything is compared
+        with pytest.raises(actshard.ExistsError, match=changed):
+            actshard.convert(source(6), tmp_path / "to", format, exist_ok=True)
+
+
+@pytest.mark.parametrize("name", ["logits_values", "router_layer_0", "patch_labels"])
+def test_verifying_compares_arrays_that_are_no_columns(name: str, tmp_path: Path) -> None:
+    """Logits, router logits and patch labels, in the formats that store them separately."""
+    format = "saev" if name == "patch_labels" else "lmprobe"
+    rng = np.random.default_rng(3)
+    more: dict[str, Any] = {"labels": rng.integers(0, 9, (6, 3)).astype(np.uint8)}
+    if format == "lmprobe":
+        logits = rng.standard_normal((6, 2)).astype(np.float32), rng.integers(0, 9, (6, 2)).astype(np.int32)
+        more = {"logits": logits, "router": {0: rng.standard_normal((6, 3)).astype(np.float32)}}
+    with actshard.create(tmp_path / "source", format, layers=[0], d_model=4) as writer:
+        writer.append(np.ones((6, 1, 3, 4), np.float32), **more)
+    done = actshard.convert(writer.path, tmp_path / "to", format, verify=True)
+    prefix = {"logits_values": "logits", "router_layer_0": "router", "patch_labels": "labels"}[name]
+    file = next(path for path in sorted(done.path.rglob("*")) if path.name.startswith(prefix))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(actshard.FormatError, match=f"{prefix}.* of examples 0 to 5 differ"):
+        actshard.convert(writer.path, tmp_path / "to", format, exist_ok=True, verify=True)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard import _arguments, formats
 from actshard._arguments import many
 from actshard.converting.blocks import blocks, lengths_of, read
+from actshard.converting.column_differences import ColumnComparison
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -62,7 +63,7 @@ class Conversion:
         bytes: bytes of rows that this call wrote.
         seconds: duration of this call.
         losses: properties of the source that the result lacks.
-        verified: whether every row was compared with the source afterwards.
+        verified: whether every row, and every value of columns that are not in ``losses``, was compared with the source afterwards.
         dtype: dtype of the result's rows; None if the result contains no rows.
     """
 
@@ -139,10 +140,11 @@ def convert(
         metadata: added to the source's metadata; see :func:`actshard.create`.
         src_format: format of ``src``, as for :func:`actshard.open`; None detects it.
         resume: continue an interrupted conversion; starts a new one if there is none.
-        exist_ok: return a finished result instead of raising. It is compared with the source, as with ``resume``: layers, dtype,
-            number of examples, and the rows of up to 66 examples including first and last. A difference raises ExistsError.
-            ``verify`` compares all rows.
-        verify: compare every row of the result with the source afterwards.
+        exist_ok: return a finished result instead of raising, as with ``resume``, if its record has the same request and the same
+            files of the source. If these files are others, all contents are compared; without a record, those of up to 66 examples
+            including first and last. A difference raises ExistsError.
+        verify: compare every row and every value of columns with the source afterwards. Columns of draft models' caches, which
+            have fixed types, are not compared.
         overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity and reports the
             count in ``losses``.
         progress: called with (examples done, total examples, bytes done) after every block.
@@ -204,7 +206,7 @@ def convert(
                 asked, target, settled, resume=resume, progress=progress, overflow=overflow
             )
         if verify or lost is None:
-            lost = compare(asked, target, path) if verify or _can_overflow(asked, target) else 0
+            lost = compare(asked, target, path, known) if verify or _can_overflow(asked, target) else 0
             if lost and overflow == "refuse":
                 raise _already_infinite(asked, target, lost)
         if target.finds_by_text:
@@ -228,8 +230,8 @@ def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> 
 def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
     """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
-    Its record tells. Without one, or if the files of the source were others, contents are compared: columns, and rows of some
-    examples; with ``verify`` the caller compares all rows.
+    Its record tells. If the files of the source were others, all contents are compared; without a record, those of some examples.
+    With ``verify`` the caller compares all.
     """
     known = checked(asked, target)
     count = check_same(target, there)
@@ -237,7 +239,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
     if found == target.request:
         return known, count, found.overflows
     if not verify:
-        _refuse_other(asked, target, there)
+        _refuse_other(asked, target, there, known, whole=found is not None)
     _refuse_other_columns(asked, target, there, known)
     return known, count, None
 
@@ -357,11 +359,11 @@ def _can_overflow(asked: Asked, target: Target) -> bool:
     return can_overflow(asked.store.dtype, target.dtype)
 
 
-def _refuse_other(asked: Asked, target: Target, path: Path) -> None:
-    """Raises ExistsError if a finished dataset differs from the conversion's result in a sample of its examples."""
-    last = asked.count - 1
-    some = np.unique(np.linspace(0, last, min(asked.count, _COMPARED)).astype(np.int64))
-    difference, _ = _difference(asked, target, path, some)
+def _refuse_other(asked: Asked, target: Target, path: Path, columns: Columns, *, whole: bool) -> None:
+    """Raises ExistsError if a finished dataset differs from the conversion's result, or in a sample of its examples."""
+    count = asked.count if whole else min(asked.count, _COMPARED)
+    some = np.unique(np.linspace(0, asked.count - 1, count).round().astype(np.int64))
+    difference, _ = _difference(asked, target, path, some, columns)
     if difference is not None:
         raise ExistsError(
             f"contains another dataset than this conversion writes: {difference}. Choose another folder, or remove this one.",
@@ -389,21 +391,23 @@ def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Col
         )
 
 
-def compare(asked: Asked, target: Target, path: Path) -> int:
-    """Compares every row of a result with its source, cast to the result's dtype.
+def compare(asked: Asked, target: Target, path: Path, columns: Columns) -> int:
+    """Compares every row of a result with its source, cast to the result's dtype, and all values of columns.
 
     Returns the number of finite source values that are infinite in the result.
 
     Raises:
-        FormatError: a row differs; the message names it.
+        FormatError: a row or a value differs; the message names it.
     """
-    difference, lost = _difference(asked, target, path, np.arange(asked.count))
+    difference, lost = _difference(asked, target, path, np.arange(asked.count), columns)
     if difference is not None:
         raise FormatError(difference, path=path)
     return lost
 
 
-def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64]) -> tuple[str | None, int]:
+def _difference(
+    asked: Asked, target: Target, path: Path, some: NDArray[np.int64], columns: Columns
+) -> tuple[str | None, int]:
     """Returns the first difference between result and source in some examples (None if equal), and the number of overflows."""
     result = open_quietly(path, target.format, "pread", "160MiB", layout=target.reading_layout)
     if result.num_examples != asked.count:
@@ -417,13 +421,17 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
     again = ask(result, target.format, layers=names, examples=None, tokens="all", pad=False, truncate=False)
     at = 0
     lost: list[int] = []
-    for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
+    comparison = ColumnComparison(target, result, columns)
+    for ids, counts, unit in blocks(asked, target, 0, 16 << 20):
         lengths = lengths_of(target, counts)
         rows = int(np.maximum(lengths, 0).sum())
         wanted = np.empty((rows, target.spec.d_model), target.dtype)
         read(asked, ids, counts, lengths, wanted, lost)
         wanted = target.as_read(Block(wanted, lengths))
         places = some[at : at + len(ids)]
+        difference = comparison.difference(ids, unit, places)
+        if difference is not None:
+            return difference, 0
         held = lengths.reshape(-1) >= 0
         groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]
         lengths = lengths.reshape(-1)[held]

@@ -7,7 +7,7 @@ in which the format refuses them, such as labels of a limited range, have values
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from actshard import formats
 from actshard.errors import ArgumentError
-from actshard.formats.contents import Options
+from actshard.formats.contents import Contents, Options
 from actshard.formats.tables import is_list
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, AllExamples, Block, Target
 from actshard.location import Location
@@ -85,7 +85,7 @@ def _changes(target: Target, table: pa.Table) -> dict[str, str]:
             raise ArgumentError(f"columns: {target.format} cannot store the type of a column: {text}") from error
     changes = {}
     for name in table.column_names:
-        if _is_separate(target, name):
+        if is_separate(target, name):
             continue
         again = found.get(name)
         change = "is not stored" if again is None else _change(name, table[name], again)
@@ -94,7 +94,7 @@ def _changes(target: Target, table: pa.Table) -> dict[str, str]:
     return changes
 
 
-def _is_separate(target: Target, name: str) -> bool:
+def is_separate(target: Target, name: str) -> bool:
     """Whether the format stores arrays of this name, not a column."""
     return (target.holds_logits and (name in LOGITS or name.startswith(ROUTER))) or (
         target.holds_labels and name == PATCH_LABELS
@@ -118,15 +118,19 @@ def _read_back(target: Target, table: pa.Table, folder: Path) -> Mapping[str, An
     small.committed()
     small.finish(AllExamples(lengths, table))
     place = Location.at(small.place())
-    kind = formats.get(target.format)
-    contents = kind.open(place, Options.of(place))
-    found = kind.carrying().outgoing(contents.columns(list(contents.column_names)))
+    contents = formats.get(target.format).open(place, Options.of(place))
+    names = [name for name in TEXTS if name in table.column_names][:1]
+    return read_columns(target, contents, list(contents.column_names), names)
+
+
+def read_columns(
+    target: Target, contents: Contents, names: Sequence[str], texts: Sequence[str] = TEXTS
+) -> dict[str, pa.ChunkedArray]:
+    """Columns of a dataset of the target's format as other formats see them, by name; the text also under ``texts``' names."""
+    found = formats.get(target.format).carrying().outgoing(contents.columns(names))
     columns = {name: found[name] for name in found.column_names}
-    text = next((name for name in TEXTS if name in table.column_names), None)
-    if text is not None and text not in columns:
-        own = next((name for name in (target.text_column, PREVIEW) if name in columns), None)
-        columns |= {} if own is None else {text: columns[own]}
-    return columns
+    text = next((columns[name] for name in (target.text_column, PREVIEW) if name in columns), None)
+    return columns if text is None else {**dict.fromkeys(texts, text), **columns}
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ def _change(name: str, given: Any, again: Any) -> str | None:
     """
     if given.type.equals(again.type) and given.equals(again):
         return None
-    before, after = _plain_values(given), _plain_values(again)
+    before, after = plain_values(given), plain_values(again)
     if before == after:
         return None
     if len({repr(v) for v in before}) > len({repr(v) for v in after}):
@@ -208,7 +212,7 @@ def _change(name: str, given: Any, again: Any) -> str | None:
     return f"values of {given.type} change" if same else f"{given.type} becomes {again.type}"
 
 
-def _plain_values(column: Any) -> list[Any]:
+def plain_values(column: Any) -> list[Any]:
     """Values as Python's, so that those of types that differ in width only are equal, and True is not 1."""
     import pyarrow as pa
 
