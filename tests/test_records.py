@@ -14,6 +14,7 @@ import pytest
 import actshard
 from actshard.plan import Plan
 from actshard.request import RECORD, Request
+from shell import run_script
 from test_places import values, written
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -265,3 +266,155 @@ def test_verifying_compares_arrays_that_are_no_columns(name: str, tmp_path: Path
     file.write_bytes(data)
     with pytest.raises(actshard.FormatError, match=f"{prefix}.* of examples 0 to 5 differ"):
         actshard.convert(writer.path, tmp_path / "to", format, exist_ok=True, verify=True)
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe"])
+def test_a_record_that_another_dataset_lies_beside_is_not_believed(format: str, tmp_path: Path) -> None:
+    """The files were removed by hand, and others copied there: the hidden file stayed."""
+    source, other = (written(tmp_path / name, "npy", value) for name, value in (("a", 1.0), ("b", 2.0)))
+    place = actshard.convert(source, tmp_path / "to", format).path
+    foreign = actshard.convert(other, tmp_path / "foreign", format).path
+    for path in place.iterdir():
+        if path.name != RECORD:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(foreign, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns(RECORD))
+    for accept in ("exist_ok", "resume"):
+        with pytest.raises(actshard.ExistsError, match="differs from its source"):
+            actshard.convert(source, tmp_path / "to", format, **{accept: True})
+
+
+def test_a_merge_is_not_recognized_by_its_record_alone(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, "zarr", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    merged = actshard.merge(tmp_path / "to", parts)
+    record = (merged / RECORD).read_bytes()
+    shutil.rmtree(merged)
+    written(tmp_path / "to", "lmprobe", 3.0, n=2)
+    (tmp_path / "to" / RECORD).write_bytes(record)
+    with pytest.raises(actshard.ExistsError, match="expected 6 examples of zarr, found 2 of lmprobe"):
+        actshard.merge(tmp_path / "to", parts, resume=True)
+
+
+def test_the_record_of_an_older_dataset_does_not_stay(tmp_path: Path) -> None:
+    """Of parts without records, the merged dataset has none."""
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8}
+    for part in range(2):
+        with actshard.create(tmp_path / "to", "zarr", part=(part, 2), metadata={"note": "new"}, **about) as writer:
+            writer.append(np.ones((3, 2, 4, 8), np.float32))
+        (writer.path / RECORD).unlink()
+    (tmp_path / "to" / RECORD).write_bytes((written(tmp_path / "old", "zarr", 1.0) / RECORD).read_bytes())
+    merged = actshard.merge(tmp_path / "to")
+    assert Request.read(merged) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"x": 1}, {"x": True}), ({"x": 1}, {"x": 1.0}), ({"x": None}, {}), ({"x": {"a": 1}}, {"x": {"a": None}})],
+)
+def test_values_that_python_takes_for_equal_are_told_apart(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8}
+    with actshard.create(tmp_path / "d", "zarr", metadata=first, **about) as writer:
+        writer.append(np.ones((3, 2, 4, 8), np.float32))
+    assert actshard.create(tmp_path / "d", "zarr", metadata=first, exist_ok=True, **about).complete
+    with pytest.raises(actshard.ExistsError, match="x: expected "):
+        actshard.create(tmp_path / "d", "zarr", metadata=second, exist_ok=True, **about)
+
+
+def test_an_option_that_is_none_was_not_given(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", "npy", 1.0)
+    actshard.convert(source, tmp_path / "to", "lmprobe", revision=None)
+    assert actshard.convert(source, tmp_path / "to", "lmprobe", exist_ok=True).bytes == 0
+
+
+def test_a_journal_without_a_request_is_not_continued(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0], "d_model": 2}
+    writer = actshard.create(tmp_path / "d", "zarr", **about)
+    writer.append(np.ones((2, 1, 3, 2), np.float32))
+    writer.flush()
+    writer.abort()
+    journal = tmp_path / "d/.actshard/journal.jsonl"
+    head, *lines = journal.read_text().splitlines()
+    begun = json.loads(head)
+    del begun["record"]
+    journal.write_text("\n".join([json.dumps(begun), *lines]) + "\n")
+    with pytest.raises(actshard.FormatError, match="an earlier release began this dataset"):
+        actshard.create(tmp_path / "d", "zarr", resume=True, **about)
+
+
+def test_every_file_of_an_eagle_dataset_is_an_example(tmp_path: Path) -> None:
+    """EAGLE's training loads every file below the folder, as ``list_files`` of its main.py finds them."""
+    ids = {"input_ids": [[1, 2, 3, 4]] * 3, "loss_mask": [[1, 1, 1, 1]] * 3}
+    with actshard.create(tmp_path / "to", "eagle", layers=["last"], d_model=8) as writer:
+        writer.append(np.ones((3, 1, 4, 8), np.float32), columns=ids)
+    place = Path(writer.path)
+    assert {path.suffix for path in place.rglob("*") if path.is_file()} == {".ckpt"}
+    assert Request.read(place) is not None
+
+
+def test_an_old_record_in_an_empty_folder_stops_no_plan(tmp_path: Path) -> None:
+    sources = [written(tmp_path / name, "npy", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    old = actshard.convert(sources[0], tmp_path / "old", "zarr").path
+    (tmp_path / "to").mkdir()
+    shutil.copy(old / RECORD, tmp_path / "to" / RECORD)
+    assert values(committed(actshard.plan.convert(sources[1], tmp_path / "to", "zarr", tasks=2))) == [2.0] * 3
+
+
+def test_a_removed_record_of_a_source_changes_no_source(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, "zarr", value) for name, value in (("a", 1.0), ("b", 2.0))]
+    plan = actshard.plan.convert(parts[0], tmp_path / "plan", "npy", tasks=1)
+    merged = actshard.merge(tmp_path / "to", parts)
+    (parts[0] / RECORD).unlink()
+    assert actshard.merge(tmp_path / "to", parts, resume=True) == merged
+    assert values(committed(plan)) == [1.0] * 3
+
+
+def test_a_damaged_record_of_one_dump_stops_no_plan_of_another(tmp_path: Path) -> None:
+    other = written(tmp_path / "dumps", "saev", 1.0)
+    (other / RECORD).write_text("")
+    plan = actshard.plan.create(tmp_path / "dumps", "saev", layers=[0], d_model=8, num_examples=2, tasks=1)
+    with plan.writer(0) as writer:
+        writer.append(np.ones((2, 1, 4, 8), np.float32))
+    assert values_of_layer(Path(plan.commit())) == [1.0] * 2
+
+
+def values_of_layer(path: Path) -> list[float]:
+    store = actshard.open(path)
+    return [float(store.sequence(i, 0)[0, 0]) for i in range(len(store))]
+
+
+def test_a_plan_accepts_what_the_first_rows_decided(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8, "num_examples": 3, "tasks": 1}
+    plan = actshard.plan.create(tmp_path / "to", "zarr", **about)
+    with plan.writer(0) as writer:
+        writer.append(np.ones((3, 2, 4, 8), np.float32))
+    plan.commit()
+    again = actshard.plan.create(tmp_path / "to", "zarr", dtype="float32", exist_ok=True, **about)
+    assert again.writer(0).complete
+
+
+@pytest.mark.parametrize("format", ["zarr", "lmprobe", "pickle"])
+def test_a_merge_that_is_killed_and_then_fails_leaves_no_files(format: str, tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, format, value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
+    script = """
+import os, sys
+import actshard
+from actshard.formats.merging import Merge
+take, calls = Merge.take, []
+def third(self, source, target):
+    calls.append(target)
+    if len(calls) == 3:
+        os._exit(9)
+    take(self, source, target)
+Merge.take = third
+actshard.merge(sys.argv[1], sys.argv[2:])
+"""
+    run_script(script, tmp_path / "to", *parts)
+    assert (tmp_path / "to/.actshard/merging.json").exists()
+    with pytest.raises(actshard.UnfinishedError, match="merge that is not finished"):
+        actshard.open(tmp_path / "to")
+    whole = parts[2].rename(tmp_path / "away")
+    with pytest.raises(actshard.ActshardError):
+        actshard.merge(tmp_path / "to", parts)
+    whole.rename(parts[2])
+    assert len(values(actshard.merge(tmp_path / "to", parts))) == 9

@@ -44,6 +44,7 @@ from actshard.work import (
     is_merging,
     only_begun,
     planned,
+    refuse_merging,
     refuse_planned,
     refuse_staging,
     unfinished,
@@ -124,6 +125,8 @@ def check_finished(root: Location, format: str | None = None, *, described: bool
     journal = unfinished(root)
     if journal is not None:
         raise _unfinished(root, journal)
+    if root.is_local:
+        refuse_merging(root)
     refuse_planned(root)
     if format is not None and root.is_local and not described and not _is_a(root, format):
         _check_begun(root)
@@ -242,12 +245,7 @@ def _check_begun(root: Location) -> None:
         if journal is not None:
             raise _unfinished(root, journal)
     refuse_planned(root, DUMPS_PLAN_FOLDER)
-    if is_merging(root):
-        raise UnfinishedError(
-            "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
-            "finish it.",
-            path=root,
-        )
+    refuse_merging(root)
     if is_building(root):
         raise UnfinishedError(UNBUILT, path=root)
     if any(map(only_begun, [root, *folders])):

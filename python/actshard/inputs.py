@@ -15,6 +15,7 @@ import numpy as np
 
 from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
+from actshard.request import RECORD
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -120,10 +121,12 @@ def _names(folder: Location, listed: Sequence[Any], most: int, *, alone: bool) -
     """
     found = folder.first(most + 1)
     if len(found) <= most:
-        return sorted(e.name for e in found if e.kind == "file")
+        return sorted(e.name for e in found if e.kind == "file" and e.name != RECORD)
     if alone:
         return []
-    known = {posixpath.basename(Location.at(file).key) for file in listed if Location.at(file).parent == folder}
+    known = {posixpath.basename(Location.at(file).key) for file in listed if Location.at(file).parent == folder} | {
+        RECORD
+    }
     names = sorted(e.name for e in folder.entries() if e.kind == "file" and e.name not in known)
     return names[:: max(1, -(-len(names) // most))]
 

@@ -50,11 +50,13 @@ from actshard.work import (
     PART,
     PARTS,
     PLAN_FOLDER,
+    is_below,
     keep_request,
     locked,
     recorded_files,
     refuse_planned,
     refuse_within,
+    remove,
     remove_files,
     rename,
     sync_folders,
@@ -191,12 +193,17 @@ def merged(root: Path, asked: AskedMerge) -> Path:
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
-                remove_files(root, files)
+                targets = [root / name for name in listed.get("targets") or ()]
+                for target in targets:
+                    remove(target)
+                remove_files(root, [*targets, *files])
                 _leave(root)
             raise
         if not listed.get("finished"):
-            if plan.request is not None:
-                sync_folders([place.parent])
+            sync_folders([place.parent])
+            if plan.request is None:  # an older dataset's record
+                (place / RECORD).unlink(missing_ok=True)
+            else:
                 keep_request(place, plan.request)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
@@ -333,6 +340,9 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
             f"for another merge: {remedy}",
             path=root,
         )
+    targets = found.value.get("targets", [])
+    if not isinstance(targets, list) or not all(isinstance(name, str) and is_below(name) for name in targets):
+        raise found.error("targets", "paths below the dataset's folder")
     request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
     parts = tuple(root / name for name in names)
     return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
@@ -343,7 +353,15 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     plan = checked(root, asked)
     # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
-    written = {"parts": names, "format": plan.format, "move": plan.move, "physical": asked.physical}
+    merger = merger_of(plan.format)
+    targets = [target for _, target in merger.taken(plan)] + [root / file.name for file in merger.assembled(plan)]
+    written = {
+        "parts": names,
+        "format": plan.format,
+        "move": plan.move,
+        "physical": asked.physical,
+        "targets": [] if plan.move else [target.relative_to(root).as_posix() for target in targets],
+    }
     request = None if plan.request is None else plan.request.as_dict()
     write_json(marker, {**written, "asked": asked.as_dict(), "request": request})
     _native.sync_files([marker.parent, root])
@@ -361,10 +379,13 @@ def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
     if found is None:
         return None
     format, request = _check_alike(_datasets(asked.parts), asked)
-    if request == found:
-        return place
     assert request is not None
-    why = request.difference(found) or "its parts were others, or have changed"
+    store = open_quietly(place, None, "auto")
+    why = request.difference(found) or ("its parts were others, or have changed" if request != found else None)
+    if why is None and (store.format, len(store)) != (format, request.examples):
+        why = f"expected {request.examples} examples of {format}, found {len(store)} of {store.format}"
+    if why is None:
+        return place
     raise ExistsError(
         f"contains another {format} dataset than this merge writes: {why}. Choose another folder", path=place
     )

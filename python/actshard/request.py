@@ -6,9 +6,10 @@ dataset, in a hidden file that the readers of all formats ignore. Two requests a
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,8 +18,9 @@ from actshard.errors import MissingFileError, NotAFileError
 from actshard.location import Location
 
 RECORD = ".actshard-record.json"
-"""File in a finished dataset that records the request it was made by."""
+"""File in a finished dataset that records the request it was made by. Beside the dataset, its name begins with the folder's."""
 VERSION = 1
+_NOTHING = "nothing"
 _DECIDED = ("dtype", "tokens_per_example")
 """Arguments of :func:`actshard.create` whose values the first rows decide if they are not given."""
 
@@ -34,7 +36,7 @@ class Difference(NamedTuple):
         return f"{self.name}: expected {self.expected}, found {self.found}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """A request, as JSON values: :meth:`as_dict` is its record.
 
@@ -50,7 +52,7 @@ class Request:
     arguments: Mapping[str, Any]
     sources: tuple[str, ...] = ()
     examples: int | None = None
-    overflows: int | None = field(default=None, compare=False)
+    overflows: int | None = None
 
     @classmethod
     def of(
@@ -63,6 +65,8 @@ class Request:
     def from_dict(cls, value: Any, path: Path | Location) -> Self:
         """Returns the request of :meth:`as_dict`. Raises FormatError for other values; ``path`` is used in the message."""
         fields = Fields(value, path)
+        if fields.integer("actshard_record") > VERSION:
+            raise fields.error("actshard_record", f"at most {VERSION}, because a later release wrote it")
         arguments, sources = fields.value.get("arguments"), fields.value.get("sources")
         if not isinstance(arguments, dict):
             raise fields.error("arguments", "those of a call")
@@ -74,12 +78,12 @@ class Request:
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
-        """The request that a dataset's folder records; None without a record: another program, or an earlier release, wrote it."""
-        file = Location.at(place) / RECORD
-        try:
-            return cls.from_dict(read_json(file), file)
-        except (MissingFileError, NotAFileError):
-            return None
+        """The request that made a dataset, by its record; None without one: another program, or an earlier release, wrote it."""
+        folder = Location.at(place)
+        for file in (folder / RECORD, folder.parent / f".{folder.name}{RECORD}"):
+            with contextlib.suppress(MissingFileError, NotAFileError):
+                return cls.from_dict(read_json(file), file)
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns JSON values."""
@@ -101,6 +105,17 @@ class Request:
         )
         return replace(self, arguments={**self.arguments, **{name: other.arguments.get(name) for name in undecided}})
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Request) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> str:
+        """What makes two requests the same; overflows are a fact of the result only."""
+        return _text([self.verb, self.arguments, self.sources, self.examples])
+
     def finished(self, examples: int, overflows: int | None = None) -> Self:
         """Returns the request of a finished dataset, with its numbers of examples and of overflows."""
         return replace(self, examples=examples, overflows=overflows)
@@ -111,20 +126,22 @@ class Request:
             return Difference("verb", self.verb, other.verb)
         for name in [*self.arguments, *other.arguments]:
             ours, theirs = self.arguments.get(name), other.arguments.get(name)
-            if ours == theirs:
+            if _text(ours) == _text(theirs):
                 continue
             if isinstance(ours, dict) and isinstance(theirs, dict):
-                inner = next(key for key in [*ours, *theirs] if ours.get(key) != theirs.get(key))
-                return Difference(inner, _shown(ours.get(inner)), _shown(theirs.get(inner)))
-            return Difference(name, _shown(ours), _shown(theirs))
+                texts = [{key: _text(value) for key, value in values.items()} for values in (ours, theirs)]
+                inner = next(key for key in [*ours, *theirs] if texts[0].get(key) != texts[1].get(key))
+                return Difference(inner, *(show(v[inner]) if inner in v else _NOTHING for v in (ours, theirs)))
+            return Difference(name, *(_NOTHING if value is None else show(value) for value in (ours, theirs)))
         if None not in (self.examples, other.examples) and self.examples != other.examples:
             return Difference("examples", str(self.examples), str(other.examples))
         return None
 
     def without_part(self, examples: int | None) -> Self:
         """Returns the request for the whole dataset, of ``examples`` examples, to which a part belongs."""
-        return replace(self, arguments={**self.arguments, "part": None}, examples=examples)
+        return replace(self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None)
 
 
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else show(value)
+def _text(value: Any) -> str:
+    """Canonical JSON: in Python, True equals 1."""
+    return json.dumps(value, sort_keys=True)

@@ -318,7 +318,9 @@ def convert_command(
     option: TargetOptions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare all rows and columns with the source afterwards.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare all rows and columns with the source afterwards.")
+    ] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept an existing finished result.")] = False,
     format: FormatOption = None,
     storage_option: StorageOption = None,

@@ -278,7 +278,7 @@ def conversion_request(
         "tokens_per_example": None if tokens_per_example is None else int(tokens_per_example),
         "shard_bytes": None if shard_bytes is None else _arguments.size(shard_bytes, "shard_bytes"),
         "metadata": None if metadata is None else dict(metadata),
-        "options": dict(options),
+        "options": {name: value for name, value in options.items() if value is not None},
     }
     return Request.of("convert", arguments, [digest or fingerprint(store)], asked.count)
 

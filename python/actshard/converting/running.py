@@ -140,9 +140,9 @@ def convert(
         metadata: added to the source's metadata; see :func:`actshard.create`.
         src_format: format of ``src``, as for :func:`actshard.open`; None detects it.
         resume: continue an interrupted conversion; starts a new one if there is none.
-        exist_ok: return a finished result instead of raising, as with ``resume``, if its record has the same request and the same
-            files of the source. If these files are others, all contents are compared; without a record, those of up to 66 examples
-            including first and last. A difference raises ExistsError.
+        exist_ok: return a finished result instead of raising, as with ``resume``, if its record has the same arguments (or it has no
+            record), and if rows and columns of up to 66 examples, including first and last, equal the source's. All examples are
+            compared if the source's files are others than those on record. A difference raises ExistsError.
         verify: compare every row and every value of columns with the source afterwards. Columns of draft models' caches, which
             have fixed types, are not compared.
         overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity and reports the
@@ -230,18 +230,18 @@ def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> 
 def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
     """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
-    Its record tells. If the files of the source were others, all contents are compared; without a record, those of some examples.
-    With ``verify`` the caller compares all.
+    Its record tells what was requested; contents of some examples tell whether it is still that. If the files of the source were
+    others, all contents are compared. With ``verify`` the caller compares all.
     """
     known = checked(asked, target)
     count = check_same(target, there)
     found = Request.read(there)
-    if found == target.request:
-        return known, count, found.overflows
+    same = found is not None and found == target.request
     if not verify:
-        _refuse_other(asked, target, there, known, whole=found is not None)
-    _refuse_other_columns(asked, target, there, known)
-    return known, count, None
+        _refuse_other(asked, target, there, known, whole=found is not None and not same)
+    if not same:
+        _refuse_other_columns(asked, target, there, known)
+    return known, count, found.overflows if found is not None and same else None
 
 
 def content_lengths(asked: Asked) -> NDArray[np.int64]:

@@ -139,6 +139,8 @@ class PlainTarget(Target):
     def forget(self, lengths: NDArray[np.int64]) -> None:
         rows = int(lengths[:, 0].sum()) if len(lengths) else 0
         for path in self.paths if self.dtype is not None else ():
+            if not len(lengths):
+                path.unlink(missing_ok=True)
             size = self.room + rows * self.row_bytes
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)

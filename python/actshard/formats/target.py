@@ -19,7 +19,7 @@ from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
 from actshard.request import RECORD, Request
-from actshard.work import FOLDER, PARTS
+from actshard.work import FOLDER, PARTS, keep_request
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -148,6 +148,8 @@ class Target(ABC):
     """Whether the format stores lengths of examples before padding."""
     finds_by_text = False
     """Whether the format's own reader finds examples by text, so that texts must be unique."""
+    reads_all_files: ClassVar[bool] = False
+    """Whether the original reader reads every file in the folder, so that it may contain no others."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
@@ -369,6 +371,11 @@ class Target(ABC):
     @abstractmethod
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
+
+    def keep_request(self, examples: int, overflows: int | None) -> None:
+        """Records the request, in the dataset's folder or beside it. ``overflows``: see :class:`Request`."""
+        counted = overflows if self.request.verb == "convert" else None
+        keep_request(self.root, self.request.finished(examples, counted), beside=self.reads_all_files)
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 

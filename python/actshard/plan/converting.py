@@ -61,13 +61,14 @@ from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, work_folder
 from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
 from actshard.plan.data import Planned, Predicted, fewer, identity
+from actshard.plan.made import is_finished
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.request import RECORD, Request
+from actshard.request import Request
 from actshard.store import Store
-from actshard.work import keep_request, make_folder, rename, sync_folders
+from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 
@@ -453,7 +454,7 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
-        if (target.root / RECORD).exists():
+        if is_finished(target.format, target.root):
             check_written(target.request, target.root)
         whole = results[:1] if "layers" in plan.tasks[0] else results
         tables = examples.read(whole)
@@ -465,18 +466,19 @@ class Converting(Verb):
                 path=plan.work,
             )
         make_folder(target.root)
+        # First, so that a repeated commit knows the dataset as its own.
+        lengths = lengths_in(tables, len(target.spec.layers))
+        overflows = sum(int(result.value["overflows"]) for result in results)
+        target.keep_request(len(lengths), overflows)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
         for name, pieces in shared.items():
             _join(pieces, target.root / name)
-        lengths = lengths_in(tables, len(target.spec.layers))
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
-        overflows = sum(int(result.value["overflows"]) for result in results)
-        keep_request(target.root, target.request.finished(target.n, overflows))
         place = target.place()
         if place != target.root:
             rename(target.root, place)

@@ -11,6 +11,7 @@ the next run continues after them. So only one process can run a task at a time:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -531,7 +532,11 @@ class Creating(Verb):
             check_written(request, root)
             return root
         places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(format, p))
-        return next((place for place in places if Request.read(place) == request), None)
+        for place in places:
+            with contextlib.suppress(FormatError):  # a damaged record of another dump
+                if Request.read(place) == request:
+                    return place
+        return None
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""

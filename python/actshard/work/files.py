@@ -86,9 +86,14 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
     sync_folders([path.parent])
 
 
-def keep_request(place: Path, request: Request) -> None:
-    """Writes the record of a request to the folder of the dataset that it made."""
-    write_json(place / RECORD, request.as_dict())
+def keep_request(place: Path, request: Request, *, beside: bool = False) -> None:
+    """Writes the record of a request to the folder of the dataset that it made, or beside it."""
+    write_json(place.with_name(f".{place.name}{RECORD}") if beside else place / RECORD, request.as_dict())
+
+
+def is_below(name: str) -> bool:
+    """Whether a name from a file is the relative path of something below a folder."""
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 @contextlib.contextmanager

@@ -37,6 +37,16 @@ def is_merging(root: Path | Location) -> bool:
     return (Location.at(root) / FOLDER / MERGING).exists()
 
 
+def refuse_merging(root: Path | Location) -> None:
+    """Raises UnfinishedError for a folder with an unfinished merge: it may look like a finished dataset."""
+    if is_merging(root):
+        raise UnfinishedError(
+            "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
+            "finish it.",
+            path=root,
+        )
+
+
 def planned(root: Path | Location, prefix: str = PLAN_FOLDER, own: Path | None = None) -> Path | None:
     """The working folder, other than ``own``, of an uncommitted plan that writes a dataset to this folder; else None."""
     folder = Location.at(root)

@@ -18,6 +18,7 @@ import actshard._native as _native
 from actshard._columns import map_arrow
 from actshard.errors import FormatError, from_os, from_reader
 from actshard.request import Request
+from actshard.work.files import is_below
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
 
@@ -95,13 +96,18 @@ class Journal:
                 self.finished = bool(record.get("finished"))
             else:
                 self._check(number, record)
+                if record["examples"] == 0 and record.get("files"):
+                    raise FormatError(
+                        f"line {number}: field 'files': expected none, because no examples are committed",
+                        path=self.path,
+                    )
                 self.files |= self._names(number, record.pop("files", []))
                 self.commits.append(record)
             self._valid += len(line)
 
     def _names(self, number: int, names: Any) -> set[str]:
         """Raises FormatError unless a line lists paths below the dataset's folder."""
-        if not isinstance(names, list) or not all(isinstance(name, str) and _is_below(name) for name in names):
+        if not isinstance(names, list) or not all(isinstance(name, str) and is_below(name) for name in names):
             raise FormatError(
                 f"line {number}: field 'files': expected paths below the dataset's folder, found {names!r:.60}",
                 path=self.path,
@@ -224,10 +230,6 @@ class Journal:
         if new:
             _native.sync_files([self.folder, self.folder.parent])
         self._valid += len(line)
-
-
-def _is_below(name: str) -> bool:
-    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _write_table(path: Path, table: pa.Table) -> None:

@@ -16,7 +16,7 @@ from actshard.work import (
     FOLDER,
     PLAN_FOLDER,
     Journal,
-    is_merging,
+    refuse_merging,
     refuse_planned,
     tidy,
     unfinished,
@@ -58,13 +58,7 @@ def _refuse_beside(root: Path, target: Target) -> None:
     """Raises if the folder of a part contains an unfinished merge or a whole dataset: neither could then be opened or merged."""
     from actshard import formats
 
-    if is_merging(root):
-        # The merge may have moved parts: the folder looks like a dataset and contains their only copy.
-        raise UnfinishedError(
-            "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
-            "finish it.",
-            path=root,
-        )
+    refuse_merging(root)
     if target.names_itself:
         return  # saev's folder contains any number of dumps, each under its own name
     journal = unfinished(root)
@@ -112,7 +106,7 @@ def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str
         "pad": pad,
         "truncate": truncate,
         "overflow": overflow,
-        "options": spec.options,
+        "options": {name: value for name, value in spec.options.items() if value is not None},
     }
     return Request.of("create", arguments)
 
@@ -120,7 +114,7 @@ def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str
 def check_written(request: Request, path: Path) -> Request:
     """Returns the recorded request of a finished dataset. Raises ExistsError unless the dataset is the result of ``request``."""
     found = Request.read(path)
-    if found is not None and found == request:
+    if found is not None and found == request.completed(found):
         return found
     why: object = "it has no record of its request"
     if found is not None:

@@ -189,7 +189,7 @@ def _some(kind: pa.DataType, unusual: int) -> pa.Array:
         # Whole microseconds, because Python has no nanoseconds. Days of date64 have 86,400,000 ms.
         step = 86_400_000 if is_.is_date64(kind) else 1000
         return pa.array([0, step, 2 * step], numbers).view(kind)
-    return pa.array([0, 1, 2], pa.int64()).cast(kind)
+    return pa.array([0, 1, 2**64 - 1 if pa.types.is_uint64(kind) and unusual else 2], pa.uint64()).cast(kind)
 
 
 def _change(name: str, given: Any, again: Any) -> str | None:

@@ -33,7 +33,6 @@ from actshard.request import Request
 from actshard.work import (
     EMPTY,
     Journal,
-    keep_request,
     make_folder,
     recorded_files,
     remove_empty_folders,
@@ -153,8 +152,14 @@ class Sink:
     def _agree(self, config: dict[str, Any]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
         target, spec = self.target, self.target.spec
-        if self.journal.request is not None:
-            self._refuse_other(self.journal.request, target.request)
+        if self.journal.request is None:
+            raise FormatError(
+                "line 1: field 'record': expected the request of the writer, found none: an earlier release began this dataset; "
+                "finish it with that release, or write to another folder",
+                path=self.journal.path,
+                code="metadata",
+            )
+        self._refuse_other(self.journal.request, target.request)
         try:
             target.adopt(config)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -280,7 +285,7 @@ class Sink:
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    keep_request(target.root, target.request.finished(self.committed, self.journal.overflows))
+                    target.keep_request(self.committed, self.journal.overflows)
                 self.journal.finish()
             place = target.place()
             if place != target.root:

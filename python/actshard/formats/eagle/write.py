@@ -16,6 +16,7 @@ class EagleTarget(DraftTarget):
     """Writes ``0/data_0.ckpt``, ``0/data_1.ckpt``, ...: one folder, as a single process does."""
 
     format: ClassVar[str] = "eagle"
+    reads_all_files: ClassVar[bool] = True
     own: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
     }
