@@ -20,6 +20,7 @@ import actshard
 from actshard.stats import Stats
 from actshard.stats.sums import Sums
 from conftest import GOLDEN
+from shell import run_script
 
 ARRAYS = ("mean", "variance", "min", "max", "nan", "inf")
 LEAF = 65_536
@@ -229,3 +230,20 @@ def test_ranges_join_in_any_grouping(data: st.DataObject) -> None:
         one.join(leaves[0])
     with pytest.raises(actshard.ArgumentError, match="a hole"):
         one.join(leaf(count + 1))
+
+
+def test_a_plan_that_was_loaded_leaves_the_function_in_its_place(tmp_path: Path) -> None:
+    """In a fresh process: loading a plan imports the module of its verb."""
+    script = """
+import sys, actshard
+actshard.plan.stats(sys.argv[1], tasks=1, work=sys.argv[2] + "/w").save(sys.argv[2] + "/plan.json")
+for name in ("actshard.plan.stats", "actshard.plan.summing"):
+    sys.modules.pop(name, None)
+vars(actshard.plan).pop("stats")
+actshard.plan.load(sys.argv[2] + "/plan.json")
+print(callable(actshard.plan.stats))
+"""
+    with actshard.create(tmp_path / "s", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((2, 1, 3, 4), np.float32))
+    done = run_script(script, tmp_path / "s", tmp_path)
+    assert done.stdout.split() == ["True"], done.stderr

@@ -167,6 +167,8 @@ class Columns:
         only if their names are those of token ids and masks. The second tuple contains the others.
         """
         contents, n = self.store.contents, min(_EXAMINED, self.store.num_examples)
+        if contents.units is not None:
+            n = min(n, contents.units[1])  # of the first shard: each must be decoded
         names = [name for name in self.names if name not in contents.token_columns and name != PATCH_LABELS]
         if not names or contents.rows is None:
             return frozenset(), ()

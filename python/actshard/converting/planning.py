@@ -240,13 +240,17 @@ def settle(
         options=options,
         created=created,
     )
-    for folder in store_folders(store):
-        if folder.is_local:
-            refuse_within(target.place(), folder.local)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
     return target
+
+
+def refuse_target_within(asked: Asked, target: Target) -> None:
+    """Raises ArgumentError if the target lies inside of a dataset that is converted. Tasks of a plan need not look again."""
+    for folder in store_folders(asked.store):
+        if folder.is_local:
+            refuse_within(target.place(), folder.local)
 
 
 def conversion_request(

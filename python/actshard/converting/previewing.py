@@ -18,6 +18,7 @@ from actshard.converting.planning import (
     checked,
     conversion_request,
     losses,
+    refuse_target_within,
     settle,
     source,
 )
@@ -139,6 +140,7 @@ def _preview(
         asked = replace(ask(store, name, **wanted), cast=sizes["dtype"] is not None)
         sizes = {**sizes, "options": own}
         target = settle(asked, root, **sizes)
+        refuse_target_within(asked, target)
         target.request = conversion_request(asked, overflow, digest=digest, **sizes)
         columns = checked(asked, target, every=True)  # before the lengths, which are then cached
         layout = Layout.of(asked, target)

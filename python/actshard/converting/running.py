@@ -27,6 +27,7 @@ from actshard.converting.planning import (
     conversion_request,
     fitted,
     losses,
+    refuse_target_within,
     settle,
     source,
 )
@@ -140,8 +141,8 @@ def convert(
         metadata: added to the source's metadata; see :func:`actshard.create`.
         src_format: format of ``src``, as for :func:`actshard.open`; None detects it.
         resume: continue an interrupted conversion; starts a new one if there is none.
-        exist_ok: return a finished result instead of raising, as with ``resume``, if its record has the same arguments (or it has no
-            record), and if rows and columns of up to 66 examples, including first and last, equal the source's. All examples are
+        exist_ok: return a finished result instead of raising, as with ``resume``, if its record has the same arguments (or it has
+            none), and if rows and columns of up to 66 examples, including first and last, equal the source's. All examples are
             compared if the source's files are others than those on record. A difference raises ExistsError.
         verify: compare every row and every value of columns with the source afterwards. Columns of draft models' caches, which
             have fixed types, are not compared.
@@ -221,6 +222,7 @@ def convert(
 
 def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> Target:
     target = settle(asked, root, **given)
+    refuse_target_within(asked, target)
     target.request = conversion_request(asked, overflow, **given)
     if target.tokens is not None:
         target.content_lengths = partial(content_lengths, asked)
@@ -230,7 +232,7 @@ def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> 
 def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
     """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
-    Its record tells what was requested; contents of some examples tell whether it is still that. If the files of the source were
+    Its record contains the request; contents of some examples must equal the source's. If the files of the source were
     others, all contents are compared. With ``verify`` the caller compares all.
     """
     known = checked(asked, target)

@@ -100,9 +100,9 @@ class Merge:
             return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)
         if self.move and not has_links(source):
+            if source.is_dir():
+                (source / RECORD).unlink(missing_ok=True)  # the merged dataset has its own
             rename(source, target)
-            if target.is_dir():
-                (target / RECORD).unlink(missing_ok=True)  # the merged dataset has its own
             return
         if source.is_dir():
             temporary = target.with_name(f".{target.name}.part")

@@ -373,7 +373,7 @@ class Target(ABC):
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
     def keep_request(self, examples: int, overflows: int | None) -> None:
-        """Records the request, in the dataset's folder or beside it. ``overflows``: see :class:`Request`."""
+        """Records the request, in the dataset's folder or next to it. ``overflows``: see :class:`Request`."""
         counted = overflows if self.request.verb == "convert" else None
         keep_request(self.root, self.request.finished(examples, counted), beside=self.reads_all_files)
 

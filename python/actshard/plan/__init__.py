@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from actshard.plan.creating import create
     from actshard.plan.merging import merge
     from actshard.plan.staging import stage
-    from actshard.plan.stats import stats
+    from actshard.plan.summing import stats
     from actshard.plan.tokenizing import tokenize
     from actshard.plan.verifying import verify
 
@@ -32,7 +32,7 @@ _MAKERS = {
     "create": "creating",
     "merge": "merging",
     "stage": "staging",
-    "stats": "stats",
+    "stats": "summing",
     "tokenize": "tokenizing",
     "verify": "verifying",
 }

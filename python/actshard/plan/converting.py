@@ -39,6 +39,7 @@ from actshard.converting.planning import (
     conversion_request,
     losses,
     overflowed,
+    refuse_target_within,
     settle,
     source,
 )
@@ -151,6 +152,7 @@ def convert(
             "created": newest(store) if (now := environment_time()) is None else now,
         }
         target = settle(asked, root, **sizes)
+        refuse_target_within(asked, target)
         target.request = conversion_request(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (there := complete_at(target)) is not None:

@@ -23,7 +23,7 @@ VERSION = 1
 VERBS: dict[str, str] = {
     "convert": "actshard.plan.converting:Converting",
     "create": "actshard.plan.creating:Creating",
-    "stats": "actshard.plan.stats:Summing",
+    "stats": "actshard.plan.summing:Summing",
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
     "verify": "actshard.plan.verifying:Verifying",
     "merge": "actshard.plan.merging:Merging",

@@ -38,6 +38,7 @@ from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
     PLAN_FOLDER,
+    as_json,
     existing_above,
     is_merging,
     make_folder,
@@ -178,6 +179,8 @@ def _predicted(
 ) -> Predicted:
     merger = merger_of(found.format)
     count, size, exact = merger.beside(found)
+    if found.request is not None:
+        count, size = count + 1, size + len(as_json(found.request.as_dict()))
     memory = process.importing(__name__)
     if files:  # otherwise tasks open no part
         memory = process.importing(__name__, type(merger).__module__, *process.readers(inputs))

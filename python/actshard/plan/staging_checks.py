@@ -12,6 +12,7 @@ from actshard.layers import several
 from actshard.location import Location, is_url
 from actshard.plan.checking import absolute, arguments_of, divided
 from actshard.plan.data import Planned
+from actshard.request import RECORD
 from actshard.work import FOLDER
 
 
@@ -64,7 +65,9 @@ def _is_name(name: Any) -> bool:
     """Whether a value is a relative path below a folder, and not a path that staging itself creates."""
     if not isinstance(name, str) or "\0" in name or any("\ud800" <= c <= "\udbff" for c in name):
         return False
-    return all(part not in ("", ".", "..") and not part.startswith(FOLDER) for part in name.split("/"))
+    return all(
+        part not in ("", ".", "..") and (part == RECORD or not part.startswith(FOLDER)) for part in name.split("/")
+    )
 
 
 def _name(fields: Fields, field: str, name: Any) -> None:

@@ -87,7 +87,7 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
 
 
 def keep_request(place: Path, request: Request, *, beside: bool = False) -> None:
-    """Writes the record of a request to the folder of the dataset that it made, or beside it."""
+    """Writes the record of a request to the folder of the dataset that it made, or next to it."""
     write_json(place.with_name(f".{place.name}{RECORD}") if beside else place / RECORD, request.as_dict())
 
 
