@@ -48,7 +48,7 @@ from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.request import Request
-from actshard.work import PARTS, as_json, is_merging, remove
+from actshard.work import PARTS, is_merging, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_request
@@ -255,7 +255,7 @@ def _predicted(
     merger = formats.get(arguments["format"]).merger()
     assert merger is not None
     files, size = merger.predicted([known[count] for count in counts], sizes[-1])
-    files, size = files + 1, size + len(as_json(_request(arguments).as_dict()))
+    files += 1  # the record of the request; bytes are those of rows
     each = [known[count][2] for count in counts]
     begun = process.writing(arguments["format"], __name__)
     rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes

@@ -33,7 +33,7 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.request import Request
+from actshard.request import RECORD, Request
 from actshard.store import Store
 from actshard.work import (
     DUMPS_PLAN_FOLDER,
@@ -146,7 +146,7 @@ def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
         return
     for folder, folders, names in os.walk(source):
         folders.sort()
-        for name in sorted(names):
+        for name in sorted({*names} - {RECORD}):  # the merged dataset has its own
             file = Path(folder, name)
             yield file, f"/{file.relative_to(source).as_posix()}", file.stat().st_size
 

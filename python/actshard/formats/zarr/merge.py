@@ -21,6 +21,7 @@ from actshard.formats.zarr.read import is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
 from actshard.location import Location
+from actshard.request import RECORD
 from actshard.work import as_json, write_json
 
 
@@ -154,7 +155,7 @@ def _small_files(store: Path) -> tuple[int, int, int]:
         (name, Path(folder, name).stat().st_size)
         for folder, _, names in os.walk(store)
         for name in names
-        if Path(folder) != chunks or not name[0].isdigit()
+        if name != RECORD and (Path(folder) != chunks or not name[0].isdigit())
     ]
     columns = sum(size for name, size in found if name[0].isdigit() or name.endswith(".jsonl"))
     return len(found), sum(size for _, size in found), columns
