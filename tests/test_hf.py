@@ -115,19 +115,19 @@ def test_a_dataset_is_converted_with_its_selection_order_and_columns(tmp_path: P
     }
     orders = {"selected": [2, 0, 2], "shuffled": list(given["shuffled"]["label"])}
     for name, source in given.items():
-        actshard.convert(source, tmp_path / name / "made", "zarr", verify=True)
-        store = actshard.open(tmp_path / name / "made")
+        actshard.convert(source, tmp_path / "to" / name / "made", "zarr", verify=True)
+        store = actshard.open(tmp_path / "to" / name / "made")
         order = orders.get(name, [0, 1, 2, 3])
         (layer,) = store.layers
         assert layer == ("h" if name == "renamed" else "acts")
         assert [store.sequence(i, layer).tobytes() for i in range(len(store))] == [rows[i].tobytes() for i in order]
         assert name == "renamed" or store.table["label"].to_pylist() == order
-        assert [p.name for p in (tmp_path / name).iterdir() if p.name.startswith(".")] == []
+        assert [p.name for p in (tmp_path / "to" / name).iterdir() if p.name.startswith(".")] == []
     assert orders["shuffled"] != [0, 1, 2, 3]
-    kept = actshard.convert(whole, tmp_path / "whole" / "made", "zarr", exist_ok=True)
+    kept = actshard.convert(whole, tmp_path / "to" / "whole" / "made", "zarr", exist_ok=True)
     assert kept.resumed_at == 4
     with pytest.raises(actshard.ExistsError):
-        actshard.convert(whole.select([1, 0, 2, 3]), tmp_path / "whole" / "made", "zarr", exist_ok=True)
+        actshard.convert(whole.select([1, 0, 2, 3]), tmp_path / "to" / "whole" / "made", "zarr", exist_ok=True)
     for source, options, said in (
         (datasets.DatasetDict({"train": whole}), {}, "pass one of its splits: 'train'"),
         (whole.to_iterable_dataset(), {}, "found IterableDataset"),
