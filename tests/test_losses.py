@@ -5,27 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import actshard
 from actshard.request import RECORD
-
-
-def stopped(source: Path, target: Path, format: str, **options: Any) -> None:
-    """Begins a conversion and stops it after some commits."""
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, total: int, nbytes: int) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        actshard.convert(source, target, format, progress=stop, **options)
-    assert (target / ".actshard/journal.jsonl").exists()
+from test_converting import stopped
 
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"] * 4, ["a"] * 12, [None] * 12, [None] * 4 + ["a", None] * 4])

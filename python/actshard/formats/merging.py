@@ -131,7 +131,7 @@ class Merge:
     def _link_of(self, temporary: Path, target: Path, source: str, copy: str) -> None:
         """Links a file of a store. The store gets its name when all of its files exist."""
         if not self._placed(Path(copy), target / Path(copy).relative_to(temporary)):
-            _link(source, copy)
+            _link(Path(source), Path(copy))
 
 
 def has_links(path: Path) -> bool:
@@ -143,26 +143,26 @@ def has_links(path: Path) -> bool:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_symlink():
-                    if os.path.exists(entry.path):  # noqa: PTH110 -- for many files, without a Path for each
+                    if Path(entry.path).exists():
                         return True
                 elif entry.is_dir():
                     folders.append(Path(entry.path))
     return False
 
 
-def _link(source: Any, target: Any) -> None:
-    if os.path.islink(source):  # noqa: PTH114 -- also a str
-        if not os.path.exists(source):  # noqa: PTH110 -- likewise
+def _link(source: Path, target: Path) -> None:
+    if source.is_symlink():
+        if not source.exists():
             # An editor's lock, or a file whose contents are elsewhere: as unreadable as before, and for the same reason.
-            os.symlink(os.path.join(os.path.dirname(source), os.readlink(source)), target)  # noqa: PTH115, PTH118, PTH120, PTH211
+            target.symlink_to(source.parent / source.readlink())
             return
         # A hard link of a symbolic link would lead wherever that leads from another folder.
-        source = os.path.realpath(source)
+        source = Path(os.path.realpath(source))
     try:
         os.link(source, target)
     except OSError:
         # another file system, or one without hard links
-        size = Path(source).stat().st_size
+        size = source.stat().st_size
         _native.copy_range(source, 0, size, target, 0)
         _native.sync_files([target])
 
