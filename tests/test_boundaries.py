@@ -198,7 +198,7 @@ def test_the_folder_of_parts_is_no_dataset(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, part=(0, 2)) as writer:
         writer.append(np.ones((1, 1, 2, 2), np.float32))
     for path in (tmp_path / "d", tmp_path / "d/.parts"):
-        with refuses(actshard.UnfinishedError, path, "1 unmerged parts"):
+        with refuses(actshard.UnfinishedError, path, "1 unmerged part of a dataset"):
             actshard.open(path)
         assert actshard.verify(path).codes() == {"unfinished"}
 

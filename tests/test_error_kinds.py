@@ -106,8 +106,11 @@ def test_data_broken_under_zstd_is_broken_data(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_looked_at_is_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path / "d")
-    assert work.unfinished(path) is None
+    writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2)
+    writer.append(np.ones((2, 1, 3, 2), np.float32))
+    writer.flush()
+    writer.abort()
+    assert work.look(tmp_path / "d").kinds() == ["writing"]
     is_file = Path.is_file
 
     def refused(self: Path, *given: Any) -> bool:
@@ -117,7 +120,7 @@ def test_a_journal_that_cannot_be_looked_at_is_not_taken_for_none(
 
     monkeypatch.setattr(Path, "is_file", refused)
     with pytest.raises(actshard.FileAccessError, match="cannot access"):
-        work.unfinished(path)
+        work.look(tmp_path / "d")
 
 
 def test_a_warning_names_the_callers_line_however_the_package_was_found(tmp_path: Path) -> None:

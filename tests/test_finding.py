@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import actshard
-from actshard import finding, formats
+from actshard import finding, formats, storage
 from actshard.location import Location
 from conftest import GOLDEN, refuses, saev_dump
 
@@ -257,3 +262,108 @@ def test_a_path_with_an_equals_sign_is_no_description(tmp_path: Path) -> None:
     (folder / "lab.toml").write_text(text)
     for layout in (str(folder / "lab.toml"), folder / "lab.toml", text):
         assert len(actshard.open(folder, layout=layout)) == 4
+
+
+def written(path: Path, *, count: int = 3, part: tuple[int, int] | None = None, finish: bool = True) -> actshard.Writer:
+    writer = actshard.create(path, "zarr", layers=[2], d_model=4, dtype="float32", part=part)
+    writer.append(np.full((count, 1, 2, 4), count, np.float32))
+    if finish:
+        writer.close()
+    else:
+        writer.flush()
+        writer.abort()
+    return writer
+
+
+def test_a_search_that_ended_at_its_bound_found_no_only_dataset(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    for k in range(1998):
+        (tmp_path / f"m{k:04}").mkdir()
+    written(tmp_path / "z", count=5)
+    assert "2 datasets" in why(tmp_path)
+    (tmp_path / "m9999").mkdir()
+    with pytest.raises(
+        actshard.UnknownFormatError, match=r"a dataset\. Open one: a.*ended after 2,000 folders"
+    ) as caught:
+        actshard.open(tmp_path)
+    assert not caught.value.searched
+    assert [(path.name, name) for path, name in caught.value.candidates] == [("a", "zarr")]
+
+
+@pytest.mark.parametrize("part", [None, (0, 2)])
+def test_a_dataset_next_to_an_unfinished_one_is_not_the_only_one(tmp_path: Path, part: tuple[int, int] | None) -> None:
+    written(tmp_path / "a")
+    written(tmp_path / "b", part=part, finish=part is not None)
+    with pytest.raises(actshard.UnknownFormatError, match=r"2 datasets. Open one: a \(zarr\), b \(unfinished\)"):
+        actshard.open(tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    with refuses(
+        actshard.UnfinishedError, tmp_path / "b", "1 unmerged part of" if part else "3 examples of an unfinished"
+    ):
+        actshard.open(tmp_path)
+
+
+def test_an_unfinished_dataset_names_the_process_that_writes_it_and_keeps_its_lock(tmp_path: Path) -> None:
+    """Whoever opens and closes the file of a record lock loses the lock: a look at an unfinished dataset must not."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "d")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "own: its writer is a writer of this process\n"
+        with refuses(actshard.UnfinishedError, tmp_path / "d", f"its writer is running: process {child.pid} on "):
+            actshard.open(tmp_path / "d")
+        with pytest.raises(actshard.LockedError):
+            actshard.create(tmp_path / "d", "npy", layers=[0], d_model=2, resume=True)
+        child.communicate("")
+    with refuses(actshard.UnfinishedError, tmp_path / "d", r"its writer was interrupted \(create or convert"):
+        actshard.open(tmp_path / "d")
+
+
+HOLDS = """
+import sys, numpy as np, actshard
+writer = actshard.create(sys.argv[1], "npy", layers=[0], d_model=2)
+writer.append(np.ones((2, 1, 3, 2), np.float32))
+writer.flush()
+try:
+    actshard.open(sys.argv[1])
+except actshard.UnfinishedError as error:
+    print("own:", error.detail.partition(": ")[2].partition(" (")[0], flush=True)
+sys.stdin.read()
+writer.abort()
+"""
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "saev"])
+def test_one_look_lists_a_folder_once_and_reads_its_files_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """All formats see one state of a folder, however many look for files in it."""
+    with actshard.create(tmp_path / "d", format, layers=[0], d_model=2, dtype="float32") as writer:
+        writer.append(np.ones((2, 1, 3, 2), np.float32))
+    path, _ = finding.find(Location.of(tmp_path / "d"))
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(path: Any, *args: Any, **options: Any) -> Any:
+            calls[name, str(path)] += 1
+            return function(path, *args, **options)
+
+        return count
+
+    monkeypatch.setattr(storage.os, "stat", counted("stat", os.stat))
+    monkeypatch.setattr(storage.os, "scandir", counted("scandir", os.scandir))
+    assert finding.Place.of(path).matches == [format]
+    below = {call: count for call, count in calls.items() if call[1].startswith(str(tmp_path))}
+    assert below
+    assert max(below.values()) == 1
+
+
+def test_a_change_after_the_listing_is_not_seen_by_the_same_look(tmp_path: Path) -> None:
+    filled(tmp_path, "a.json")
+    with storage.one_look(str(tmp_path)):
+        assert (Location.at(tmp_path) / "a.json").exists()
+        filled(tmp_path, "b.json")
+        assert not (Location.at(tmp_path) / "b.json").exists()
+        assert not (Location.at(tmp_path) / "c" / "d.json").exists()
+        assert [entry.name for entry in Location.at(tmp_path).entries()] == ["a.json"]
+    assert (Location.at(tmp_path) / "b.json").exists()

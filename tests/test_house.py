@@ -268,7 +268,6 @@ ON_PATHS = {
     "plan.creating": "looks at the parts that its tasks wrote",
     "plan.tokenizing": "puts a token cache in its place",
     "plan.merging": "copies files",
-    "plan.made": "looks for what a plan made",
     "plan.reading": "reads the arrays that tasks wrote",
     "pushing": "uploads local files",
     "formats.merging": "links",

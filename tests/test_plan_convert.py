@@ -466,7 +466,7 @@ def test_an_unfinished_plan_is_no_dataset_and_no_place_for_another(source: Path,
     assert [finding.code for finding in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
     again = actshard.plan.convert(source, tmp_path / "d", "specforge", tasks=2, **WAYS["specforge"])
     assert again.status().done == (0,)
-    assert work.planned(tmp_path / "d") == plan.work
+    assert work.look(tmp_path / "d").plan("planned") == plan.work
 
 
 def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,13 +200,15 @@ class UnknownFormatError(FormatError):
     """No format, or more than one, recognises a path.
 
     Attributes:
-        candidates: ``(path, format)`` of each dataset found below the path.
+        candidates: ``(path, format)`` of each dataset found below the path; the format of an unfinished one is ``"unfinished"``.
+        searched: whether all folders below were visited; otherwise there may be other datasets.
         ambiguous: whether several formats recognise the path itself.
     """
 
     kind = "unknown_format"
     code = "unknown-format"
     candidates: tuple[tuple[Path, str], ...] = ()
+    searched: bool = True
     ambiguous: bool = False
 
 

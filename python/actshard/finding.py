@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,8 @@ from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.logs import LOG
 from actshard.storage import Entry, Remote, one_look
-from actshard.walking import STANDS_FOR, UNBUILT, find_cache, is_cache_itself, new_caches, walk
-from actshard.work import (
-    DUMPS_PLAN_FOLDER,
-    PARTS,
-    PLAN,
-    PLAN_FOLDER,
-    PUSHING,
-    Journal,
-    count_parts,
-    is_building,
-    is_merging,
-    only_begun,
-    planned,
-    refuse_merging,
-    refuse_planned,
-    refuse_staging,
-    unfinished,
-)
+from actshard.walking import STANDS_FOR, Walk, find_cache, is_cache_itself, new_caches
+from actshard.work import PARTS, PLAN, Mark, Marks, look
 
 
 def of_tokens() -> str:
@@ -92,8 +77,81 @@ def _existing(root: Location) -> Location:
         above = above.parent
     if above.kind() not in ("folder", None):
         raise NotAFileError(f"expected a dataset, found that its parent {above.name!r} is not a folder", path=root)
-    refuse_staging(root.local)
+    look(root).refuse("staging")
     raise MissingFileError("expected a dataset, found nothing", path=root)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies at a path, as one look saw it: one listing of a local folder, and each of its files looked at once.
+
+    Attributes:
+        root: the path.
+        marks: unfinished work.
+        is_cache: whether it is a token cache.
+        evidence: what each format looked for and found.
+    """
+
+    root: Location
+    marks: Marks
+    is_cache: bool
+    evidence: Mapping[str, Evidence]
+
+    @classmethod
+    def of(cls, root: Location, format: str | None = None) -> Place:
+        """Looks at a path; with ``format`` only for a dataset of that format."""
+        names = formats.names() if format is None else [format] if is_one_of(format, formats.names()) else []
+        with one_look(root.key):
+            return cls(
+                root, look(root), root.lists and is_cache_itself(root), {name: _evidence(name, root) for name in names}
+            )
+
+    @property
+    def matches(self) -> list[str]:
+        """The formats that recognise the path. What a writer marked has no other format."""
+        matches = [name for name, e in self.evidence.items() if e.matches]
+        return [name for name in matches if self.evidence[name].marked] or matches
+
+    def is_a(self, format: str | None) -> bool:
+        """Whether the path is a dataset of a format."""
+        return format is not None and format in self.evidence and self.evidence[format].matches
+
+    def check_finished(self, format: str | None = None, *, described: bool = False) -> None:
+        """As :func:`check_finished`."""
+        if not self.root.lists:
+            return  # a web server, which cannot list names
+        self.marks.refuse("uploading")
+        if self.is_cache and not described and not self.is_a(format):
+            raise ArgumentError(
+                "expected activations, found a token cache. Use actshard.tokens.open_cache.", path=self.root
+            )
+        if self.marks.parts is not None:
+            whole = look(self.root.parent) if self.root.name == PARTS else self.marks
+            whole.refuse("planned", "planned dumps")  # only the plan's commit merges them
+            error = self.marks.error("parts")
+            raise UnfinishedError(error.detail + beside_parts(self.root), path=self.root)
+        self.marks.refuse("writing", "merging", "planned")
+        if not self.marks.is_copy:
+            self.marks.refuse("staging")
+        if format is not None and self.root.is_local and not described and not self.is_a(format):
+            self.check_begun()
+
+    def check_begun(self) -> None:
+        """Raises UnfinishedError for a folder without a dataset in which a writer, a merge or a build began."""
+        if not self.root.is_local:
+            return  # writers only write to local folders
+        begun = [look(folder) for name in formats.names() for folder in _begun(name, self.root)]
+        for marks in begun:
+            marks.refuse("writing", path=self.root)
+        self.marks.refuse("planned dumps", "merging", "building", "begun")
+        for marks in begun:
+            marks.refuse("begun", path=self.root)
+
+
+def is_finished(root: Path | Location, format: str) -> bool:
+    """Whether a path is a finished dataset of a format."""
+    place = Place.of(Location.at(root), format)
+    return place.is_a(format) and not {"parts", "writing", "merging"} & set(place.marks.kinds())
 
 
 def check_finished(root: Location, format: str | None = None, *, described: bool = False) -> None:
@@ -104,36 +162,7 @@ def check_finished(root: Location, format: str | None = None, *, described: bool
         format: its format, if it is known; it may share its folder with a token cache.
         described: whether a ``layout=`` describes its files, which formats then need not recognise.
     """
-    if not root.lists:
-        return  # a web server, which cannot list names
-    if not root.is_local and root.kind() != "file" and (root / PUSHING).exists():
-        raise UnfinishedError(
-            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
-        )
-    if is_cache_itself(root) and not described and not _is_a(root, format):
-        raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
-    count = count_parts(root)
-    if count is not None:
-        _refuse_parts_of_a_plan(root)
-        raise UnfinishedError(
-            f"contains {count} unmerged parts of a dataset. When all are written, merge them with actshard.merge"
-            + beside_parts(root),
-            path=root,
-        )
-    if root.kind() != "folder":
-        return
-    journal = unfinished(root)
-    if journal is not None:
-        raise _unfinished(root, journal)
-    if root.is_local:
-        refuse_merging(root)
-    refuse_planned(root)
-    if format is not None and root.is_local and not described and not _is_a(root, format):
-        _check_begun(root)
-
-
-def _is_a(root: Location, format: str | None) -> bool:
-    return format is not None and is_one_of(format, formats.names()) and _evidence(format, root).matches
+    Place.of(root, format).check_finished(format, described=described)
 
 
 def refuse_dataset(folder: Path) -> None:
@@ -143,50 +172,51 @@ def refuse_dataset(folder: Path) -> None:
         ExistsError: the folder is a dataset, finished or not, or stands for the only dataset below it.
     """
     root = Location.at(folder)
-    if root.kind() != "folder" or is_cache_itself(root) or is_building(root):
+    if root.kind() != "folder" or is_cache_itself(root):
         return
-    found = _activations_at(root)
-    if found is not None:
-        raise ExistsError(f"{found}; choose another folder for the token cache", path=root)
+    dataset = _activations_at(root)
+    if dataset is not None:
+        raise ExistsError(f"{dataset}; choose another folder for the token cache", path=root)
 
 
 def _activations_at(root: Location) -> str | None:
     """What the path of a local folder refers to: a dataset of activations, or a beginning of one."""
-    if count_parts(root) is not None:
-        return "contains parts of a dataset"
-    begun = unfinished(root) is not None or only_begun(root) or is_merging(root)
-    if begun or planned(root, DUMPS_PLAN_FOLDER) is not None or _is_planned(root):
-        return "is an unfinished dataset"
+    marks = look(root)
+    kinds = marks.kinds()
+    if "building" in kinds:
+        return None
+    for kind in kinds:
+        if kind in _OF_ACTIVATIONS or (kind == "planned" and not _plans_tokens(marks)):
+            return marks.error(kind).detail
     try:
-        at, name = find(root)
-    except UnfinishedError:
-        return "contains an unfinished dataset"
+        place, name = find(root)
+    except UnfinishedError as error:
+        return error.detail
     except UnknownFormatError as error:
         return "is a dataset of several formats" if error.ambiguous else None
-    return f"is a dataset ({name})" if at == root else f"stands for the only dataset below it ({at.relative_to(root)})"
+    return (
+        f"is a dataset ({name})"
+        if place == root
+        else f"stands for the only dataset below it ({place.relative_to(root)})"
+    )
 
 
-def _is_planned(root: Location) -> bool:
-    """Whether tasks of an uncommitted plan write a dataset of activations to a folder, not a token cache."""
-    work = planned(root)
-    if work is None:
-        return False
-    plan = read_json(Location.at(work / PLAN))
-    return not isinstance(plan, dict) or plan.get("verb") != "tokenize"
+_OF_ACTIVATIONS: frozenset[Mark] = frozenset({"parts", "writing", "begun", "merging", "planned dumps"})
+
+
+def _plans_tokens(marks: Marks) -> bool:
+    """Whether the tasks of an uncommitted plan write a token cache to a folder, not a dataset of activations."""
+    work = marks.plan("planned")
+    plan = None if work is None else read_json(Location.at(work / PLAN))
+    return isinstance(plan, dict) and plan.get("verb") == "tokenize"
 
 
 new_caches.append(refuse_dataset)
 
 
-def _refuse_parts_of_a_plan(root: Location) -> None:
-    """Raises UnfinishedError if an uncommitted plan writes the parts in a folder: only the plan's commit merges them."""
-    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
-        refuse_planned(root.parent if root.name == PARTS else root, prefix)
-
-
 def beside_parts(root: Location) -> str:
     """For messages about unmerged parts: lists finished datasets next to them, and a remedy. Empty if there are none."""
-    finished = [p.name for p, _ in walk(root, _kind, 1) if unfinished(p) is None and not is_merging(p)]
+    finished = [place.name for place, kind in Walk(root, _kind, 1) if kind != UNFINISHED]
     if not finished:
         return ""
     shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
@@ -219,41 +249,34 @@ def find(root: Location) -> tuple[Location, str]:
 
     saev names its folders by hashes, so ``saev/shards/`` with a single dump refers to that dump. Datasets more than three levels
     down must be named.
+
+    Raises:
+        UnknownFormatError: no format recognises the path, or several do, or several datasets are below it, or the search for others
+            ended at its bound.
+        UnfinishedError: a writer began a dataset here, or the only one below is unfinished.
     """
+    return find_in(Place.of(root))
+
+
+def find_in(place: Place) -> tuple[Location, str]:
+    """As :func:`find`, for a path that was looked at."""
+    root = place.root
     try:
-        return root, detect(root)
+        return root, _detect(place)
     except UnknownFormatError as error:
         if not error.candidates and not error.ambiguous:
-            _check_begun(root)
-        if len(error.candidates) != 1 or "/" in error.candidates[0][1]:
+            place.check_begun()
+        if len(error.candidates) != 1 or not error.searched or "/" in error.candidates[0][1]:
             raise
-        ((place, name),) = error.candidates
-        only = Location.at(place)
-        if only.relative_to(root).count("/") >= STANDS_FOR:
+        ((path, name),) = error.candidates
+        dataset = Location.at(path)
+        if name == UNFINISHED:
+            marks = look(dataset)
+            raise marks.error(marks.kinds()[0]) from None
+        if dataset.relative_to(root).count("/") >= STANDS_FOR:
             raise
-        check_finished(only)
-        return only, name
-
-
-def _check_begun(root: Location) -> None:
-    """Raises UnfinishedError for a folder without a dataset in which a writer or a merge began."""
-    if not root.is_local:
-        return  # writers only write to local folders
-    folders = [Location.at(folder) for name in formats.names() for folder in _begun(name, root)]
-    for folder in folders:
-        journal = unfinished(folder)
-        if journal is not None:
-            raise _unfinished(root, journal)
-    refuse_planned(root, DUMPS_PLAN_FOLDER)
-    refuse_merging(root)
-    if is_building(root):
-        raise UnfinishedError(UNBUILT, path=root)
-    if any(map(only_begun, [root, *folders])):
-        raise UnfinishedError(
-            "contains a dataset without examples: its writer has not committed any yet, or was interrupted (create or convert with "
-            "resume begins again)",
-            path=root,
-        )
+        check_finished(dataset)
+        return dataset, name
 
 
 def _begun(name: str, root: Location) -> list[Path]:
@@ -262,25 +285,13 @@ def _begun(name: str, root: Location) -> list[Path]:
     return formats.asked(format, lambda: list(format.begun(root.place)), nothing)
 
 
-def _unfinished(root: Location, journal: Journal) -> UnfinishedError:
-    return UnfinishedError(
-        f"contains {journal.examples} examples of an unfinished dataset: its writer is running, or was interrupted "
-        "(create or convert with resume continues it)",
-        path=root,
-    )
-
-
-def _matching(root: Location) -> tuple[dict[str, Evidence], list[str]]:
-    """The evidence of all formats, and the formats that recognise a path. What a writer marked has no other format."""
-    with one_look():
-        evidence = {name: _evidence(name, root) for name in formats.names()}
-    matches = [name for name, e in evidence.items() if e.matches]
-    return evidence, [name for name in matches if evidence[name].marked] or matches
-
-
 def detect(root: Location) -> str:
     """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
-    evidence, matches = _matching(root)
+    return _detect(Place.of(root))
+
+
+def _detect(place: Place) -> str:
+    root, evidence, matches = place.root, place.evidence, place.matches
     LOG.debug(
         "%s: %s",
         root,
@@ -296,14 +307,16 @@ def detect(root: Location) -> str:
         )
         several.ambiguous = True
         raise several
-    below = walk(root, _kind)
-    candidates = [(at, name) for at, name in below if formats.get(name.partition("/")[0]).holds == "activations"]
+    walk = Walk(root, _kind)
+    candidates = [(folder, name) for folder, name in walk if name == UNFINISHED or _holds_activations(name)]
     if candidates:
-        listed = ", ".join(f"{at.relative_to(root)} ({name})" for at, name in candidates[:20])
+        listed = ", ".join(f"{folder.relative_to(root)} ({name})" for folder, name in candidates[:20])
         more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
+        more += "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
         what = "a dataset" if len(candidates) == 1 else f"{len(candidates)} datasets"
         unknown = UnknownFormatError(f"is not a dataset, but contains {what}. Open one: {listed}{more}", path=root)
-        unknown.candidates = tuple((at.place, name) for at, name in candidates)
+        unknown.candidates = tuple((folder.place, name) for folder, name in candidates)
+        unknown.searched = walk.is_whole
         raise unknown
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
@@ -311,7 +324,11 @@ def detect(root: Location) -> str:
     raise UnknownFormatError(f"expected a dataset, found {_explained(root, evidence)}", path=root)
 
 
-def _explained(root: Location, evidence: dict[str, Evidence]) -> str:
+def _holds_activations(name: str) -> bool:
+    return formats.get(name.partition("/")[0]).holds == "activations"
+
+
+def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     """Describes a path that no format recognises, and the formats that are near: those with some of their files there."""
     kind, entries = root.kind(), _entries(root)
     if entries == []:
@@ -399,8 +416,15 @@ def _evidence(name: str, root: Location) -> Evidence:
         return Evidence(False, _any_of(name), str(error), near=True)
 
 
+UNFINISHED = "unfinished"
+"""Kind of a folder with an unfinished dataset, for :class:`~actshard.walking.Walk`."""
+
+
 def _kind(folder: Location) -> str | None:
-    """Names of the formats that recognise a folder, joined by ``/``; None if no format does."""
-    if is_cache_itself(folder):
+    """Names of the formats that recognise a folder, joined by ``/``; :data:`UNFINISHED`; None for other folders."""
+    place = Place.of(folder)
+    if place.is_cache:
         return of_tokens()
-    return "/".join(_matching(folder)[1]) or None
+    if _OF_ACTIVATIONS & set(place.marks.kinds()):
+        return UNFINISHED
+    return "/".join(place.matches) or None

@@ -53,15 +53,14 @@ from actshard.work import (
     is_below,
     keep_request,
     locked,
+    look,
     recorded_files,
-    refuse_planned,
     refuse_within,
     remove,
     remove_files,
     rename,
     sync_folders,
     tidy,
-    unfinished,
     write_json,
 )
 
@@ -164,8 +163,7 @@ def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
 def merged(root: Path, asked: AskedMerge) -> Path:
     """Merges, or finishes a merge that was interrupted; see :func:`merge`."""
     marker = root / FOLDER / _MARKER
-    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
-        refuse_planned(root, prefix, asked.plan)
+    look(root).refuse("planned", "planned dumps", "staging", own=asked.plan)
     if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
         return _there(root, asked.physical)
     if asked.resume and not marker.exists() and (place := _finished_before(root, asked)) is not None:
@@ -275,8 +273,7 @@ def _there(root: Path, physical: bool) -> Path:
     """Returns the path of a dataset that was merged before."""
     if not root.exists():
         raise MissingFileError("expected parts of a dataset, found nothing", path=root)
-    if unfinished(root) is not None:
-        raise UnfinishedError("expected parts of a dataset, found an unfinished dataset", path=root)
+    look(root).refuse("writing")
     found, format = _found(root)
     if physical:
         merger = merger_of(format)
@@ -452,7 +449,7 @@ def _own_parts(root: Path) -> list[Path]:
             empty.append(i)
             continue
         below = [folder, *(p for p in folder.glob(".writing-*") if p.is_dir())]
-        if any(unfinished(p) is not None for p in below):
+        if any(look(part).journal is not None for part in below):
             behind.append(i)
             continue
         made.append(_found(folder)[0])

@@ -20,7 +20,7 @@ from actshard.errors import (
     boundary,
     warn,
 )
-from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find, find_any, of_tokens
+from actshard.finding import Place, all_existing, detect, existing_anywhere, find_any, find_in, of_tokens
 from actshard.formats.contents import Options
 from actshard.formats.format import names_layers
 from actshard.layers import Layer, several, short
@@ -227,13 +227,15 @@ def _opened(
         name = format if format is not None else detect(together[0])
     else:
         root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
-        check_finished(root, format, described=layout is not None and not names_layers(layout))
+        described = layout is not None and not names_layers(layout)
+        place = Place.of(root, formats.described() if described and format is None else format)
+        place.check_finished(format, described=described)
         if format is not None:
             name = format
-        elif layout is not None and not names_layers(layout):
+        elif described:
             name = formats.described()
         else:
-            root, name = find(root)
+            root, name = find_in(place)
     if not _arguments.is_one_of(name, formats.names()):
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)

@@ -50,7 +50,7 @@ _HEADER, _COLUMN = 1 << 23, 64
 _TYPES = {"F64": "<f8", "I64": "<i8"}
 
 
-class Place:
+class StatsFile:
     """The files of a layer's statistics over selected rows.
 
     Attributes:
@@ -166,7 +166,7 @@ def kept_or_made(
         raise ArgumentError(f"save: expected True or a folder, found {save!r:.80}")
     if keep is not None:
         raise ArgumentError("save: not supported with keep=, because files cannot identify a mask; use store.filter()")
-    place = Place(store, layer, tokens, ignored, None if isinstance(save, bool) else save)
+    place = StatsFile(store, layer, tokens, ignored, None if isinstance(save, bool) else save)
     if not place.folders:
         raise ArgumentError("save: a joined or paired store has no folder of its own: pass a folder, save=PATH")
     if (found := place.read()) is not None:
@@ -181,12 +181,12 @@ def kept_or_made(
 
 def kept(store: Readable, layer: Layer, tokens: str = "content", ignored: Sequence[int] = ()) -> Stats | None:
     """The statistics of a layer that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
-    return Place(store, layer, tokens, ignored).read() if not _has_parts(store) else None
+    return StatsFile(store, layer, tokens, ignored).read() if not _has_parts(store) else None
 
 
 def kept_in(store: Readable, layer: Layer, tokens: str = "content") -> Path | None:
     """The folder that contains saved statistics of a layer, valid or not; None if there is none."""
-    place = Place(store, layer, tokens, ())
+    place = StatsFile(store, layer, tokens, ())
     return next((folder for folder in place.folders if Location.at(folder / f"{place.name}.json").exists()), None)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import stat as modes
 import zlib
@@ -110,21 +111,23 @@ class Local:
         return key
 
     def stat(self, key: str) -> Stat:
-        found = os.stat(key)  # noqa: PTH116 -- a key is a str; Path would cost time for many files
-        version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
-        if modes.S_ISREG(found.st_mode):
-            return Stat("file", found.st_size, version, found.st_blocks * 512, found.st_mtime_ns)
-        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0, found.st_mtime_ns)
+        look = _LOOK.get()
+        return _stat(key) if look is None else look.stat(key)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
-        looks = None if sizes else _LOOKS.get()
-        if looks is None:
-            return _scanned(key, sizes)
-        if key not in looks:
-            looks[key] = _Look(_scanned(key, sizes))
-        return iter(looks[key])
+        look = _LOOK.get()
+        return _scanned(key, sizes) if look is None or sizes else iter(look.listing(key))
 
     def read(self, key: str, start: int, length: int) -> bytes:
+        look = _LOOK.get()
+        if look is None or start or length > _SMALL:
+            return self._read(key, start, length)
+        if key not in look.small:
+            look.small[key] = self._read(key, 0, length)
+        data = look.small[key]
+        return data[:length] if len(data) >= length else self._read(key, 0, length)
+
+    def _read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
             file.seek(start)
             made = bytearray()
@@ -163,7 +166,15 @@ def _scanned(key: str, sizes: bool) -> Iterator[Entry]:
             yield Entry(entry.name, kind, size, entry.is_symlink())
 
 
-class _Look:
+def _stat(key: str) -> Stat:
+    found = os.stat(key)  # noqa: PTH116 -- a key is a str; Path would cost time for many files
+    version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
+    if modes.S_ISREG(found.st_mode):
+        return Stat("file", found.st_size, version, found.st_blocks * 512, found.st_mtime_ns)
+    return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0, found.st_mtime_ns)
+
+
+class _Entries:
     """The entries of a folder, listed once and only as far as requested."""
 
     def __init__(self, entries: Iterator[Entry]) -> None:
@@ -192,18 +203,80 @@ class _Look:
             raise
         return True
 
+    def names(self) -> frozenset[str] | None:
+        """The names of all entries; None for a folder that has many, or that cannot be listed."""
+        try:
+            names = frozenset(entry.name for entry in itertools.islice(self, _NAMES + 1))
+        except OSError:
+            return None
+        return names if len(names) <= _NAMES else None
 
-_LOOKS: ContextVar[dict[str, _Look] | None] = ContextVar("_LOOKS", default=None)
+
+class _Look:
+    """What the local file system showed since the look began: folders, states and small files, each read once."""
+
+    def __init__(self, folder: str) -> None:
+        self._above = f"{folder.rstrip('/')}/"
+        self._listings: dict[str, _Entries] = {}
+        self._stats: dict[str, Stat | OSError] = {}
+        self._names: frozenset[str] | None = None
+        self._is_listed = False
+        self.small: dict[str, bytes] = {}
+        """Files that were read from their first byte."""
+
+    def listing(self, key: str) -> _Entries:
+        """The entries of a folder."""
+        if key not in self._listings:
+            self._listings[key] = _Entries(_scanned(key, False))
+        return self._listings[key]
+
+    def stat(self, key: str) -> Stat:
+        """As :meth:`Local.stat`. What the listing of the folder lacks is absent, without another look at the disk."""
+        known = self._stats.get(key)
+        if known is None:
+            known = self._stats[key] = (
+                FileNotFoundError(2, "No such file or directory") if self._lacks(key) else _state(key)
+            )
+        if isinstance(known, Stat):
+            return known
+        raise known.with_traceback(None)
+
+    def _lacks(self, key: str) -> bool:
+        if not key.startswith(self._above):
+            return False
+        if not self._is_listed:
+            self._is_listed = True
+            self._names = self.listing(self._above.rstrip("/") or "/").names()
+        return self._names is not None and key[len(self._above) :].partition("/")[0] not in self._names
+
+
+def _state(key: str) -> Stat | OSError:
+    try:
+        return _stat(key)
+    except OSError as error:
+        return error
+
+
+_NAMES = 10_000
+"""Maximum number of names that are listed to know which files a folder lacks; a larger folder is asked for each."""
+_LOOK: ContextVar[_Look | None] = ContextVar("_LOOK", default=None)
 
 
 @contextlib.contextmanager
-def one_look() -> Iterator[None]:
-    """In this context, each local folder is listed once, so that several formats check the same state of a folder."""
-    token = _LOOKS.set({})
+def one_look(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """In this context, all see one state of a local folder: it is listed once, and files are looked at and read once.
+
+    Several formats look for their files in the same folder, and must not see it before and after a change. Within another look, the
+    outer one lasts.
+    """
+    if _LOOK.get() is not None:
+        yield
+        return
+    token = _LOOK.set(_Look(os.fspath(folder)))
     try:
         yield
     finally:
-        _LOOKS.reset(token)
+        _LOOK.reset(token)
 
 
 def _kind_of(entry: os.DirEntry[str]) -> Kind:

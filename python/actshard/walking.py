@@ -13,7 +13,7 @@ from typing import Any
 
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
 from actshard.location import Location
-from actshard.work import is_building, refuse_planned
+from actshard.work import look
 
 _DEPTH = 6
 """Maximum depth at which datasets are searched below a path; saev alone nests three folders."""
@@ -23,10 +23,6 @@ _LOOK_AT_MOST = 2_000
 """Maximum number of folders to visit, so that a mistyped "/" returns quickly."""
 LEDGER = "shard_ledger.json"
 """The file that identifies a token cache."""
-UNBUILT = (
-    f"contains a token cache without {LEDGER}: its build is running, or was interrupted (the same build continues it)"
-)
-"""Message about an unfinished token cache."""
 _SHARD = re.compile(r"\d{5}_")
 """Prefix of the folder name of a token cache's shard."""
 
@@ -47,43 +43,52 @@ def is_cache_itself(root: Location) -> bool:
     return (root / LEDGER).kind() == "file"
 
 
-def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> Iterator[tuple[Location, str]]:
-    """Yields the datasets below a folder with their kinds, breadth-first and sorted by name.
+class Walk:
+    """The datasets below a folder with their kinds, breadth-first and sorted by name.
 
     Does not descend into datasets. Skips hidden folders, and local folders that cannot be read. Visits at most 2,000 folders.
 
-    Args:
-        root: the folder.
-        kind: returns the kind of dataset of a folder; None if it is not a dataset, and its subfolders are searched.
-        depth: maximum number of levels.
+    Attributes:
+        folders: number of folders that were visited.
+        is_whole: whether all folders were visited, up to the depth. Known after the iteration.
     """
-    looked = 0
-    level = [root]
-    for _ in range(depth):
-        below: list[Location] = []
-        for folder in level:
-            try:
-                entries = folder.entries()
-            except ActshardError:
-                continue
-            for entry in entries:
-                if entry.kind != "folder" or entry.name.startswith("."):
-                    continue
-                looked += 1
-                if looked > _LOOK_AT_MOST:
-                    return
-                child = folder / entry.name
+
+    def __init__(self, root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> None:
+        """``kind`` returns the kind of dataset of a folder; None if it is not a dataset, and its subfolders are searched."""
+        self._root, self._kind, self._depth = root, kind, depth
+        self.folders, self.is_whole = 0, True
+
+    def __iter__(self) -> Iterator[tuple[Location, str]]:
+        level = [self._root]
+        for _ in range(self._depth):
+            below: list[Location] = []
+            for folder in level:
                 try:
-                    found = kind(child)
-                except FileAccessError:
-                    if child.is_remote:
-                        raise  # a server that does not answer, or refuses: each other folder would wait for it again
+                    entries = folder.entries()
+                except ActshardError:
                     continue
-                if found is not None:
-                    yield child, found
-                else:
-                    below.append(child)
-        level = below
+                for entry in entries:
+                    if entry.kind != "folder" or entry.name.startswith("."):
+                        continue
+                    if self.folders == _LOOK_AT_MOST:
+                        self.is_whole = False
+                        return
+                    self.folders += 1
+                    child = folder / entry.name
+                    kind = self._kind_of(child)
+                    if kind is not None:
+                        yield child, kind
+                    else:
+                        below.append(child)
+            level = below
+
+    def _kind_of(self, folder: Location) -> str | None:
+        try:
+            return self._kind(folder)
+        except FileAccessError:
+            if folder.is_remote:
+                raise  # a server that does not answer, or refuses: each other folder would wait for it again
+            return None
 
 
 def _is_cache_below(folder: Location) -> bool:
@@ -105,11 +110,9 @@ def find_cache(
     (root / LEDGER).look_ahead()
     if is_cache_itself(root):
         return root
-    refuse_planned(root)
-    working = is_building(root)
-    below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
-    if working:
-        raise UnfinishedError(UNBUILT, path=root)
+    look(root).refuse("planned", "staging", "building")
+    walk = Walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)
+    below = [folder for folder, _ in walk]
     shards = [p for p in below if any(map(_SHARD.match, p.relative_to(root).split("/")[-2:]))]
     if shards:
         raise UnfinishedError(
@@ -117,10 +120,13 @@ def find_cache(
             "their own, open one of them. If they are left of a build, remove them, and build the cache again.",
             path=root,
         )
-    if len(below) == 1:
+    if len(below) == 1 and walk.is_whole:
         return below[0]
     if below:
-        raise ArgumentError(f"contains {len(below)} token caches. Open one of them: {_few(below, root)}", path=root)
+        more = "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
+        raise ArgumentError(
+            f"contains {len(below)} token caches. Open one of them: {_few(below, root)}{more}", path=root
+        )
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)
 
 

@@ -97,6 +97,12 @@ def work_folder(root: Path, identity: str, *, dumps: bool = False) -> Path:
     return root / FOLDER / f"{DUMPS_PLAN_FOLDER if dumps else PLAN_FOLDER}{identity[:8]}"
 
 
+def remove_work_folders(root: Path) -> None:
+    """Removes the folder of working folders in a dataset's folder, if it is empty."""
+    with contextlib.suppress(OSError):
+        (root / FOLDER).rmdir()
+
+
 def host() -> str:
     """The name of this machine, without characters that are special in file names."""
     import socket  # slow to import

@@ -54,6 +54,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
+from actshard.finding import is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
@@ -62,7 +63,6 @@ from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, work_folder
 from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
 from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.made import is_finished
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
@@ -456,7 +456,7 @@ class Converting(Verb):
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
         for result in results:  # a repeated commit does not call check()
             check_result(result.value, result.folder / RESULT)
-        if is_finished(target.format, target.root):
+        if is_finished(target.root, target.format):
             check_written(target.request, target.root)
         whole = results[:1] if "layers" in plan.tasks[0] else results
         tables = examples.read(whole)

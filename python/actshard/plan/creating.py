@@ -36,19 +36,19 @@ from actshard.errors import (
     OutOfRangeError,
     boundary,
 )
+from actshard.finding import is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
 from actshard.merging import AskedMerge, merged
 from actshard.plan import process
-from actshard.plan.book import BEAT_SECONDS, work_folder
+from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
 from actshard.plan.checking import absolute, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.request import Request
-from actshard.work import PARTS, is_merging, remove
+from actshard.work import PARTS, look, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_request
@@ -516,23 +516,23 @@ class Creating(Verb):
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts; returns the dataset's path."""
         root = Path(plan.arguments["path"])
-        if not (root / PARTS).is_dir() and not is_merging(root) and (over := self.committed(plan)) is not None:
-            return over
+        if (dataset := self.committed(plan)) is not None:
+            return dataset
         counts = tuple(stop - first for first, stop in (task["examples"] for task in plan.tasks))
         return merged(root, AskedMerge(None, physical=False, different_models=False, plan=plan.work, counts=counts))
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
         root, format = Path(plan.arguments["path"]), plan.arguments["format"]
-        if not root.is_dir() or (root / PARTS).exists() or is_merging(root):
+        if not root.is_dir() or {"parts", "merging"} & set(look(root).kinds()):
             return None
         request = _request(plan.arguments)
         if not formats.get(format).target().names_itself:
-            if not is_finished(format, root):
+            if not is_finished(root, format):
                 return None
             check_written(request, root)
             return root
-        places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(format, p))
+        places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(p, format))
         for place in places:
             with contextlib.suppress(FormatError):  # a damaged record of another dump
                 if Request.read(place) == request:
@@ -541,7 +541,7 @@ class Creating(Verb):
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        leave(Path(plan.arguments["path"]))
+        remove_work_folders(Path(plan.arguments["path"]))
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:

@@ -22,27 +22,24 @@ from actshard._arguments import many
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError, boundary
+from actshard.finding import is_finished
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.merging import AskedMerge, checked, merged, merger_of
 from actshard.opening import open_quietly
 from actshard.plan import process
-from actshard.plan.book import work_folder
+from actshard.plan.book import remove_work_folders, work_folder
 from actshard.plan.checking import absolute, absolutes, arguments_of, divided
 from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.made import is_finished, leave
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.request import RECORD, Request
 from actshard.store import Store
 from actshard.work import (
-    DUMPS_PLAN_FOLDER,
-    PLAN_FOLDER,
     as_json,
     existing_above,
-    is_merging,
+    look,
     make_folder,
-    refuse_planned,
     sync_folders,
 )
 from actshard.writing.existing import check_written
@@ -116,8 +113,7 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
             "work: expected a folder on the file system of dst, so that the commit can rename copies", path=work
         )
     work = work or work_folder(root, known, dumps=merger.names_itself)
-    for prefix in (PLAN_FOLDER, DUMPS_PLAN_FOLDER):
-        refuse_planned(root, prefix, work)
+    look(root).refuse("planned", "planned dumps", "staging", own=work)
     predicted = _predicted(found, files, apart, stores, inputs)
     if not work.exists():
         refuse_full(root, predicted.read, len(files) + 4 * len(made))
@@ -278,14 +274,14 @@ class Merging(Verb):
         given = plan.arguments
         root = Path(given["dst"])
         place = root / given["place"] if given["place"] != "." else root
-        if is_merging(root) or not is_finished(given["format"], place):
+        if "merging" in look(root).kinds() or not is_finished(place, given["format"]):
             return None
         check_written(Request.from_dict(given["request"], plan.work), place)
         return place
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        leave(Path(plan.arguments["dst"]))
+        remove_work_folders(Path(plan.arguments["dst"]))
 
 
 def _merge(plan: Planned) -> Merge:

@@ -39,7 +39,7 @@ from actshard.staging.copying import check_digests, copy, link, most_in_memory, 
 from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, within
 from actshard.staging.marker import Listed, Marker, Staged, size_of
-from actshard.work import PLAN_FOLDER, make_folder, refuse_staging, refuse_within, remove, staging_folder
+from actshard.work import PLAN_FOLDER, look, make_folder, refuse_within, remove, staging_folder
 
 FILES = "files"
 _NETWORK = 14 << 20
@@ -121,7 +121,7 @@ def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, t
         work = _work(target, arguments, inner.inputs, inner.tasks)
         plan = Plan("stage", arguments, inner.inputs, inner.tasks, inner.predicted, work, inner.notes)
         needed = inner.predicted.bytes
-    refuse_staging(target, plan.work)
+    look(target).refuse("staging", own=plan.work)
     if plan.implementation.committed(plan) is None:
         check_target(source, target, layers)
         if not plan.book.exists():

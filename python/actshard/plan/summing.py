@@ -48,7 +48,7 @@ from actshard.plan.reading import (
 )
 from actshard.plan.stats_checks import NodeChecks
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.saved import Place
+from actshard.saved import StatsFile
 from actshard.stats import Stats
 from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
@@ -302,7 +302,7 @@ class Summing(Verb):
         made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in request.layers}
         if request.given["save"]:
             for layer, stats in made.items():
-                Place(store, layer, request.given["tokens"], request.given["ignore_labels"]).write(stats)
+                StatsFile(store, layer, request.given["tokens"], request.given["ignore_labels"]).write(stats)
         keep(plan, [stats.as_plain() for stats in made.values()])
         return made
 

@@ -40,7 +40,7 @@ from actshard.staging.copying import StageProgress, check_digests, check_space, 
 from actshard.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, received, revision_of, within
 from actshard.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
-from actshard.work import PUSHING, STAGED, make_folder, refuse_staging, refuse_within, remove, staging_folder
+from actshard.work import PUSHING, STAGED, look, make_folder, refuse_within, remove, staging_folder
 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 
@@ -127,7 +127,7 @@ def _staged(
         "TRUE",
     )
     work = staging_folder(target)
-    refuse_staging(target)
+    look(target).refuse("staging")
     listed = None
     if check and not offline:
         listed = list_files(source)
@@ -136,7 +136,7 @@ def _staged(
         return done
     make_folder(target.parent)
     with turn(work) as waited:
-        refuse_staging(target)  # a plan may have begun in the meantime
+        look(target).refuse("staging")  # a plan may have begun in the meantime
         recover(target, work / "new", work / "old")
         done = complete(source, target, layers, listed)
         if done is None and (waited or listed is None):

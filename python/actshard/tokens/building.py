@@ -36,7 +36,7 @@ from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.workers import Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.walking import refuse_taken
-from actshard.work import locked, make_folder, refuse_planned, remove, sync_folders, sync_tree, write_json
+from actshard.work import locked, look, make_folder, remove, sync_folders, sync_tree, write_json
 from actshard.work.children import processors
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
@@ -244,7 +244,7 @@ class Build:
         try:
             placing.recover(self.out, work)
             if not self._is_finished():  # another process may have finished it
-                refuse_planned(self.out)
+                look(self.out).refuse("planned", "staging")
                 self._build(work)
             placing.clear(work)
         finally:

@@ -1,6 +1,6 @@
 """Crash safety: locks, journals and atomic file writes.
 
-Used by writers of datasets, merges and builds of token caches, and by ``finding`` to detect unfinished datasets.
+Used by writers of datasets, merges and builds of token caches, and by all verbs to see what is unfinished (:func:`look`).
 
 .. code-block:: text
 
@@ -40,20 +40,9 @@ from actshard.work.files import (
     write_json,
     write_json_at_once,
 )
-from actshard.work.finished import (
-    count_parts,
-    is_building,
-    is_merging,
-    only_begun,
-    planned,
-    refuse_merging,
-    refuse_planned,
-    refuse_staging,
-    tidy,
-    unfinished,
-)
 from actshard.work.journal import Journal
 from actshard.work.lock import Lock, locked
+from actshard.work.marks import MESSAGES, Mark, Marks, look, tidy
 from actshard.work.names import (
     BUILDING,
     DUMPS_PLAN_FOLDER,
@@ -77,6 +66,7 @@ __all__ = [
     "FOLDER",
     "JOURNAL",
     "MERGING",
+    "MESSAGES",
     "PART",
     "PARTS",
     "PLAN",
@@ -85,24 +75,19 @@ __all__ = [
     "STAGED",
     "Journal",
     "Lock",
+    "Mark",
+    "Marks",
     "as_json",
-    "count_parts",
     "existing_above",
     "files_below",
     "first_difference",
     "is_below",
-    "is_building",
-    "is_merging",
     "keep_request",
     "locked",
+    "look",
     "make_folder",
-    "only_begun",
-    "planned",
     "record_files",
     "recorded_files",
-    "refuse_merging",
-    "refuse_planned",
-    "refuse_staging",
     "refuse_within",
     "remove",
     "remove_empty_folders",
@@ -112,7 +97,6 @@ __all__ = [
     "sync_folders",
     "sync_tree",
     "tidy",
-    "unfinished",
     "whole_file",
     "write_bytes",
     "write_bytes_at_once",

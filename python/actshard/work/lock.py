@@ -12,12 +12,15 @@ import errno
 import fcntl
 import json
 import os
+import struct
+import sys
 import threading
 import time
 from pathlib import Path
 
 from actshard.errors import ActshardError, LockedError, MissingFileError, from_os
 from actshard.work.files import make_folder
+from actshard.work.names import LOCK
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TRIES = 100
@@ -36,7 +39,7 @@ class Lock:
     """A folder's lock. The operating system releases it when the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "lock"
+        self.path = folder / LOCK
         self._key = os.path.realpath(folder)
         self._file: int | None = None
 
@@ -119,11 +122,8 @@ class Lock:
 
     @staticmethod
     def _who(file: int) -> str:
-        try:
-            who = json.loads(os.pread(file, 4096, 0))
-            return f": process {int(who['pid'])} on {str(who['host'])[:100]}, since {str(who['since'])[:40]}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
+        owner = _owner(file)
+        return f": {owner}" if owner else ""
 
     def release(self) -> None:
         """Releases the lock. May be called again."""
@@ -138,6 +138,47 @@ class Lock:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
+
+
+def _owner(file: int) -> str:
+    """The process that a lock's file names; ``""`` if it names none."""
+    try:
+        who = json.loads(os.pread(file, 4096, 0))
+        return f"process {int(who['pid'])} on {str(who['host'])[:100]}, since {str(who['since'])[:40]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+_FLOCK = "hhqqi"
+"""Linux's ``struct flock``: type, whence, start, length, process."""
+
+
+def state_of(folder: Path) -> str:
+    """Whether a writer holds the lock of a working folder, for messages: ``"is running: process 12 on node3, since ..."``.
+
+    Where the file system does not tell: ``"is running, or was interrupted"``. Does not take the lock.
+    """
+    unknown = "is running, or was interrupted"
+    with _held_lock:
+        if _held.get(os.path.realpath(folder)) == os.getpid():
+            return "is a writer of this process"  # its lock would be lost if its file were opened and closed again
+        try:
+            file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return "was interrupted"
+        except OSError:
+            return unknown
+        try:
+            owner = _owner(file)
+            if sys.platform != "linux" or (owner and f" on {_host()[:100]}, " not in owner):
+                return f"{unknown}{f' ({owner})' if owner else ''}"  # another machine's locks may be invisible here
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+        except OSError:
+            return unknown
+        finally:
+            os.close(file)
+    return "was interrupted" if kind == fcntl.F_UNLCK else f"is running{f': {owner}' if owner else ''}"
 
 
 def locked(folder: Path) -> Lock:

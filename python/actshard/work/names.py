@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = ".actshard"
 """The working folder of a dataset."""
-JOURNAL = "journal.jsonl"
+JOURNAL, LOCK = "journal.jsonl", "lock"
 PARTS = ".parts"
 """Folder of a dataset's unmerged parts."""
 PART = re.compile(r"part-(\d{5})-of-(\d{5})")

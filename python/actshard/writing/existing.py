@@ -4,91 +4,63 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actshard._arguments import many, name_of
+from actshard import formats
+from actshard._arguments import name_of
 from actshard._json import Fields, read_json
-from actshard.errors import ExistsError, UnfinishedError
+from actshard.errors import ExistsError
+from actshard.finding import Place, is_finished
 from actshard.formats.target import Target, refuse_existing, refuse_file, refuse_in_the_way, refuse_parts
 from actshard.location import Location
 from actshard.request import Request
-from actshard.work import (
-    DUMPS_PLAN_FOLDER,
-    EMPTY,
-    FOLDER,
-    PLAN_FOLDER,
-    Journal,
-    refuse_merging,
-    refuse_planned,
-    tidy,
-    unfinished,
-)
+from actshard.work import EMPTY, look, tidy
 
 
 def complete_at(target: Target) -> Path | None:
     """Returns the path of the finished dataset; None if there is none. Raises ExistsError for other contents."""
-    found = _finished(target)
-    if found is not None:
-        tidy(found)
-    return found
+    dataset = _finished(target)
+    if dataset is not None:
+        tidy(dataset)
+    return dataset
 
 
 def _finished(target: Target) -> Path | None:
-    root = target.spec.path if target.spec.part is None else target.spec.path.parent.parent
-    refuse_planned(root, DUMPS_PLAN_FOLDER if target.names_itself else PLAN_FOLDER, target.plan)
-    if target.spec.part is not None:
-        _refuse_beside(root, target)
-    if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
-        return target.spec.path
-    found = target.existing(None)
+    is_part = target.spec.part is not None
+    root = target.spec.path.parent.parent if is_part else target.spec.path
+    look(root).refuse("planned dumps" if target.names_itself else "planned", "staging", own=target.plan)
+    if is_part:
+        _refuse_around(root, target)
+        if (target.spec.path / EMPTY).is_file():
+            return target.spec.path
+    dataset = target.existing(None)
     if target.names_itself:
         refuse_file(target.spec.path)
-    if found is not None or target.names_itself:
-        return found
-    journal = Journal(target.root)
-    if journal.exists():
-        journal.read()
-        return target.root if journal.finished else None
-    if _looks_finished(target):
+    if dataset is not None or target.names_itself:
+        return dataset
+    if look(target.root).journal is not None:
+        return None
+    if is_finished(target.root, target.format):
         return target.root
     refuse_existing(target.root)
     refuse_parts(target.root)
     return None
 
 
-def _refuse_beside(root: Path, target: Target) -> None:
+def _refuse_around(root: Path, target: Target) -> None:
     """Raises if the folder of a part contains an unfinished merge or a whole dataset: neither could then be opened or merged."""
-    from actshard import formats
-
-    refuse_merging(root)
+    marks = look(root)
+    marks.refuse("merging")
     if target.names_itself:
         return  # saev's folder contains any number of dumps, each under its own name
-    journal = unfinished(root)
-    if journal is not None:
-        raise UnfinishedError(
-            f"contains {many(journal.examples, 'example')} of an unfinished dataset that is not in parts. Finish it (create "
-            "or convert "
-            "with resume continues it), or choose another folder.",
+    marks.refuse("writing")
+    if Place.of(Location.at(root)).matches:
+        raise ExistsError(
+            "contains a finished dataset: its parts were merged, or it was never in parts. Remove it to write it again, or "
+            "choose another folder.",
             path=root,
         )
-    for name in formats.names():
-        if root.is_dir() and formats.detect(name, root).matches:
-            raise ExistsError(
-                "contains a finished dataset: its parts were merged, or it was never in parts. Remove it to write it again, or "
-                "choose another folder.",
-                path=root,
-            )
     merger = formats.get(target.format).merger()
     if merger is not None:  # checked before parts are written that could not be merged here
         refuse_in_the_way(root, merger.makes)
-
-
-def _looks_finished(target: Target) -> bool:
-    """Whether the folder contains a dataset of this format."""
-    from actshard import formats
-
-    root = target.root
-    if not root.is_dir() or not any(p.name != FOLDER for p in root.iterdir()):
-        return False
-    return formats.detect(target.format, root).matches
 
 
 def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Request:
