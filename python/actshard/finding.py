@@ -227,14 +227,19 @@ def beside_parts(root: Location) -> str:
 
 
 def find_any(root: Location) -> tuple[Location, str]:
-    """Returns (location, format) of the dataset of activations or tokens at or below a path.
+    """Returns (location, format) of the finished dataset of activations or tokens at or below a path.
 
     Precedence: the dataset at the path; then the dataset that :func:`open` finds below it; then the only token cache below it.
+
+    Raises:
+        Errors of :func:`check_finished`, :func:`find` and :func:`~actshard.walking.find_cache`.
     """
-    if is_cache_itself(root):
+    place = Place.of(root)
+    if place.is_cache or (not root.lists and is_cache_itself(root)):
         return root, of_tokens()
+    place.check_finished()
     try:
-        return find(root)
+        return find_in(place)
     except UnknownFormatError as error:
         if error.candidates or error.ambiguous:
             raise

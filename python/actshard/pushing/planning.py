@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from actshard import formats
-from actshard.errors import ArgumentError, FormatError, boundary
-from actshard.finding import check_finished, existing, find_any
+from actshard.errors import FormatError, boundary
+from actshard.finding import existing, find_any
 from actshard.layers import listing
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -87,7 +87,6 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
         UnfinishedError: the dataset is not finished.
     """
     root = existing(folder)
-    check_finished_or_tokens(root)
     at, format = find_any(root)
     dataset = at.relative_to(root)
     dataset = "" if dataset == "." else dataset
@@ -105,14 +104,6 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     has_card = any(file.name == CARD for file in stages[0])
     card = None if has_card else _card(at, format, stages, url)
     return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages), left_out, links)
-
-
-def check_finished_or_tokens(root: Location) -> None:
-    """As :func:`check_finished`, but accepts token caches."""
-    try:
-        check_finished(root)
-    except ArgumentError:
-        return
 
 
 def _stages(files: list[LocalFile], dataset: str, manifest: tuple[str, ...]) -> tuple[tuple[LocalFile, ...], ...]:

@@ -30,8 +30,8 @@ from typing import Any
 
 from actshard import _arguments, formats
 from actshard.converting import Conversion, convert
-from actshard.errors import ArgumentError, NotAFileError, UnfinishedError, UnsupportedError, boundary
-from actshard.finding import check_finished, find_any, of_tokens
+from actshard.errors import ArgumentError, NotAFileError, UnsupportedError, boundary
+from actshard.finding import find_any, of_tokens
 from actshard.layers import Layer, several
 from actshard.location import Location
 from actshard.logs import LOG
@@ -40,7 +40,7 @@ from actshard.staging.copying import StageProgress, check_digests, check_space, 
 from actshard.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, received, revision_of, within
 from actshard.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
-from actshard.work import PUSHING, STAGED, look, make_folder, refuse_within, remove, staging_folder
+from actshard.work import STAGED, look, make_folder, refuse_within, remove, staging_folder
 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 
@@ -196,13 +196,8 @@ def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | No
         ArgumentError, UnsupportedError: ``layers`` of a dataset whose layers cannot be copied.
         Errors of :func:`actshard.open`.
     """
-    if not _holds_cache(listed):
-        check_finished(source)
     place, name = find_any(source)
-    if (place / PUSHING).exists():  # a token cache's ledger is uploaded last, but an earlier one may exist
-        raise UnfinishedError(
-            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=place
-        )
+    look(place).refuse("uploading")  # a token cache's ledger is uploaded last, but an earlier one may exist
     below = place.relative_to(source)
     wanted = within(listed, below)
     if not wanted:
@@ -217,10 +212,6 @@ def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | No
         str(source), revision_of(source), None if layers is None else list(layers), below, inside, wanted, {}, []
     )
     return place, name, replace(marker, origin=origin_of(source))
-
-
-def _holds_cache(listed: Listed) -> bool:
-    return any(name.rpartition("/")[2] == "shard_ledger.json" for name in listed)
 
 
 def _convert(

@@ -193,13 +193,12 @@ def _check(
 ) -> None:
     if not root.lists:
         report.add("not-listed", root, "a folder on a web server")
-    of_tokens = format in formats.of_tokens()
-    if not of_tokens and not is_cache_itself(root):
-        check_finished(root, format, described=_describes(report.layout))
     if format is None:
         root, format = _find(root)
-    elif of_tokens:
+    elif format in formats.of_tokens():
         root = find_cache(root)
+    elif not is_cache_itself(root):
+        check_finished(root, format, described=_describes(report.layout))
     report.path, report.format = root.place, format
     root.list_below()
     known = formats.get(format)
