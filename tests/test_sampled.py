@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.sampled.rows import places, spread
+from actshard.sampled.rows import sample, spread
 from actshard.sampled.separability import predicted
 from actshard.sampled.similarity import minibatches, u_centred
 from actshard.sampled.spectrum import decomposed
+from actshard.stream.rows import SelectedRows
+from actshard.stream.selection import CONTENT
 from conftest import GOLDEN
 from served import served
 
@@ -100,9 +102,16 @@ def test_places_are_those_of_the_listed_rows(data: Any) -> None:
         ((last,), [(e, int(last[e])) for e in range(n) if last[e] >= 0]),
         ((first, each), [(e, first + t) for e in range(n) for t in range(each)]),
     ]
-    for selection, listed in forms:
-        found = places(selection, n, count, seed)
-        expected = [listed[i] for i in spread(len(listed), count, seed)]
+    for native, listed in forms:
+        rows = SelectedRows(native, n)
+        numbers = spread(len(listed), count, seed)
+        expected = [listed[i] for i in numbers.tolist()]
+        lasts = [row for row, after in zip(listed, [*listed[1:], (-1, -1)], strict=False) if row[0] != after[0]]
+        for some, places in ((rows, listed), (rows.take(numbers), expected), (rows.last(), lasts)):
+            every = some.locate(np.arange(some.count))
+            assert list(zip(*(each.tolist() for each in every), strict=True)) == places
+            assert np.array_equal(np.diff(some.before), np.bincount([e for e, _ in places], minlength=n))
+        found = sample(rows, count, seed)
         assert list(zip(found.examples.tolist(), found.tokens.tolist(), strict=True)) == expected
         assert found.total == len(listed)
 
@@ -455,10 +464,11 @@ def test_means_are_those_of_content_tokens_of_each_example(tmp_path: Path) -> No
         for part in parts:
             writer.append(part[None, None])
     store = actshard.open(path)
-    at = places((np.array(lengths) - 1,), 5, 5, 0)
+    rows = CONTENT.resolve(store, [0])
+    at = sample(rows.last(), 5, 0)
     expected = np.array([part.astype(np.float64).mean(0) for part in parts])
-    assert np.allclose(_features(store, 0, at, "mean"), expected, rtol=1e-12)
-    assert np.array_equal(_features(store, 0, at, "last"), [part[-1] for part in parts])
+    assert np.allclose(_features(store, 0, at, "mean", rows), expected, rtol=1e-12)
+    assert np.array_equal(_features(store, 0, at, "last", rows), [part[-1] for part in parts])
 
 
 def test_special_tokens_are_not_in_the_mean(tmp_path: Path) -> None:
@@ -467,9 +477,10 @@ def test_special_tokens_are_not_in_the_mean(tmp_path: Path) -> None:
     store = actshard.open(SPECIAL)
     assert store.special_tokens == 1
     layer = store.layers[0]
-    at = places((store.token_counts - 1,), len(store), len(store), 0)
+    rows = CONTENT.resolve(store, [layer])
+    at = sample(rows.last(), len(store), 0)
     expected = [store.sequence(i, layer)[store.special_tokens :].astype(np.float64).mean(0) for i in range(len(store))]
-    assert np.allclose(_features(store, layer, at, "mean"), expected)
+    assert np.allclose(_features(store, layer, at, "mean", rows), expected)
 
 
 @pytest.mark.parametrize("shape", [(60, 5), (30, 80)])

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 import actshard
 from actshard import saved
 from actshard.stats import Stats
+from actshard.stream.selection import CONTENT
 from conftest import GOLDEN, saev_dump
 from served import served
 
@@ -37,6 +38,11 @@ def same(a: Stats, b: Stats) -> bool:
 
 def files(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
+
+
+def kept(store: Any, layer: Any) -> Stats | None:
+    """The saved statistics of all content."""
+    return saved.kept(store, layer, CONTENT.resolve(store, [layer]))
 
 
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +98,9 @@ def test_a_file_of_the_same_size_and_another_time_counts_as_changed(data: Path) 
     store = actshard.open(data)
     store.stats(3, save=True)
     chunk = max((file for file in data.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-    assert saved.kept(store, 3) is not None
+    assert kept(store, 3) is not None
     os.utime(chunk, ns=(0, 10**18))
-    assert saved.kept(store, 3) is None
+    assert kept(store, 3) is None
 
 
 def test_statistics_of_files_that_change_meanwhile_are_not_kept(data: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +112,7 @@ def test_statistics_of_files_that_change_meanwhile_are_not_kept(data: Path, capl
         return store.stats(3)
 
     with caplog.at_level(logging.WARNING, "actshard"):
-        assert saved.kept_or_made(store, 3, ("content", (), None), True, change).rows == 21
+        assert saved.kept_or_made(store, 3, CONTENT.resolve(store, [3]), True, change).rows == 21
     assert "changed while they were read" in caplog.text
     assert not data.with_name("run.stats").exists()
 
@@ -138,9 +144,9 @@ def test_damaged_files_are_not_used_and_are_replaced(data: Path, damage: str) ->
         said = ["something else"]
     if damage in ("shape", "version", "other"):
         file.write_text(json.dumps(said))
-    assert saved.kept(store, 3) is None
+    assert kept(store, 3) is None
     assert same(store.stats(3, save=True), made)
-    assert saved.kept(store, 3) is not None
+    assert kept(store, 3) is not None
 
 
 def test_rows_that_were_chosen_have_their_own_statistics(data: Path) -> None:
@@ -150,9 +156,9 @@ def test_rows_that_were_chosen_have_their_own_statistics(data: Path) -> None:
     every = store.stats(3, tokens="last", save=True)
     assert (whole.rows, some.rows, every.rows) == (21, 5, 4)
     assert len(files(data.with_name("run.stats"))) == 6
-    assert (saved.kept(store, 3).rows, saved.kept(part, 3).rows) == (21, 5)  # type: ignore[union-attr]  # they were kept
-    assert saved.kept(store.filter([1]), 3) is None
-    assert saved.kept(store, 5) is None
+    assert (kept(store, 3).rows, kept(part, 3).rows) == (21, 5)  # type: ignore[union-attr]  # they were kept
+    assert kept(store.filter([1]), 3) is None
+    assert kept(store, 5) is None
 
 
 @pytest.mark.parametrize("how", ["dict", "text", "file"])
@@ -200,12 +206,10 @@ def test_another_folder_and_joined_stores(data: Path, tmp_path: Path) -> None:
     made = both.stats(3, save=tmp_path / "kept")
     assert made.rows == 42
     assert same(both.stats(3, save=tmp_path / "kept"), made)
-    assert saved.kept(both, 3) is None
+    assert kept(both, 3) is None
     for bad in (1, None, ["x"]):
         with pytest.raises(actshard.ArgumentError, match="save: expected True or a folder"):
             store.stats(3, save=bad)  # type: ignore[arg-type]  # a wrong value is the test
-    with pytest.raises(actshard.ArgumentError, match="keep="):
-        store.stats(3, keep=[True] * 4, save=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -222,7 +226,7 @@ def in_the_cache(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTSHARD_CACHE", str(own))
     store = actshard.open(data)
     made = store.stats(3, save=True)
-    found = saved.kept(actshard.open(data), 3)
+    found = kept(actshard.open(data), 3)
     assert found is not None
     assert same(found, made)
 
@@ -312,10 +316,8 @@ def test_names_leave_out_what_the_stream_leaves_out(data: Path, layer: Any, opti
         stats = store.stats(3, **options)
         assert stats.rows == len(rows)
         np.testing.assert_allclose(stats.mean, rows.mean(0), rtol=1e-12)
-        with pytest.raises(
-            actshard.ArgumentError, match=r"save: (saved statistics are those of all rows|not supported)"
-        ):
-            store.stats(3, save=True, **options)
+        assert same(store.stats(3, save=True, **options), stats)
+        assert same(store.stats(3, save=True, **options), stats)
         if "keep" not in options:
             whole = [b.activations for b in store.sequences_stream(3, 16, center="mean", dtype=np.float64, **options)]
             np.testing.assert_allclose(np.concatenate(whole).sum(0), 0, atol=1e-10)
@@ -338,7 +340,7 @@ def test_wrong_arguments_are_refused_before_rows_are_read(
 ) -> None:
     store = actshard.open(data)
     never(monkeypatch)
-    monkeypatch.setattr(actshard.stream, "within", None)
+    monkeypatch.setattr(actshard.stream.selection, "within", None)
     with pytest.raises(actshard.ArgumentError):
         store.stream(3, 4, max_norm=3.0, **options)
     with pytest.raises(actshard.ArgumentError):
@@ -362,7 +364,7 @@ def test_wrong_arguments_of_one_verb_are_refused_before_rows_are_read(
 ) -> None:
     store = actshard.open(data)
     never(monkeypatch)
-    monkeypatch.setattr(actshard.stream, "within", None)
+    monkeypatch.setattr(actshard.stream.selection, "within", None)
     with pytest.raises((actshard.ArgumentError, actshard.DtypeError, actshard.NotStoredError)):
         getattr(store, verb)(3, max_norm=3.0, center="mean", **options)
 
@@ -412,7 +414,7 @@ def test_every_golden_format_keeps_statistics(tmp_path: Path) -> None:
         shutil.copytree(GOLDEN / name, target)
         store = actshard.open(target)
         made = store.stats(store.layers[0], save=True)
-        found = saved.kept(actshard.open(target), store.layers[0])
+        found = kept(actshard.open(target), store.layers[0])
         assert found is not None
         assert same(found, made)
 
@@ -426,7 +428,7 @@ def test_a_plan_keeps_them_too(data: Path, tmp_path: Path, monkeypatch: pytest.M
         for task in range(len(plan)):
             plan.run(task)
         plan.commit()
-        found = saved.kept(actshard.open(data), 3)
+        found = kept(actshard.open(data), 3)
         assert (found is not None) == save
     assert found is not None
     assert same(found, expected)
@@ -441,7 +443,7 @@ def test_a_dataset_behind_a_url_has_them_in_the_cache_folder(
         url = f"http://127.0.0.1:{server.port}"
         store = actshard.open(f"{url}/run")
         made = store.stats(3, save=True)
-        found = saved.kept(actshard.open(f"{url}/run"), 3)
+        found = kept(actshard.open(f"{url}/run"), 3)
     assert found is not None
     assert same(found, made)
     assert [file.suffix for file in sorted((tmp_path / "cache-stats").rglob("*.*"))] == [".json", ".safetensors"]

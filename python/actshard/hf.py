@@ -23,7 +23,9 @@ from numpy.typing import DTypeLike, NDArray
 from actshard import _arguments
 from actshard.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
 from actshard.layers import Layer
-from actshard.stream.selection import Mask, Tokens
+from actshard.stream import Stream
+from actshard.stream.norms import Limit
+from actshard.stream.selection import Mask, Selection, Tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -45,7 +47,10 @@ def to_dataset(
     each: Literal["token", "example"] = "token",
     columns: Sequence[str] | None = None,
     tokens: Tokens = "content",
+    ignore_labels: Sequence[int] = (),
     keep: Mask = None,
+    max_norm: Limit = None,
+    min_token: int = 0,
     dtype: DTypeLike | None = None,
     file: str | os.PathLike[str] | None = None,
 ) -> datasets.Dataset:
@@ -62,8 +67,11 @@ def to_dataset(
             (int64). ``"example"``: a row per example, with ``activations``, a list of its tokens, and ``example``.
         columns: columns of ``store.table`` to add; each token repeats those of its example. None: all with
             ``each="example"``, none with ``each="token"``.
-        tokens: which tokens, as in ``store.stream``; only with ``each="token"``. Examples are always whole.
-        keep: which rows, as in ``store.stream``; only with ``each="token"``.
+        tokens: which tokens, as in ``store.stream``; like the next four only with ``each="token"``. Examples are always whole.
+        ignore_labels: as in ``store.stream``.
+        keep: as in ``store.stream``.
+        max_norm: as in ``store.stream``.
+        min_token: as in ``store.stream``.
         dtype: as in ``store.gather``. bfloat16 needs ``"float32"`` (exact) or ``"float16"``: Arrow has no bfloat16.
         file: a new file, local.
 
@@ -81,11 +89,13 @@ def to_dataset(
 
     if not _arguments.is_one_of(each, tuple(_OWN)):
         raise ArgumentError(f'each: expected "token" or "example", found {each!r}')
-    if each == "example" and (tokens != "content" or keep is not None):
+    selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+    if each == "example" and not selection.is_default:
         raise ArgumentError(
-            'tokens, keep: not supported with each="example"; use store.filter for some of the examples'
+            'tokens, ignore_labels, keep, max_norm, min_token: not supported with each="example"; use store.filter for some of '
+            "the examples"
         )
-    made = _ArrowRows(store, layer, each, columns, tokens, keep, dtype)
+    made = _ArrowRows(store, layer, each, columns, selection, dtype)
     if file is None:
         return datasets.Dataset(made.table(0, made.count, whole=True))
     path = _arguments.local_path(file)
@@ -112,8 +122,7 @@ class _ArrowRows:
         layer: Layer,
         each: Literal["token", "example"],
         columns: Sequence[str] | None,
-        tokens: Tokens,
-        keep: Mask,
+        selection: Selection,
         dtype: DTypeLike | None,
     ) -> None:
         self._acts, self._store, self._layer, self._each, self._dtype = (
@@ -139,7 +148,7 @@ class _ArrowRows:
             raise ArgumentError(f"columns: {taken[0]!r} is a column of activations; leave it out")
         self._columns = stored.select(names)
         # Maps row numbers to (example, token); it is never read.
-        self._chosen = store.stream(layer, 1, tokens=tokens, keep=keep) if each == "token" else None
+        self._chosen = Stream(store, layer, 1, selection) if each == "token" else None
         self.count = len(store) if self._chosen is None else self._chosen.num_rows
 
     def table(self, first: int, stop: int, whole: bool = False) -> pa.Table:

@@ -28,8 +28,9 @@ from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, Missin
 from actshard.layers import Layer, is_one, one
 from actshard.mixing import MixedBatch
 from actshard.pairing import PairedBatch
-from actshard.stream import Batch
-from actshard.stream.selection import Mask, Tokens
+from actshard.stream import Batch, Stream
+from actshard.stream.norms import Limit
+from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.stream.sequences import SequenceBatch
 from actshard.tokens.stream import arrays
 
@@ -200,6 +201,8 @@ class DataSource:
         tokens: as in ``store.stream``.
         ignore_labels: as in ``store.stream``.
         keep: as in ``store.stream``.
+        max_norm: as in ``store.stream``.
+        min_token: as in ``store.stream``.
         dtype: as in ``store.gather``.
     """
 
@@ -211,11 +214,14 @@ class DataSource:
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         dtype: DTypeLike | None = None,
     ) -> None:
         self._store, self._layer, self._dtype = store, one(layer) if is_one(layer) else layer, dtype
         # Used only to map row numbers to (example, token); it is never read.
-        self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep, dtype=dtype)
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        self._rows = Stream(store, layer, 1, selection, dtype=dtype)
         settings: Mapping[str, Any] = self._rows.state()["settings"]
         self._name = (
             f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={self._layer!r}, tokens={tokens!r}, "

@@ -33,18 +33,13 @@ from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError
 from actshard.store import Store
 from actshard.stream import Batch, Shuffle, Stream
-from actshard.stream.selection import labels_of
+from actshard.stream.selection import CONTENT, Selection
 
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
 
-_OF_VALUES = frozenset(
-    {
-        *("tokens", "ignore_labels", "keep", "min_token", "max_norm"),
-        *("center", "scale", "divide", "normalize"),
-    }
-)
-"""Arguments of a stream that change which rows are in a batch or their values, but not its shape."""
+_OF_VALUES = frozenset({"center", "scale", "divide", "normalize"})
+"""Arguments of a stream that change the values in a batch, but not its shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -126,16 +121,17 @@ class MixedStores:
             raise ArgumentError(f"{name}: not an argument of a mixture's stream{also}")
         # Given to every store, and an iterator can be read once.
         layer = list(layer) if isinstance(layer, Iterator) else layer
-        if "ignore_labels" in options:
-            options["ignore_labels"] = labels_of(options["ignore_labels"])
+        selection = Selection.pop(options)
         size = _arguments.whole(batch_size, "batch_size", 1)
         bound = _arguments.size(memory, "memory")
         counts = _counts(self._weights, size)
         named = {"shuffle": shuffle, "rank": rank, "world_size": world_size, **options}
         sources = [
-            store.stream(
+            Stream(
+                store,
                 layer,
                 count,
+                selection,
                 seed=_seed_of(self.seed, i),
                 drop_last=True,
                 reuse=True,
@@ -147,7 +143,7 @@ class MixedStores:
         _check_alike(sources)
         # Never iterated: it only allocates arrays of whole batches, with reused memory. Selecting all rows reads none.
         shape = {name: value for name, value in named.items() if name not in _OF_VALUES}
-        whole = self.stores[0].stream(layer, size, reuse=True, **shape)
+        whole = Stream(self.stores[0], layer, size, CONTENT, reuse=True, **shape)
         return MixedStream(self, sources, whole, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
 
 

@@ -30,6 +30,7 @@ from actshard.opening import open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, RowLoop, Stream
+from actshard.stream.selection import Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -238,7 +239,8 @@ class PairedStream(Stream):
         self.pair = pair
         if options.get("normalize") is not None:
             options = {**options, "normalize": _unnamed(pair, groups, options["normalize"])}
-        super().__init__(pair._together, groups, batch_size, **options)
+        options = dict(options)
+        super().__init__(pair._together, groups, batch_size, Selection.pop(options), **options)
 
     def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
         return _PairLoop(self, first, every, held)

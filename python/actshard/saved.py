@@ -8,7 +8,7 @@ Next to a dataset ``/data/run``, or in any other folder:
       layer-5-1f0c2a9b.json            rows, mean norm, histogram of norms, positions, largest rows and columns; layer and selection
       layer-5-1f0c2a9b.safetensors     float64 mean, variance, min, max, std, norm_edges; int64 nan, inf, zeros, norm_counts
 
-The second part of a name is a digest of the layer and of the selected rows: tokens, ignored labels, the examples of a filter. The
+The second part of a name is a digest of the layer, of the examples of a filter, and of the rows that a selection resolved to. The
 JSON has the SHA-256 of the arrays' file, is written last, and both are renamed into place, so that unfinished or mixed files
 are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times, and ``layout=``.
 
@@ -23,7 +23,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ from actshard.location import Location, cache_folder
 from actshard.logs import LOG
 from actshard.stats import COUNTS, FLOATS, Stats
 from actshard.stream.readable import Readable
+from actshard.stream.rows import SelectedRows
 from actshard.work import make_folder, write_bytes_at_once
 
-VERSION = 3
-"""Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows."""
+VERSION = 4
+"""Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows; version 3 named arguments of a
+selection and not its rows."""
 _LONGEST = 80
 _HEADER, _COLUMN = 1 << 23, 64
 """Maximum bytes of a file of arrays: of its header and histogram, and for each column."""
@@ -62,16 +64,14 @@ class StatsFile:
         self,
         store: Readable,
         layer: Layer,
-        tokens: str,
-        ignored: Sequence[int],
+        rows: SelectedRows,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.dataset, self.width, self.layer = fingerprint(store), store.d_model, layer
         chosen = store.contents.chosen
         self.of = {
             "layer": layer,
-            "tokens": tokens,
-            "ignore_labels": sorted(set(ignored)),
+            "rows": rows.digest,
             "examples": None if chosen is None else hashlib.sha256(chosen.digest()).hexdigest(),
         }
         key = hashlib.sha256(json.dumps([type(layer).__name__, self.of], sort_keys=True).encode()).hexdigest()
@@ -144,7 +144,7 @@ class StatsFile:
 def kept_or_made(
     store: Readable,
     layer: Layer,
-    selection: tuple[str, Sequence[int], Any],
+    rows: SelectedRows,
     save: Any,
     make: Callable[[], Stats],
 ) -> Stats:
@@ -153,20 +153,17 @@ def kept_or_made(
     Args:
         store: the dataset.
         layer: one of its layers.
-        selection: tokens, ignored labels, and the mask, which must be None.
+        rows: the rows of the statistics.
         save: True, or a folder.
         make: computes them.
 
     Raises:
-        ArgumentError: there is a mask, or the store is joined or paired and ``save`` is not a folder.
+        ArgumentError: the store is joined or paired and ``save`` is not a folder.
         FileAccessError: the folder cannot be written.
     """
-    tokens, ignored, keep = selection
     if not isinstance(save, bool | str | os.PathLike):
         raise ArgumentError(f"save: expected True or a folder, found {save!r:.80}")
-    if keep is not None:
-        raise ArgumentError("save: not supported with keep=, because files cannot identify a mask; use store.filter()")
-    place = StatsFile(store, layer, tokens, ignored, None if isinstance(save, bool) else save)
+    place = StatsFile(store, layer, rows, None if isinstance(save, bool) else save)
     if not place.folders:
         raise ArgumentError("save: a joined or paired store has no folder of its own: pass a folder, save=PATH")
     if (found := place.read()) is not None:
@@ -179,14 +176,14 @@ def kept_or_made(
     return made
 
 
-def kept(store: Readable, layer: Layer, tokens: str = "content", ignored: Sequence[int] = ()) -> Stats | None:
-    """The statistics of a layer that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
-    return StatsFile(store, layer, tokens, ignored).read() if not _has_parts(store) else None
+def kept(store: Readable, layer: Layer, rows: SelectedRows) -> Stats | None:
+    """The statistics of a layer's rows that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
+    return StatsFile(store, layer, rows).read() if not _has_parts(store) else None
 
 
-def kept_in(store: Readable, layer: Layer, tokens: str = "content") -> Path | None:
-    """The folder that contains saved statistics of a layer, valid or not; None if there is none."""
-    place = StatsFile(store, layer, tokens, ())
+def kept_in(store: Readable, layer: Layer, rows: SelectedRows) -> Path | None:
+    """The folder that contains saved statistics of a layer's rows, valid or not; None if there is none."""
+    place = StatsFile(store, layer, rows)
     return next((folder for folder in place.folders if Location.at(folder / f"{place.name}.json").exists()), None)
 
 

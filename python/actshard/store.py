@@ -36,9 +36,9 @@ from actshard.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
-from actshard.stream import selected
 from actshard.stream.norms import Limit
-from actshard.stream.selection import COMPARED, Mask, Tokens, column, labels_of, memory_for_flags
+from actshard.stream.rows import NativeSelection, SelectedRows
+from actshard.stream.selection import COMPARED, Mask, Selection, Tokens, column, memory_for_flags
 from actshard.stream.verbs import StreamVerbs
 
 if TYPE_CHECKING:
@@ -550,7 +550,7 @@ class Store(StreamVerbs, SampledVerbs):
         """
         self._open_rows()
 
-    def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream:
+    def native_stream(self, selection: NativeSelection, options: dict[str, Any]) -> _native.Stream:
         """Returns the binding's stream, for :class:`~actshard.Stream`. Internal."""
         return _native.Stream(self._open_rows(), selection, **options)
 
@@ -586,57 +586,45 @@ class Store(StreamVerbs, SampledVerbs):
                 there are fewer. None: all rows. Takes up to 9 bytes of memory for each row of the layer.
             seed: another seed gives another sample.
             save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
-                that folder is not writable. Or a folder. Only for all rows that ``tokens`` and
-                ``ignore_labels`` select.
+                that folder is not writable. Or a folder. Statistics of other rows have other files.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
         _arguments.check_progress(progress)
-        for name, given in (("rows", rows), ("max_norm", max_norm), ("min_token", min_token or None)):
-            if given is not None and save is not False:
-                raise ArgumentError(f"save: saved statistics are those of all rows. Leave out {name}= or save=.")
-        ignore_labels, seed = labels_of(ignore_labels), _arguments.whole(seed, "seed")
-        if save is not False:
-            from actshard.saved import kept_or_made
-
-            make = functools.partial(self.stats, layer, tokens=tokens, ignore_labels=ignore_labels, progress=progress)
-            return kept_or_made(self, self.layers[self._group(layer)], (tokens, ignore_labels, keep), save, make)
-        self._group(layer)  # raises for an unknown layer
-        selection, _ = selected(self, [layer], tokens, ignore_labels, keep, max_norm, min_token)
+        selection, seed = Selection(tokens, ignore_labels, keep, max_norm, min_token), _arguments.whole(seed, "seed")
+        selected = selection.resolve(self, [self.layers[self._group(layer)]])
         if rows is not None:
-            from actshard.sampled.rows import count_of, thinned
+            from actshard.sampled.rows import count_of, spread
 
-            sample = count_of(rows, "rows"), seed
             with memory_for_flags(self):
-                selection = thinned(selection, self.num_examples, *sample)
-        return self._stats(layer, selection, progress)
+                selected = selected.take(spread(selected.count, count_of(rows, "rows"), seed))
+        make = functools.partial(self._stats, layer, selected, progress)
+        if save is False:
+            return make()
+        from actshard.saved import kept_or_made
 
-    def _stats(self, layer: Layer, selection: Any, progress: Callable[[int, int], object] | None) -> Stats:
-        group, total = self._group(layer), _native.count_selected(self.num_examples, selection)
+        return kept_or_made(self, self.layers[self._group(layer)], selected, save, make)
+
+    def _stats(self, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None) -> Stats:
+        group, total = self._group(layer), rows.count
         report = None if progress is None else lambda done: progress(done, total)
-        return Stats.of(self._open_rows().stats(group, selection, report), self.layers[group])
+        return Stats.of(self._open_rows().stats(group, rows.native, report), self.layers[group])
 
-    def known_stats(self, layer: Layer, tokens: Tokens, ignore_labels: Sequence[int], keep: Mask, chosen: Any) -> Stats:
-        """Returns saved statistics of a layer if they are still valid; otherwise computes them without saving. Internal.
-
-        ``chosen``: the rows, if these are fewer than ``tokens``, ``ignore_labels`` and ``keep`` select; None: all of these.
-        """
+    def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats:
+        """Returns saved statistics of a layer's rows if they are still valid; otherwise computes them without saving. Internal."""
         from actshard.saved import kept
 
-        if chosen is not None:
-            return self._stats(layer, chosen, None)
-        found = None if keep is not None else kept(self, layer, tokens, ignore_labels)
-        if found is not None:
-            return found
-        size = int(self.tokens_in(layer).sum()) * self.d_model * self.dtype.itemsize
+        if (stats := kept(self, layer, rows)) is not None:
+            return stats
+        size = rows.count * self.d_model * self.dtype.itemsize
         LOG.log(
             logging.WARNING if size >= _LONG else logging.INFO,
             "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) saves them",
             *(self.path, size / 1e9, plain(layer), layer),
         )
-        return self.stats(layer, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
+        return self._stats(layer, rows)
 
     def _open_rows(self) -> Rows:
         if isinstance(self._rows, Without):

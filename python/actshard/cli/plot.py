@@ -17,6 +17,7 @@ from actshard.plot.norms import spread
 from actshard.plot.sampled import named_label
 from actshard.plot.style import FORMATS, check_name, library
 from actshard.store import Store
+from actshard.stream.selection import Selection
 from actshard.tokens.looking import look
 
 _ONE_LAYER = ("dimensions", "shuffle")
@@ -89,4 +90,4 @@ def _drawn(store: Store, what: str, names: Any, of: str | None, tokens: Any, tel
     if what == "separability":
         label = named_label(store) if of is None else of
         return plot.separability(store, found=store.separability(label, names, progress=rows))
-    return getattr(plot, what)(store, stats=measured(store, names, tokens=tokens, progress=tell))
+    return getattr(plot, what)(store, stats=measured(store, names, selection=Selection(tokens), progress=tell))

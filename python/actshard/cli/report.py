@@ -16,6 +16,7 @@ from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.style import check_name
 from actshard.reporting import ENDS, WrittenReport, written
 from actshard.reporting.page import OF_DATA
+from actshard.stream.selection import Selection
 
 
 def run(
@@ -39,8 +40,9 @@ def run(
                 raise
             except OF_DATA:  # the report of a dataset that cannot be opened has no layers, and lists the damage
                 layers = None
+    selection = Selection(options.pop("tokens"))
     with progress("report", quiet=quiet) as watch:
-        return written(path, out, layers=layers, progress=watch.stage, **options)
+        return written(path, out, layers=layers, selection=selection, progress=watch.stage, **options)
 
 
 def _refuse_caches(path: str, layer: str, options: dict[str, Any]) -> None:

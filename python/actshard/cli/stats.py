@@ -26,6 +26,7 @@ from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice
 from actshard.stats.summary import POSITION_QUANTILES
 from actshard.store import Store
+from actshard.stream.selection import Selection
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 _MASSIVE, _ROWS = 3, 20
@@ -39,7 +40,8 @@ def run(
     """Computes the statistics of layers, or reads saved ones, and shows progress."""
     made: dict[Layer, Stats] = {}
     for layer in layers:
-        if rows is None and (found := kept(store, store.layers[store.group_of(layer)], tokens)) is not None:
+        name = store.layers[store.group_of(layer)]
+        if rows is None and (found := kept(store, name, Selection(tokens).resolve(store, [name]))) is not None:
             made[layer] = found
             continue
         with progress(f"layer {plain(layer)}", quiet=quiet, unit="rows") as watch:
@@ -93,9 +95,10 @@ def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> No
     _print(found, _examples(store, found), massive_rows(store, found, most=_MASSIVE), rows)
 
 
-def show_folders(store: Store, found: dict[Layer, Stats], tokens: str) -> None:
+def show_folders(store: Store, found: dict[Layer, Stats], tokens: Any) -> None:
     """Prints where statistics are saved."""
-    folders = {folder for layer in found if (folder := kept_in(store, layer, tokens)) is not None}
+    rows = {layer: Selection(tokens).resolve(store, [layer]) for layer in found}
+    folders = {folder for layer, each in rows.items() if (folder := kept_in(store, layer, each)) is not None}
     for folder in sorted(folders):
         console().print(f"saved in {escape(str(folder))}; reused while the dataset is unchanged", soft_wrap=True)
     if not folders:

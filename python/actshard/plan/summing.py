@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-import actshard._native as _native
 from actshard import _arguments
 from actshard._arguments import many
 from actshard._json import MAX_INT, read_json
@@ -52,7 +51,9 @@ from actshard.saved import StatsFile
 from actshard.stats import Stats
 from actshard.stats.sums import SUMMED, Sums
 from actshard.store import Store
-from actshard.stream.selection import Tokens, labels_of, select
+from actshard.stream.norms import Limit
+from actshard.stream.selection import Mask, Selection, Tokens
+from actshard.stream.supervised import ColumnTokens
 from actshard.work import write_json
 
 SUMS, SUMMARIES = "sums.npy", "summaries.json"
@@ -65,6 +66,9 @@ def stats(
     tasks: int = 64,
     tokens: Tokens = "content",
     ignore_labels: Sequence[int] = (),
+    keep: Mask = None,
+    max_norm: Limit = None,
+    min_token: int = 0,
     format: str | None = None,
     layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     save: bool = False,
@@ -81,6 +85,9 @@ def stats(
         tasks: maximum number of tasks. There are fewer if there are fewer leaves (65,536 rows, or 64 MiB); see ``plan.notes``.
         tokens: as for :meth:`actshard.Store.stream`.
         ignore_labels: as for :meth:`actshard.Store.stream`.
+        keep: as for :meth:`actshard.Store.stream`, but only by a column: its name, or :func:`actshard.up_to_last`.
+        max_norm: must be None: which rows it leaves out is known only after all have been read.
+        min_token: as for :meth:`actshard.Store.stream`.
         format: as for :func:`actshard.open`.
         layout: as for :func:`actshard.open`.
         save: whether the commit also saves them, like :meth:`actshard.Store.stats` with ``save=True``.
@@ -88,19 +95,20 @@ def stats(
             current folder.
 
     Raises:
+        ArgumentError: ``keep`` or ``max_norm`` cannot be planned.
         Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
     """
     tasks = _arguments.whole(tasks, "tasks", 1)
     where, layout = place(path), described(layout, format)
     store = open_quietly(where, format, "pread", layout=layout)
     groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
-    ignored = labels_of(ignore_labels)
+    selection = _planned(Selection(tokens, ignore_labels, keep, max_norm, min_token))
     wide = wide_groups(store, groups)
     listed, weights = [], []
     for group in groups:
-        selection = select(store, [store.layers[group]], tokens, ignored)
-        store.rows.sums(group, selection, (0, 0), group in wide)  # raises if rows are not numbers
-        rows = _native.count_selected(store.num_examples, selection)
+        selected = selection.resolve(store, [store.layers[group]])
+        store.rows.sums(group, selected.native, (0, 0), group in wide)  # raises if rows are not numbers
+        rows = selected.count
         each = store.rows.leaf_rows(group in wide)
         sizes = np.full(-(-rows // each), each, np.int64)
         if rows % each:
@@ -111,8 +119,7 @@ def stats(
         "path": where,
         "format": format,
         "layout": layout,
-        "tokens": tokens,
-        "ignore_labels": ignored,
+        **_plain(selection),
         "layers": listed,
         "save": bool(_arguments.switch(save, "save")),
     }
@@ -124,6 +131,31 @@ def stats(
     predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
     noted = notes(len(made), tasks, f"the rows have {many(sum(n for _, n, _ in listed), 'part')} to sum", folder)
     return Plan("stats", arguments, inputs, tuple(made), predicted, folder, noted)
+
+
+def _planned(selection: Selection) -> Selection:
+    """The selection, if a plan's file can name its rows."""
+    if selection.keep is not None and not isinstance(selection.keep, ColumnTokens):
+        raise ArgumentError(
+            "keep: a plan's file holds no masks or functions. Pass the name of a list column, such as "
+            '"loss_mask", or actshard.up_to_last("loss_mask")'
+        )
+    if selection.max_norm is not None:
+        raise ArgumentError(
+            "max_norm: not supported by plans: which rows it leaves out is known only after all have been read. Use store.stats"
+        )
+    return selection
+
+
+def _plain(selection: Selection) -> dict[str, Any]:
+    """The JSON values of a planned selection."""
+    keep = selection.keep
+    return {
+        "tokens": selection.tokens,
+        "ignore_labels": list(selection.ignore_labels),
+        "keep": [keep.column, keep.context, keep.at_least] if isinstance(keep, ColumnTokens) else None,
+        "min_token": selection.min_token,
+    }
 
 
 def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
@@ -140,8 +172,8 @@ def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Seque
     row = store.d_model * store.dtype.itemsize
     leaves = {group: count for group, count, _ in sought.layers}
     wide = {group for group, _, wide in sought.layers if wide}
-    selections = {g: select(store, [store.layers[g]], given["tokens"], given["ignore_labels"]) for g in leaves}
-    rows = {g: _native.count_selected(store.num_examples, each) for g, each in selections.items()}
+    selected = {g: sought.selection.resolve(store, [store.layers[g]]) for g in leaves}
+    rows = {g: each.count for g, each in selected.items()}
     size = {g: store.rows.leaf_rows(g in wide) for g in leaves}
 
     def bytes_of(group: int, first: int, end: int) -> int:
@@ -151,7 +183,7 @@ def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Seque
     found = needs(
         store,
         ranges,
-        lambda g, a, b, held: store.rows.sum_needs(g, selections[g], (a, b), g in wide, held // max(row, 1)),
+        lambda g, a, b, held: store.rows.sum_needs(g, selected[g].native, (a, b), g in wide, held // max(row, 1)),
         inputs,
         lambda g, a, b: (store.num_examples * a // leaves[g], -(-store.num_examples * b // leaves[g])),
     )
@@ -169,6 +201,9 @@ class _Sought:
     def __init__(self, store: Store, given: Mapping[str, Any], work: Path) -> None:
         self.store, self.given = store, given
         self.layers: list[list[Any]] = given["layers"]
+        column = given["keep"]
+        keep = None if column is None else ColumnTokens(*column)
+        self.selection = Selection(given["tokens"], given["ignore_labels"], keep, None, given["min_token"])
         if any(not 0 <= group < len(store.layers) for group, _, _ in self.layers):
             raise FormatError(f"expected {len(store.layers)} layers, found {self.layers!r:.200}", path=work)
 
@@ -206,6 +241,12 @@ class Summing(Verb):
         ignored = fields.value.get("ignore_labels")
         if not isinstance(ignored, list) or any(type(x) is not int or abs(x) >= MAX_INT for x in ignored):
             raise fields.error("ignore_labels", "a list of integers")
+        keep = fields.value.get("keep", ())
+        if keep is not None and (not isinstance(keep, list) or [type(x) for x in keep] != [str, bool, int]):
+            raise fields.error("keep", "null, or a column, whether tokens before its last one are kept, and a number")
+        floor = fields.value.get("min_token")
+        if type(floor) is not int or not 0 <= floor < MAX_INT:
+            raise fields.error("min_token", "an integer of 0 or more")
         leaves = 0
         listed = fields.value.get("layers")
         if not isinstance(listed, list):
@@ -226,18 +267,17 @@ class Summing(Verb):
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Sums the task's leaves."""
         request, part = self._request(plan), plan.tasks[task]
-        store, given, first_and_end = request.store, request.given, part["leaves"]
+        store, first_and_end = request.store, part["leaves"]
         spans = list(request.spans(*first_and_end))
         total, done = sum(b - a for _, _, a, b in spans), 0
         made, arrays, summaries = [], [], []
         for group, wide, a, b in spans:
             layer = store.layers[group]
             leaf = store.rows.leaf_rows(wide)
-            selection = select(store, [layer], given["tokens"], given["ignore_labels"])
             try:
                 nodes = store.rows.sums(
                     group,
-                    selection,
+                    request.selection.resolve(store, [layer]).native,
                     (a, b),
                     wide,
                     lambda rows, done=done, leaf=leaf: tell(done + rows // leaf, total),  # type: ignore[misc]  # mypy infers no lambda whose defaults keep the loop's values
@@ -302,7 +342,7 @@ class Summing(Verb):
         made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in request.layers}
         if request.given["save"]:
             for layer, stats in made.items():
-                StatsFile(store, layer, request.given["tokens"], request.given["ignore_labels"]).write(stats)
+                StatsFile(store, layer, request.selection.resolve(store, [layer])).write(stats)
         keep(plan, [stats.as_plain() for stats in made.values()])
         return made
 

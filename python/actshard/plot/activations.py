@@ -15,6 +15,7 @@ from actshard.plot.style import axes, below, label, labels, log, style, whole
 from actshard.quality import distances
 from actshard.stats import Stats
 from actshard.store import Store
+from actshard.stream.selection import CONTENT, Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +41,7 @@ def measured(
     store: Store,
     layers: Layer | Sequence[Layer] | None = None,
     *,
-    tokens: Any = "content",
+    selection: Selection = CONTENT,
     rows: int | None = None,
     kept: Measured | None = None,
     progress: Callable[[str, int, int], object] | None = None,
@@ -50,7 +51,7 @@ def measured(
     Args:
         store: a store.
         layers: names; None: all.
-        tokens: as for :meth:`actshard.Store.stats`.
+        selection: their rows.
         rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all.
         kept: the kept statistics, if they were read before.
         progress: called with ("rows", rows done, total rows) of all layers that are read.
@@ -58,7 +59,7 @@ def measured(
     _arguments.check_progress(progress)
     names = [store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers))]
     made: dict[Layer, Stats] = {}
-    found = kept_of(store, names, tokens) if kept is None else kept
+    found = kept_of(store, names, selection) if kept is None else kept
     left = [name for name in names if name not in found]
     for number, name in enumerate(left):
 
@@ -66,21 +67,19 @@ def measured(
             if progress is not None:
                 progress("rows", before * total + done, len(left) * total)
 
-        made[name] = store.stats(name, tokens=tokens, rows=rows, progress=tell)
+        made[name] = store.stats(name, rows=rows, progress=tell, **selection.as_options())
     return {name: found[name] if name in found else made[name] for name in names}
 
 
-def kept_of(store: Store, names: Sequence[Layer], tokens: Any) -> dict[Layer, Stats]:
+def kept_of(store: Store, names: Sequence[Layer], selection: Selection) -> dict[Layer, Stats]:
     """The statistics of layers that ``store.stats(save=True)`` kept and that are still true."""
-    if not isinstance(tokens, str):
-        return {}
-    found = {name: saved.kept(store, name, tokens) for name in names}
+    found = {name: saved.kept(store, name, selection.resolve(store, [name])) for name in names}
     return {name: stats for name, stats in found.items() if stats is not None}
 
 
 def known(store: Store, layers: Any, stats: Measured | None, tokens: Any) -> Measured:
     """The given statistics, or if there are none those of some layers."""
-    return measured(store, layers, tokens=tokens) if stats is None else stats
+    return measured(store, layers, selection=Selection(tokens)) if stats is None else stats
 
 
 def table_of(**columns: Any) -> pa.Table:
@@ -242,7 +241,7 @@ def dimensions(
     """
     store = store_of(store)
     name = store.layers[-1] if layer is None else store.layers[store.group_of(layer)]
-    found = measured(store, name, tokens=tokens)[name] if stats is None else stats
+    found = measured(store, name, selection=Selection(tokens))[name] if stats is None else stats
     if table:
         return table_of(
             dimension=np.arange(len(found.mean)),

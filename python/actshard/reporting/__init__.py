@@ -28,6 +28,8 @@ from actshard.reporting.activations import ReportedRows
 from actshard.reporting.page import FEW_COLUMNS, OF_DATA, Page, steps
 from actshard.stats.advice import Advice, cut
 from actshard.store import Store
+from actshard.stream.norms import Limit
+from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.verifying import Report, verify
 from actshard.work.files import write_bytes
@@ -41,7 +43,11 @@ def report(
     out: str | os.PathLike[str] = "report.html",
     *,
     layers: Layer | Sequence[Layer] | None = None,
-    tokens: Any = "content",
+    tokens: Tokens = "content",
+    ignore_labels: Sequence[int] = (),
+    keep: Mask = None,
+    max_norm: Limit = None,
+    min_token: int = 0,
     rows: int | None = None,
     examples: int = 6,
     tokenizer: Any = None,
@@ -63,7 +69,11 @@ def report(
         path: path or URL of a dataset or token cache, as for :func:`actshard.open`; or a store.
         out: the file to write, with a name that ends with ``.html`` or ``.htm``; an existing one is replaced.
         layers: names of the layers to report on; None: all.
-        tokens: as for :meth:`actshard.Store.stats`.
+        tokens: as for :meth:`actshard.Store.stats`, like the next four. Not for token caches.
+        ignore_labels: as for :meth:`actshard.Store.stats`.
+        keep: as for :meth:`actshard.Store.stats`.
+        max_norm: as for :meth:`actshard.Store.stats`.
+        min_token: as for :meth:`actshard.Store.stats`.
         rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all. Not for token caches.
         examples: number of examples whose tokens are shown, evenly spaced.
         tokenizer: decodes tokens, as for :func:`actshard.tokens.load_tokenizer`; None: a token cache's own, if it is here.
@@ -86,7 +96,7 @@ def report(
         path,
         out,
         layers=layers,
-        tokens=tokens,
+        selection=Selection(tokens, ignore_labels, keep, max_norm, min_token),
         rows=rows,
         examples=examples,
         tokenizer=tokenizer,
@@ -138,7 +148,7 @@ def written(
     out: str | os.PathLike[str],
     *,
     layers: Any,
-    tokens: Any,
+    selection: Selection,
     rows: int | None,
     examples: int,
     tokenizer: Any,
@@ -158,10 +168,10 @@ def written(
     if isinstance(path, Store):
         if any(value is not None for name, value in given.items() if name != "deep"):
             raise ArgumentError("format, storage_options, cache, layout: expected none of them with an open store")
-        page = activations.page_of(path, layers, (tokens, rows), count, decode, tell)
+        page = activations.page_of(path, layers, (selection, rows), count, decode, tell)
         given = {"deep": given["deep"]}
     else:
-        page = _of_path(path, given, layers, (tokens, rows), count, decode, tell)
+        page = _of_path(path, given, layers, (selection, rows), count, decode, tell)
     with page.timed("check of the files"):
         check = verify(path, progress=tell, **given)
         page.verified(check)
@@ -202,7 +212,7 @@ def _of_path(
         raise ArgumentError("layers: a token cache has no layers. Leave layers= out.", path=held.path)
     if selected[1] is not None:
         raise ArgumentError("rows: a token cache has no rows of layers to sample. Leave rows= out.", path=held.path)
-    if selected[0] != "content":
+    if not selected[0].is_default:
         raise ArgumentError("tokens: a report of a token cache covers all tokens. Leave tokens= out.", path=held.path)
     try:
         page = caches.page_of(held, count, decode, tell)

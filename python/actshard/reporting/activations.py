@@ -34,21 +34,22 @@ from actshard.stats import MASSIVE, OUTLIER, Stats
 from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice, cut
 from actshard.store import Store
+from actshard.stream.selection import Selection
 from actshard.tokens.tokenizer import Tokenizer
 
-ReportedRows = tuple[Any, int | None]
-"""The tokens to report on, and the number of rows to sample of each layer; None: all."""
+ReportedRows = tuple[Selection, int | None]
+"""The rows to report on, and how many to sample of each layer; None: all."""
 
 
 def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decode: Tokenizer | None, tell: Any) -> Page:
     """The parts of a report that come from the store."""
-    tokens, rows = selected
+    selection, rows = selected
     page = Page(cut(store.path.name or store.path, 80), "activation dataset", list(_facts(store)))
     if not store.layers:
         page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
         return page
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
-    kept = {} if rows is not None else kept_of(store, names, tokens)
+    kept: dict[Layer, Stats] = {}
     try:
         with page.timed("statistics"):
             found = _readable(page, store, names, selected, kept, tell)
@@ -66,7 +67,7 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
     with page.timed("plots"):
         _draw(page, store, found)
     with page.timed("samples"):
-        sampled.add(page, store, found, tokens, tell)
+        sampled.add(page, store, found, selection, tell)
     with page.timed("tables and texts"):
         page.grids.append(("Layers", _LAYERS, _table(found)))
         page.grids += _massive(store, found, decode)
@@ -77,7 +78,8 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
     page.how = [
         (
             "statistics",
-            f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {tokens!r}; sums in float64{_kept(kept, found)}",
+            f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {selection.tokens!r}{_left_out(selection)}; sums "
+            f"in float64{_kept(kept, found)}",
         ),
         ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518); infinite if no column varies"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
@@ -96,10 +98,10 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
 
 
 def _readable(
-    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, kept: Measured, tell: Any
+    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, kept: dict[Layer, Stats], tell: Any
 ) -> dict[Layer, Stats]:
-    """The statistics of the layers that can be read. Adds the errors of the others."""
-    tokens, rows = selected
+    """The statistics of the layers that can be read. Adds the errors of the others, and to ``kept`` those that were saved."""
+    selection, rows = selected
     found: dict[Layer, Stats] = {}
     errors: dict[str, tuple[ActshardError, list[Layer]]] = {}
     for number, name in enumerate(names):
@@ -107,9 +109,10 @@ def _readable(
         def told(what: str, done: int, total: int, before: int = number) -> None:
             tell(what, before * total + done, len(names) * total)
 
-        known = {name: kept[name]} if name in kept else {}
         try:
-            found |= measured(store, name, tokens=tokens, rows=rows, kept=known, progress=told)
+            known = kept_of(store, [name], selection) if rows is None else {}
+            kept |= known
+            found |= measured(store, name, selection=selection, rows=rows, kept=known, progress=told)
         except OF_DATA as error:
             errors.setdefault(str(error), (error, []))[1].append(name)
     for first, layers in errors.values():
@@ -119,6 +122,13 @@ def _readable(
         where = f"{'layer' if len(layers) == 1 else 'layers'} {cut(listing(layers), 80)}"
         page.damaged("cannot be read, the report covers the other layers", first, where)
     return found
+
+
+def _left_out(selection: Selection) -> str:
+    """The arguments that leave out rows of these tokens."""
+    masks = ["ignore_labels"] * bool(selection.ignore_labels) + ["keep"] * (selection.keep is not None)
+    limits = [f"{name}={getattr(selection, name)!r}" for name in ("max_norm", "min_token") if getattr(selection, name)]
+    return "".join(f", {each}" for each in (*masks, *limits))
 
 
 def _kept(kept: Measured, found: Measured) -> str:

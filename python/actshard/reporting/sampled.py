@@ -14,6 +14,7 @@ from actshard.plot.norms import spread
 from actshard.plot.sampled import compared, label_of
 from actshard.reporting.page import OF_DATA, Page
 from actshard.store import Store
+from actshard.stream.selection import Selection
 
 ROWS = 2_048
 """Rows of the sample of a spectrum, and of similarities: seconds for the widest models."""
@@ -22,7 +23,7 @@ _NOT = (ArgumentError, DtypeError, NotStoredError, MissingFileError, *OF_DATA)
 """Errors of datasets of which there is no such sample: verify names damage."""
 
 
-def add(page: Page, store: Store, found: Measured, tokens: Any, tell: Any) -> None:
+def add(page: Page, store: Store, found: Measured, selection: Selection, tell: Any) -> None:
     """Adds the plots, where single rows can be read without much else."""
     names = [layer for layer, stats in found.items() if stats.rows > 1]
     if not names:
@@ -31,20 +32,23 @@ def add(page: Page, store: Store, found: Measured, tokens: Any, tell: Any) -> No
         why = "not computed: single rows of this dataset are slow to read; see store.spectrum and store.similarity"
         page.how_sampled.append(("spectrum, similarity", why))
         return
-    _spectra(page, store, names, tokens, tell)
+    _spectra(page, store, names, selection, tell)
     if len(names) > 1:
-        _similarity(page, store, names, tokens, tell)
+        _similarity(page, store, names, selection, tell)
     label = label_of(store)
     if label is not None:
-        _separability(page, store, label, names, tell)
+        _separability(page, store, label, names, selection, tell)
 
 
-def _spectra(page: Page, store: Store, names: list[Any], tokens: Any, tell: Any) -> None:
+def _spectra(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
     made = {}
     for layer in spread(names):
         try:
             made[layer] = store.spectrum(
-                layer, rows=ROWS, tokens=tokens, progress=lambda done, total: tell("spectrum", done, total)
+                layer,
+                rows=ROWS,
+                progress=lambda done, total: tell("spectrum", done, total),
+                **selection.as_options(),
             )
         except _NOT:
             continue
@@ -58,10 +62,13 @@ def _spectra(page: Page, store: Store, names: list[Any], tokens: Any, tell: Any)
         page.how_sampled.append(("spectrum", text))
 
 
-def _similarity(page: Page, store: Store, names: list[Any], tokens: Any, tell: Any) -> None:
+def _similarity(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
     try:
         found = store.similarity(
-            compared(names), rows=ROWS, tokens=tokens, progress=lambda done, total: tell("similarity", done, total)
+            compared(names),
+            rows=ROWS,
+            progress=lambda done, total: tell("similarity", done, total),
+            **selection.as_options(),
         )
     except _NOT:  # such as layers with other tokens
         return
@@ -71,10 +78,14 @@ def _similarity(page: Page, store: Store, names: list[Any], tokens: Any, tell: A
         page.how_sampled.append(("similarity", text))
 
 
-def _separability(page: Page, store: Store, label: Any, names: list[Any], tell: Any) -> None:
+def _separability(page: Page, store: Store, label: Any, names: list[Any], selection: Selection, tell: Any) -> None:
     try:
         found = store.separability(
-            label, names, examples=EXAMPLES, progress=lambda done, total: tell("separability", done, total)
+            label,
+            names,
+            examples=EXAMPLES,
+            progress=lambda done, total: tell("separability", done, total),
+            **selection.as_options(),
         )
     except _NOT:  # values that are no classes
         return

@@ -18,6 +18,7 @@ from actshard import _arguments
 from actshard.choosing import scrambled
 from actshard.layers import Layer
 from actshard.stream.readable import Readable
+from actshard.stream.rows import SelectedRows
 
 RowsRead = Callable[[int, int], object]
 """Called with the rows read so far and their total."""
@@ -59,47 +60,9 @@ def spread(total: int, count: int, seed: int) -> NDArray[np.int64]:
     return np.asarray(edges[:-1] + np.minimum((fraction * wide).astype(np.int64), wide - 1), np.int64)
 
 
-def places(selection: tuple[Any, ...], num_examples: int, count: int, seed: int) -> Places:
-    """A sample of the rows of a selection, as :func:`~actshard.stream.selection.select` returns it."""
-    if len(selection) == 1:  # one token of each example, or none (-1)
-        some = np.flatnonzero(selection[0] >= 0)
-        chosen = some[spread(len(some), count, seed)]
-        return Places(chosen, selection[0][chosen], len(some))
-    first, counts = selection[:2]
-    if not isinstance(counts, np.ndarray):
-        total = num_examples * int(counts)
-        flat = spread(total, count, seed)
-        example, token = np.divmod(flat, max(int(counts), 1))
-        return Places(example, token + first, total)
-    ends = np.cumsum(counts)
-    if len(selection) == 3:
-        some = np.flatnonzero(selection[2])
-        total, flat = len(some), some[spread(len(some), count, seed)]
-    else:
-        total = int(ends[-1]) if len(ends) else 0
-        flat = spread(total, count, seed)
-    example = np.searchsorted(ends, flat, side="right")
-    return Places(example, first + flat - (ends - counts)[example], total)
-
-
-def thinned(selection: tuple[Any, ...], num_examples: int, count: int, seed: int) -> tuple[Any, ...]:
-    """The selection of the rows that :func:`places` returns: one flag for each row that may be chosen."""
-    if len(selection) == 1:
-        some = np.flatnonzero(selection[0] >= 0)
-        tokens = np.full(num_examples, -1, selection[0].dtype)
-        chosen = some[spread(len(some), count, seed)]
-        tokens[chosen] = selection[0][chosen]
-        return (tokens,)
-    first, counts = selection[:2]
-    counts = np.broadcast_to(np.asarray(counts, np.int64), num_examples)
-    total = int(counts.sum())
-    flags = np.zeros(total, bool)
-    if len(selection) == 3:
-        some = np.flatnonzero(selection[2])
-        flags[some[spread(len(some), count, seed)]] = True
-    else:
-        flags[spread(total, count, seed)] = True
-    return first, np.ascontiguousarray(counts), flags
+def sample(rows: SelectedRows, count: int, seed: int) -> Places:
+    """``count`` of these rows; all, if there are fewer."""
+    return Places(*rows.locate(spread(rows.count, count, seed)), rows.count)
 
 
 def exact(store: Readable) -> np.dtype[Any]:

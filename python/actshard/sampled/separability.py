@@ -26,9 +26,10 @@ from actshard import _arguments
 from actshard.choosing import scrambled
 from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.layers import Layer, plain, several
-from actshard.sampled.rows import RowsRead, blocks, count_of, exact, exponent, numbers, places, spread
+from actshard.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, numbers, sample
 from actshard.stream.readable import Readable
-from actshard.stream.selection import select, stored_tokens
+from actshard.stream.rows import SelectedRows
+from actshard.stream.selection import Selection, stored_tokens
 
 CLASSES = 100
 """Most classes of a label."""
@@ -127,6 +128,7 @@ def separability_of(
     examples: int,
     test: float,
     seed: int,
+    selection: Selection,
     progress: RowsRead | None,
 ) -> Separability:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.separability`."""
@@ -141,15 +143,16 @@ def separability_of(
     table = _of_tokens(store, names, label)
     if table is not None and pool != "last":
         raise ArgumentError(f"pool: labels of tokens are not pooled, found {pool!r:.80}. Leave pool= out.")
-    selected = select(store, names, "last" if table is None else "content") if names else (0, 0)
-    at = places(selected, store.num_examples, count, seed)
+    rows = selection.resolve(store, names) if names else SelectedRows((0, 0), store.num_examples)
     what = label if isinstance(label, str) else ""
     if table is None:
-        every = places(selected, store.num_examples, store.num_examples, seed)
-        at = every[spread(len(every), count, seed)]
+        at = sample(rows.last(), count, seed)
         values = values_of(store, label, at.examples)
     else:
-        pool, values = "token", _plain(table[at.examples, at.tokens - store.special_tokens].tolist())
+        at, pool = sample(rows, count, seed), "token"
+        if (at.tokens < store.special_tokens).any():
+            raise ArgumentError(f"tokens: special tokens have no labels, found {selection.tokens!r}")
+        values = _plain(table[at.examples, at.tokens - store.special_tokens].tolist())
     sampled = min(count, store.num_examples if table is None else at.total)
     classes, codes = _classes(store, values, what, "tokens" if pool == "token" else "examples")
     split = (
@@ -161,10 +164,10 @@ def separability_of(
     scores = np.full((2, len(names)), np.nan)
     bad = np.zeros(len(names), np.int64)
     for i, name in enumerate(names):
-        rows = _features(store, name, at, pool)
-        fine = np.isfinite(rows).all(axis=1)
+        features = _features(store, name, at, pool, rows)
+        fine = np.isfinite(features).all(axis=1)
         bad[i] = len(fine) - np.count_nonzero(fine)
-        scores[:, i] = _score(rows[fine], codes[fine], held_out[fine], len(classes))
+        scores[:, i] = _score(features[fine], codes[fine], held_out[fine], len(classes))
         if progress is not None:
             progress((i + 1) * len(at), len(at) * len(names))
     return Separability(
@@ -209,7 +212,8 @@ def _of_tokens(store: Readable, layers: Sequence[Layer], label: Any) -> NDArray[
     if isinstance(label, str) or getattr(label, "ndim", 1) != 2:
         return None
     table = np.asarray(label)
-    counts = np.maximum(stored_tokens(store, layers) - store.special_tokens, 0) if layers else np.zeros(0, np.int64)
+    stored = stored_tokens(store, layers) if layers else np.zeros(0, np.int64)
+    counts = stored - np.minimum(stored, store.special_tokens)
     least, most = int(counts.min(initial=1 << 62)), int(counts.max(initial=0))
     # Of examples of different lengths, a table has columns beyond a row's tokens.
     fits = table.shape[1] == most if least == most else table.shape[1] >= most
@@ -286,21 +290,21 @@ def _with_both(
     return tuple(classes[i] for i in kept), codes, np.where(codes >= 0, split, np.int8(-1)).astype(np.int8)
 
 
-def _features(store: Readable, layer: Layer, at: Any, pool: str) -> NDArray[Any]:
-    """A row per place, ``(n, d_model)``: the token's own, or the mean of the example's content tokens."""
+def _features(store: Readable, layer: Layer, at: Places, pool: str, rows: SelectedRows) -> NDArray[Any]:
+    """A row per place, ``(n, d_model)``: the token's own, or the mean of the example's selected rows."""
     made = np.empty((len(at), store.d_model), np.float64 if pool == "mean" else exact(store))
     if pool != "mean":
         for start, block in blocks(store, layer, at):
             made[start : start + len(block)] = block
         return made
-    starts, ends = np.minimum(store.special_tokens, at.tokens), at.tokens + 1
-    for part in _whole_examples(ends - starts):
-        counts = (ends - starts)[part]
+    firsts, ends = rows.before[at.examples], rows.before[at.examples + 1]
+    for part in _whole_examples(ends - firsts):
+        counts = (ends - firsts)[part]
         offsets = np.cumsum(counts) - counts
-        tokens = np.arange(int(counts.sum())) - np.repeat(offsets - starts[part], counts)
+        own = np.arange(int(counts.sum())) - np.repeat(offsets - firsts[part], counts)
         sums = np.zeros((len(counts), store.d_model))
         owner = np.repeat(np.arange(len(counts)), counts)
-        every = type(at)(np.repeat(at.examples[part], counts), tokens, 0)
+        every = Places(*rows.locate(own), 0)
         with np.errstate(over="ignore", invalid="ignore"):
             for start, block in blocks(store, layer, every):
                 theirs = owner[start : start + len(block)]

@@ -29,9 +29,10 @@ from actshard import _arguments
 from actshard.choosing import scrambled
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.layers import Layer, plain, several, short
-from actshard.sampled.rows import Places, RowsRead, count_of, exact, exponent, numbers, places
+from actshard.sampled.rows import Places, RowsRead, count_of, exact, exponent, numbers, sample
 from actshard.stream.readable import Readable
-from actshard.stream.selection import Mask, Tokens, select
+from actshard.stream.rows import SelectedRows
+from actshard.stream.selection import Selection
 
 BATCH = 512
 """Rows whose products are made with each other."""
@@ -133,8 +134,7 @@ def similarity_of(
     other_layers: Any,
     rows: int,
     seed: int,
-    tokens: Tokens,
-    keep: Mask,
+    selection: Selection,
     progress: RowsRead | None,
 ) -> Similarity:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.similarity`."""
@@ -145,10 +145,10 @@ def similarity_of(
         raise ArgumentError("other_layers: expected other=, the store that has them")
     theirs = mine if other is None else _names(other, other_layers, "other_layers")
     store.check_open()
-    selection = select(store, mine, tokens, (), keep) if mine else (0, 0)
+    selected = selection.resolve(store, mine) if mine else SelectedRows((0, 0), store.num_examples)
     if other is not None and mine and theirs:
         _check_same(store, mine, other, theirs)
-    at = places(selection, store.num_examples, count, seed)
+    at = sample(selected, count, seed)
     sources: list[_Pair] = [(store, name) for name in mine]
     if other is not None:
         sources += [(other, name) for name in theirs]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from actshard import _arguments
 from actshard.errors import ArgumentError
 from actshard.layers import Layer, plain
-from actshard.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, number, numbers, places
+from actshard.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, number, numbers, sample
 from actshard.stream.readable import Readable
-from actshard.stream.selection import Mask, Tokens, select
+from actshard.stream.selection import Selection
 
 _PART = 4 << 20
 """Values of the sample that are widened to float64 at a time."""
@@ -118,8 +118,7 @@ def spectrum_of(
     rows: int,
     directions: int,
     seed: int,
-    tokens: Tokens,
-    keep: Mask,
+    selection: Selection,
     progress: RowsRead | None,
 ) -> Spectrum:
     """See :meth:`~actshard.sampled.verbs.SampledVerbs.spectrum`."""
@@ -127,7 +126,7 @@ def spectrum_of(
     name = store.layers[store.group_of(layer)]
     count, most, seed = count_of(rows, "rows"), count_of(directions, "directions", 0), _arguments.whole(seed, "seed")
     store.check_open()
-    at = places(select(store, [name], tokens, (), keep), store.num_examples, count, seed)
+    at = sample(selection.resolve(store, [name]), count, seed)
     found = _finite(store, name, at, progress)
     mean, values, vectors, power = decomposed(found, most)
     top = float(values.sum())

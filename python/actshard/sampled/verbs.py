@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from actshard.layers import Layer
+from actshard.stream.norms import Limit
 from actshard.stream.readable import Readable
-from actshard.stream.selection import Mask, Tokens
+from actshard.stream.selection import Mask, Selection, Tokens
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,7 +30,10 @@ class SampledVerbs:
         directions: int = 8,
         seed: int = 0,
         tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         progress: RowsRead | None = None,
     ) -> Spectrum:
         """Computes the eigenvalues of a layer's covariance, its effective rank, and its principal directions.
@@ -45,7 +49,10 @@ class SampledVerbs:
             directions: principal directions to return, at most.
             seed: another seed gives another sample.
             tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
             progress: called with (rows done, total rows) from time to time.
 
         Raises:
@@ -53,7 +60,8 @@ class SampledVerbs:
         """
         from actshard.sampled.spectrum import spectrum_of
 
-        return spectrum_of(self, layer, rows, directions, seed, tokens, keep, progress)
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return spectrum_of(self, layer, rows, directions, seed, selection, progress)
 
     def similarity(
         self: Readable,
@@ -64,7 +72,10 @@ class SampledVerbs:
         rows: int = 4_096,
         seed: int = 0,
         tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         progress: RowsRead | None = None,
     ) -> Similarity:
         """Compares layers with each other on the same sample of rows: by linear CKA, and by cosines.
@@ -79,7 +90,10 @@ class SampledVerbs:
             rows: as in :meth:`spectrum`.
             seed: as in :meth:`spectrum`.
             tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
             progress: as in :meth:`spectrum`; counts the rows of all layers.
 
         Raises:
@@ -87,7 +101,8 @@ class SampledVerbs:
         """
         from actshard.sampled.similarity import similarity_of
 
-        return similarity_of(self, layers, other, other_layers, rows, seed, tokens, keep, progress)
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return similarity_of(self, layers, other, other_layers, rows, seed, selection, progress)
 
     def separability(
         self: Readable,
@@ -98,6 +113,11 @@ class SampledVerbs:
         examples: int = 2_048,
         test: float = 0.25,
         seed: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         progress: RowsRead | None = None,
     ) -> Separability:
         """Measures how well a linear probe separates the classes of a label in each layer, on examples that it has not seen.
@@ -110,11 +130,16 @@ class SampledVerbs:
                 Or an array ``(num_examples, content tokens)`` with a label for each token, such as saev's
                 :attr:`Store.labels`: then the sample has tokens, and no example has tokens on both sides of the split.
             layers: names from :attr:`Store.layers`; None: all.
-            pool: what stands for an example: the row of its last content token, or the mean of the rows of its content tokens,
-                which reads all of them. Not for labels of tokens.
+            pool: what stands for an example: the last of its selected rows, by default that of its last content token; or their
+                mean, which reads all of them. Not for labels of tokens.
             examples: examples of the sample, or tokens for labels of tokens; all, if the dataset has fewer.
             test: share of each class that is held out, between 0 and 1; for labels of tokens, share of the examples.
             seed: another seed gives another sample and another split.
+            tokens: as in :meth:`stream`. Special tokens have no labels of tokens.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
             progress: called with (examples done, total examples) of all layers.
 
         Raises:
@@ -122,4 +147,5 @@ class SampledVerbs:
         """
         from actshard.sampled.separability import separability_of
 
-        return separability_of(self, label, layers, pool, examples, test, seed, progress)
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return separability_of(self, label, layers, pool, examples, test, seed, selection, progress)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-import actshard._native as _native
 from actshard import _arguments
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
@@ -20,25 +17,20 @@ from actshard.errors import (
     OverflowWarning,
     warn,
 )
-from actshard.formats.contents import Contents
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.stream.norms import Limit, parsed, position_floor, positions, within
-from actshard.stream.readable import Readable
+from actshard.stream.readable import Readable, native_options
 from actshard.stream.rescaling import (
     Center,
     Divide,
     Normalize,
     Scale,
-    check_named,
-    check_native,
     layers_of,
-    names_statistics,
-    rescaling,
+    rows_and_rescaling,
     settings_of,
 )
-from actshard.stream.selection import Mask, Tokens, keep_of, labels_of, select, stored_tokens
+from actshard.stream.selection import Selection
 
 Shuffle = Literal["window", "exact"] | None
 
@@ -46,107 +38,11 @@ _UNIT = 4 << 20
 """Bytes that a window requests from a remote store at a time, if its rows are contiguous."""
 _MANY = 1_000
 """Number of requests per epoch from which a warning is issued."""
-_BLOCK = 8 << 20
-"""Bytes of rows that are read at a time to compute norms."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
 _DOORS = frozenset({"state", "loop", "afresh", "batches_from", "resumes"})
 """Internal names for other modules of this package; ``dir()`` omits them."""
-
-
-def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
-    """All stored rows of a layer in stored order, in blocks of about 8 MiB."""
-    if not store.tokens_in(layer).any():
-        return  # a stream without rows would warn
-    rows = max(1, _BLOCK // (8 * store.d_model or 1))
-    for batch in Stream(store, layer, rows, tokens="all", dtype=np.float64):
-        yield batch.activations
-
-
-def select_rows(
-    store: Readable,
-    layers: Sequence[Layer],
-    tokens: Tokens,
-    ignore_labels: Sequence[int],
-    keep: Mask,
-    max_norm: Any,
-    min_token: Any,
-    each: int = 1,
-) -> tuple[Any, dict[str, int]]:
-    """As :func:`selected`; warns if no row is left."""
-    selection, left_out = selected(store, layers, tokens, ignore_labels, keep, max_norm, min_token, each)
-    if not _native.count_selected(store.num_examples, selection):
-        _warn_of_nothing(store, layers, tokens, ignore_labels, keep, left_out)
-    return selection, left_out
-
-
-def selected(
-    store: Readable,
-    layers: Sequence[Layer],
-    tokens: Tokens,
-    ignore_labels: Sequence[int],
-    keep: Mask,
-    max_norm: Any,
-    min_token: Any,
-    each: int = 1,
-) -> tuple[Any, dict[str, int]]:
-    """Returns a stream's selection, and the numbers of rows that ``min_token`` and ``max_norm`` leave out.
-
-    ``each``: rows per token, which is the number of layers of an interleaved stream.
-    """
-    first, limit = position_floor(min_token), parsed(max_norm)
-    left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
-    if not first and limit is None:
-        return select(store, layers, tokens, ignore_labels, keep), left_out
-    keep, stored = keep_of(store, keep), stored_tokens(store, layers)
-    steps = {"min_token": positions(stored) >= first}
-    selection = select(store, layers, tokens, ignore_labels, keep)
-    before = _native.count_selected(store.num_examples, selection)
-    if limit is not None:
-        finite, small = within(store, layers, stored, limit, functools.partial(_rows_of, store))
-        steps["not_finite"] = steps["min_token"] & finite
-        steps["max_norm"] = steps["min_token"] & small
-    for name, flags in steps.items():
-        selection = select(store, layers, tokens, ignore_labels, keep, flags)
-        after = _native.count_selected(store.num_examples, selection)
-        left_out[name], before = (before - after) * each, after
-    LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, before * each)
-    return selection, left_out
-
-
-def _warn_of_nothing(
-    store: Readable,
-    layers: Sequence[Layer],
-    tokens: Tokens,
-    ignore_labels: Sequence[int],
-    keep: Mask,
-    left_out: dict[str, int],
-) -> None:
-    """Warns that no row is left, unless the dataset has none."""
-    if not _has_rows(store.contents):
-        return
-    numbers = [f"{name} {n:,}" for name, n in left_out.items() if n]
-    masks = ["ignore_labels"] * (np.size(ignore_labels) > 0) + ["keep"] * (keep is not None)
-    if not store.num_examples:
-        why = "No example was chosen."
-    elif numbers:
-        why = f"Of the rows of tokens={tokens!r}: left out: {', '.join(numbers)}."
-    elif masks:
-        leave = "leaves" if len(masks) == 1 else "leave"
-        why = f"Of the rows of tokens={tokens!r}: {' and '.join(masks)} {leave} out all."
-    else:
-        why = f"Layers {short(layers)} have no rows of tokens={tokens!r}."
-    text = f"{store.path}: the stream has no rows. {why}"
-    warn(text, code="no-example-chosen")
-
-
-def _has_rows(contents: Contents) -> bool:
-    """Whether the datasets that ``contents`` are part of have rows."""
-    whole = contents.whole or contents
-    if whole.parts:
-        return any(_has_rows(part.contents) for part in whole.parts)
-    return bool(whole.token_counts().any())
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -199,15 +95,11 @@ class Stream(Epochs[Batch]):
         store: Readable,
         layer: Layer | Sequence[Layer] | Literal["all"],
         batch_size: int,
+        selection: Selection,
         *,
         shuffle: Shuffle = None,
         seed: int = 0,
         epoch: int = 0,
-        tokens: Tokens = "content",
-        ignore_labels: Sequence[int] = (),
-        keep: Mask = None,
-        max_norm: Limit = None,
-        min_token: int = 0,
         interleave: bool = False,
         drop_last: bool = False,
         rank: int = 0,
@@ -235,24 +127,24 @@ class Stream(Epochs[Batch]):
         self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
         self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._tokens = tokens
+        self._tokens = selection.tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
-        self._options: dict[str, Any] = {
-            "groups": groups,
-            "stacked": not one,
-            "interleaved": interleave,
-            "batch_size": self.batch_size,
-            "shuffle": shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "memory": _arguments.size(memory, "memory"),
-            "dtype": name,
-            "descr": asked,
-            "given": dtype is not None,
-        }
+        self._options = native_options(
+            groups,
+            asked,
+            name,
+            dtype is not None,
+            stacked=not one,
+            interleaved=interleave,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=self.drop_last,
+            rank=self.rank,
+            world_size=self.world_size,
+            memory=_arguments.size(memory, "memory"),
+        )
         item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
@@ -264,30 +156,13 @@ class Stream(Epochs[Batch]):
                 f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
-        # Read once: the selection and named statistics are of the same rows, also of an iterator and a random function.
-        ignore_labels, keep = labels_of(ignore_labels), keep_of(store, keep)
-        values = (center, scale, divide, normalize)
-        named = names_statistics(*values)
-        if not named:  # its errors come before rows are read for max_norm
-            self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep))
-        else:
-            check_named(store, self._layers, *values)
-        if named or max_norm is not None:
-            check_native(store, self._options)
-        self._selection, self.left_out = select_rows(
-            store,
-            self._layers,
-            tokens,
-            ignore_labels,
-            keep,
-            max_norm,
-            min_token,
-            each=len(groups) if interleave else 1,
+        self._rows, more = rows_and_rescaling(
+            store, self._layers, selection, (center, scale, divide, normalize), self._options
         )
-        if named:
-            chosen = self._selection if any(self.left_out.values()) else None
-            self._options |= rescaling(store, self._layers, *values, (tokens, ignore_labels, keep), chosen)
-        self._native = store.native_stream(self._selection, self._options)
+        self._options |= more
+        each = len(groups) if interleave else 1
+        self.left_out = {name: count * each for name, count in self._rows.left_out.items()}
+        self._native = store.native_stream(self._rows.native, self._options)
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
@@ -371,7 +246,7 @@ class Stream(Epochs[Batch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._native = self.store.native_stream(self._selection, self._options)
+        self._native = self.store.native_stream(self._rows.native, self._options)
 
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the rows of each batch and their values."""
@@ -386,7 +261,7 @@ class Stream(Epochs[Batch]):
             "layers": self._layers,
             "interleave": o["interleaved"],
             "tokens": self._tokens,
-            "selection": self._fingerprint(),
+            "selection": self._rows.digest,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
@@ -399,15 +274,6 @@ class Stream(Epochs[Batch]):
             made["units"] = f"{self._native.units:016x}"
             if self._native.unit_bytes is not None:
                 made["unit_bytes"] = self._native.unit_bytes
-        return made
-
-    def _fingerprint(self) -> str:
-        made = self.__dict__.get("_print")
-        if made is None:
-            digest = hashlib.sha256()
-            for part in self._selection:
-                digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode() + b";")
-            made = self._print = digest.hexdigest()[:16]
         return made
 
     def _ring(self) -> list[NDArray[Any]] | None:

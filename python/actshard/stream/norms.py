@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from actshard import _arguments
 from actshard.errors import ArgumentError, DtypeError
 from actshard.layers import Layer
-from actshard.stream.readable import Readable
+from actshard.stream.content import content_range, positions
+from actshard.stream.readable import Readable, native_options
 
 Limit = float | str | None
 
-ReadRows = Callable[[Layer], Iterable[NDArray[np.float64]]]
-"""Reads all stored rows of a layer in stored order, in blocks ``(rows, d_model)``."""
+_BLOCK = 8 << 20
+"""Bytes of rows that are read at a time."""
 
 _LOCK = threading.Lock()
 _KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float64]]] = weakref.WeakKeyDictionary()
@@ -79,7 +80,7 @@ def parsed(max_norm: Any) -> tuple[float, bool] | None:
 
 
 def within(
-    store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool], read: ReadRows
+    store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Two flags per stored token: norms are finite in every layer; norms are finite and at most ``max_norm`` in every layer."""
     if store.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
@@ -90,7 +91,7 @@ def within(
     finite = np.ones(int(stored.sum()), np.bool_)
     small = finite.copy()
     for layer in layers:
-        norms = _norms(store, layer, read)
+        norms = _norms(store, layer)
         ok = np.isfinite(norms)
         finite &= ok
         limit = number * _median(norms[ok & _content(store, stored)]) if of_median else number
@@ -98,31 +99,36 @@ def within(
     return finite, small & finite
 
 
-def positions(stored: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each stored token's position in its example."""
-    return np.arange(int(stored.sum())) - np.repeat(np.cumsum(stored) - stored, stored)
-
-
 def _content(store: Readable, stored: NDArray[np.int64]) -> NDArray[np.bool_]:
     """One flag per stored token: neither special nor padding."""
-    at, special, lengths = positions(stored), store.special_tokens, store.content_lengths
-    return (at >= special) & (at < np.repeat(stored if lengths is None else special + lengths, stored))
+    at, (first, stop) = positions(stored), content_range(store, stored)
+    return (at >= np.repeat(first, stored)) & (at < np.repeat(stop, stored))
 
 
 def _median(norms: NDArray[np.float64]) -> float:
     return float(np.median(norms)) if len(norms) else 0.0
 
 
-def _norms(store: Readable, layer: Layer, read: ReadRows) -> NDArray[np.float64]:
+def _norms(store: Readable, layer: Layer) -> NDArray[np.float64]:
     """Norms of all stored rows of a layer, computed at the first call for a store."""
     with _LOCK:
         known = _KNOWN.setdefault(store, {})
     if layer not in known:
-        parts = [norms_of_rows(rows) for rows in read(layer)]
+        parts = [norms_of_rows(rows) for rows in _rows_of(store, layer)]
         known[layer] = np.concatenate(parts) if parts else np.zeros(0)
     return known[layer]
 
 
-def position_floor(min_token: Any) -> int:
-    """``min_token`` as a checked number."""
-    return _arguments.whole(min_token, "min_token", 0)
+def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
+    """All stored rows of a layer in stored order, in blocks ``(rows, d_model)`` of about 8 MiB."""
+    counts = store.tokens_in(layer)
+    if not counts.any():
+        return
+    rows = max(1, _BLOCK // (8 * store.d_model or 1))
+    options = native_options([store.group_of(layer)], *_arguments.dtype(np.float64), True, batch_size=rows)
+    reader = store.native_stream((0, np.ascontiguousarray(counts)), options).start(0, 0, 1, None)
+    try:
+        while (batch := reader.next()) is not None:
+            yield batch[0]
+    finally:
+        reader.stop()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
     from actshard.layers import Layer
     from actshard.stats import Stats
+    from actshard.stream.rows import NativeSelection, SelectedRows
 
 
 class Readable(Protocol):
@@ -57,6 +58,26 @@ class Readable(Protocol):
     ) -> NDArray[Any]: ...
     def sequence(self, example: int, layer: Layer, *, dtype: DTypeLike | None = None) -> NDArray[Any]: ...
     def read_columns(self, names: Sequence[str], examples: ArrayLike | None = None) -> pa.Table: ...
-    def known_stats(self, layer: Layer, tokens: Any, ignore_labels: Sequence[int], keep: Any, chosen: Any) -> Stats: ...
+    def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats: ...
     def check_open(self) -> None: ...
-    def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream: ...
+    def native_stream(self, selection: NativeSelection, options: dict[str, Any]) -> _native.Stream: ...
+
+
+def native_options(
+    groups: Sequence[int], dtype: np.dtype[Any], name: str, converts: bool, **options: Any
+) -> dict[str, Any]:
+    """The options of a native stream of rows in stored order, and those that a call changes.
+
+    Args:
+        groups: indices of the layers.
+        dtype: dtype of the batches.
+        name: its name.
+        converts: whether it was requested, so that rows of other dtypes are converted.
+        options: options with other values.
+    """
+    plain = {
+        "groups": list(groups), "stacked": False, "interleaved": False, "batch_size": 1, "shuffle": None, "seed": 0,
+        "drop_last": False, "rank": 0, "world_size": 1, "memory": 1 << 30, "dtype": name, "descr": dtype,
+        "given": converts, "center": None, "scale": None, "divide": None, "norm": None,
+    }  # fmt: skip
+    return plain | options

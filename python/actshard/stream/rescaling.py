@@ -18,6 +18,8 @@ from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.layers import Layer, is_one, one
 from actshard.stats import Stats, is_deviation
 from actshard.stream.readable import Readable
+from actshard.stream.rows import SelectedRows
+from actshard.stream.selection import Selection
 
 Center = ArrayLike | Literal["mean"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d", "mean-sqrt-d"] | None
@@ -47,19 +49,26 @@ def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) 
     return [one(x) if is_one(x) else x for x in names]
 
 
-def names_statistics(center: Center, scale: Scale, divide: Divide, normalize: Normalize) -> bool:
-    """Whether an argument is the name of a statistic of the stream's rows, such as ``"mean"``."""
-    return any(isinstance(given, str) for given in (center, divide, normalize)) or _arguments.is_one_of(
-        scale, ("mean-sqrt-d",)
-    )
+def rows_and_rescaling(
+    store: Readable,
+    layers: Sequence[Layer],
+    selection: Selection,
+    values: tuple[Center, Scale, Divide, Normalize],
+    options: dict[str, Any],
+) -> tuple[SelectedRows, dict[str, Any]]:
+    """Resolves a stream's selection, and its ``center``, ``scale``, ``divide`` and ``normalize`` to options of the core.
+
+    Errors that do not depend on rows come before rows are read for ``max_norm`` and statistics. Warns if no row is selected.
+    ``options``: the other options of the native stream.
+    """
+    _check(store, layers, *values)
+    store.native_stream((0, 0), options)
+    rows = selection.resolve(store, layers)
+    selection.warn_of_nothing(store, layers, rows)
+    return rows, rescaling(store, layers, *values, rows)
 
 
-def check_native(store: Readable, options: dict[str, Any]) -> None:
-    """Raises the errors of a native stream that do not depend on its rows, before these are read."""
-    store.native_stream((0, 0), {**options, **dict.fromkeys(("center", "scale", "divide", "norm"))})
-
-
-def check_named(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, divide: Any, normalize: Any) -> None:
+def _check(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, divide: Any, normalize: Any) -> None:
     """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
     _check_names(center, divide, normalize)
     if isinstance(normalize, str):
@@ -68,7 +77,7 @@ def check_named(store: Readable, layers: Sequence[Layer], center: Any, scale: An
     center = 0.0 if isinstance(center, str) else center
     scale = 1.0 if _arguments.is_one_of(scale, ("mean-sqrt-d",)) else scale
     divide = 1.0 if isinstance(divide, str) else divide
-    rescaling(store, layers, center, scale, divide, normalize, ("content", (), None))
+    rescaling(store, layers, center, scale, divide, normalize, None)
 
 
 def _refuse_beside_normalize(center: Any, scale: Any, divide: Any) -> None:
@@ -84,13 +93,11 @@ def rescaling(
     scale: Scale,
     divide: Divide,
     normalize: Normalize,
-    selection: tuple[Any, Sequence[int], Any],
-    chosen: Any = None,
+    rows: SelectedRows | None,
 ) -> dict[str, Any]:
     """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
-    ``selection``: tokens, ignored labels and mask of the stream, used if an argument is a name such as ``"mean"``. ``chosen``: its
-    rows, if ``min_token`` or ``max_norm`` leave out some.
+    ``rows``: the rows of the stream, of which an argument may name statistics, such as ``"mean"``; None: no argument does.
 
     Raises:
         ArgumentError: an argument is invalid, or two of them exclude each other.
@@ -99,7 +106,7 @@ def rescaling(
     d_model, n = store.d_model, len(layers)
     if is_deviation(center):
         raise ArgumentError("center: expected an offset, found stats.std. Use center=stats.mean, divide=stats.std.")
-    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, (*selection, chosen))
+    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, rows)
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
         each = _stats_of(normalize, layers)
@@ -142,7 +149,7 @@ def _named(
     scale: Any,
     divide: Any,
     normalize: Any,
-    selection: tuple[Any, Sequence[int], Any, Any],
+    rows: SelectedRows | None,
 ) -> tuple[Any, Any, Any, Any]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
     _check_names(center, divide, normalize)
@@ -152,9 +159,9 @@ def _named(
         isinstance(divide, str),
         isinstance(normalize, str),
     )
-    if not any(asked):
+    if rows is None or not any(asked):
         return center, scale, divide, normalize
-    each = [store.known_stats(layer, *selection) for layer in layers]
+    each = [store.known_stats(layer, rows) for layer in layers]
     if asked[0]:
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
     if asked[1]:

@@ -1,10 +1,11 @@
-"""Selections: translates the user's choice of tokens and examples into the arrays that the Rust core expects."""
+"""Selections: translate the user's choice of tokens and examples into the arrays that the Rust core expects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +14,18 @@ from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard._arguments import is_one_of, listed
-from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError, OutOfRangeError
-from actshard.layers import Layer, plain
+from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError, OutOfRangeError, warn
+from actshard.layers import Layer, plain, short
+from actshard.logs import LOG
+from actshard.stream.content import content_range, positions
+from actshard.stream.norms import Limit, parsed, within
+from actshard.stream.rows import LIMITS, NativeSelection, SelectedRows
 from actshard.stream.supervised import flags_of, is_lists_of_flags, nonzero
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from actshard.formats.contents import Contents
     from actshard.stream.readable import Readable
 
 Tokens = Literal["content", "all", "last", "special"]
@@ -28,13 +34,6 @@ Mask = Any
 a function of ``store.table`` that returns flags."""
 
 COMPARED = ". Compare a column of store.table: column.to_numpy() == x or pyarrow.compute.equal(column, x); column == x is a bool."
-
-_Native = (
-    tuple[int, int]
-    | tuple[int, NDArray[np.int64]]
-    | tuple[int, NDArray[np.int64], NDArray[np.bool_]]
-    | tuple[NDArray[np.int64]]
-)
 
 
 def column(values: Any) -> Any:
@@ -100,23 +99,121 @@ def index_of(part: Any, count: int, what: str) -> Any:
     return _arguments.members(part.reshape(-1), count, what).reshape(part.shape)
 
 
-def select(
-    store: Readable,
-    layers: Sequence[Layer],
-    tokens: Tokens,
-    ignore_labels: Sequence[int] = (),
-    keep: Mask = None,
-    also: NDArray[np.bool_] | None = None,
-) -> _Native:
-    """Returns the selection in the form that ``_native.Stream`` expects. ``also``: one more flag per stored token.
+_TOKENS = ("content", "all", "last", "special")
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which rows of a store: the arguments of :meth:`~actshard.Store.stream` of these names, checked. Iterators are read once.
+
+    A verb takes the five arguments and passes them on as this value.
 
     Raises:
-        ArgumentError: an invalid value or mask.
-        NotStoredError: the dataset has no labels or special tokens, or the layers store different tokens.
-        FileAccessError: not enough memory for one flag per example.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
     """
-    with memory_for_flags(store):
-        return _select(store, layers, tokens, ignore_labels, keep, also)
+
+    tokens: Tokens = "content"
+    ignore_labels: Sequence[int] = ()
+    keep: Mask = None
+    max_norm: Limit = None
+    min_token: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.tokens, _TOKENS):
+            raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {self.tokens!r}')
+        object.__setattr__(self, "ignore_labels", tuple(_labels_of(self.ignore_labels)))
+        object.__setattr__(self, "keep", nonzero(self.keep) if isinstance(self.keep, str) else self.keep)
+        object.__setattr__(self, "min_token", _arguments.whole(self.min_token, "min_token", 0))
+        parsed(self.max_norm)
+
+    @classmethod
+    def pop(cls, options: dict[str, Any]) -> Selection:
+        """The selection in the options of a call, from which it is removed."""
+        return cls(**{each.name: options.pop(each.name) for each in fields(cls) if each.name in options})
+
+    def as_options(self) -> dict[str, Any]:
+        """The five arguments, for a verb of a store."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is all content."""
+        return self.tokens == "content" and not self.ignore_labels and self.keep is None and not self._has_limits
+
+    @property
+    def _has_limits(self) -> bool:
+        return self.min_token > 0 or self.max_norm is not None
+
+    def resolve(self, store: Readable, layers: Sequence[Layer]) -> SelectedRows:
+        """The rows in a store. A function of ``keep`` is called, and ``max_norm`` reads the layers, once per store.
+
+        Raises:
+            ArgumentError: an invalid mask.
+            NotStoredError: the dataset has no labels or special tokens, or the layers store different tokens.
+            FileAccessError: not enough memory for one flag per token.
+        """
+        with memory_for_flags(store):
+            if self.tokens == "special" and store.special_tokens == 0:
+                raise NotStoredError(
+                    'tokens="special": the dataset contains no special tokens, or its metadata does not list them',
+                    path=store.path,
+                )
+            masked = bool(self.ignore_labels) or self.keep is not None or self._has_limits
+            each = store.contents.tokens_each
+            if not masked and each is not None and store.content_lengths is None:
+                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples)
+            stored = stored_tokens(store, layers)
+            masks = (_unlabelled(store, self.tokens, self.ignore_labels, stored), _kept(store, self.keep, stored))
+            flags = [mask for mask in masks if mask is not None]
+            rows = SelectedRows(_native_form(store, self.tokens, stored, flags), store.num_examples)
+            return self._limited(store, layers, stored, flags, rows) if self._has_limits else rows
+
+    def _limited(
+        self,
+        store: Readable,
+        layers: Sequence[Layer],
+        stored: NDArray[np.int64],
+        flags: list[NDArray[np.bool_]],
+        rows: SelectedRows,
+    ) -> SelectedRows:
+        """The rows that ``min_token`` and ``max_norm`` leave."""
+        late = positions(stored) >= self.min_token
+        steps = {"min_token": late}
+        if (limit := parsed(self.max_norm)) is not None:
+            finite, small = within(store, layers, stored, limit)
+            steps |= {"not_finite": late & finite, "max_norm": late & small}
+        left_out = dict.fromkeys(LIMITS, 0)
+        for name, step in steps.items():
+            before = rows.count
+            rows = SelectedRows(_native_form(store, self.tokens, stored, [*flags, step]), store.num_examples, left_out)
+            left_out[name] = before - rows.count
+        LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), left_out, rows.count)
+        return rows
+
+    def warn_of_nothing(self, store: Readable, layers: Sequence[Layer], rows: SelectedRows) -> None:
+        """Warns if no row is left of a dataset that has rows."""
+        if rows.count or not _has_rows(store.contents):
+            return
+        numbers = [f"{name} {n:,}" for name, n in rows.left_out.items() if n]
+        masks = ["ignore_labels"] * bool(self.ignore_labels) + ["keep"] * (self.keep is not None)
+        if not store.num_examples:
+            why = "No example was chosen."
+        elif numbers:
+            why = f"Of the rows of tokens={self.tokens!r}: left out: {', '.join(numbers)}."
+        elif masks:
+            leave = "leaves" if len(masks) == 1 else "leave"
+            why = f"Of the rows of tokens={self.tokens!r}: {' and '.join(masks)} {leave} out all."
+        else:
+            why = f"Layers {short(layers)} have no rows of tokens={self.tokens!r}."
+        warn(f"{store.path}: the stream has no rows. {why}", code="no-example-chosen")
+
+
+def _has_rows(contents: Contents) -> bool:
+    """Whether the datasets that ``contents`` are part of have rows."""
+    whole = contents.whole or contents
+    if whole.parts:
+        return any(_has_rows(part.contents) for part in whole.parts)
+    return bool(whole.token_counts().any())
 
 
 @contextlib.contextmanager
@@ -129,68 +226,44 @@ def memory_for_flags(store: Readable) -> Iterator[None]:
         raise FileAccessError(detail, path=store.path) from error
 
 
-def _select(
-    store: Readable,
-    layers: Sequence[Layer],
-    tokens: Tokens,
-    ignore_labels: Sequence[int],
-    keep: Mask,
-    also: NDArray[np.bool_] | None,
-) -> _Native:
-    if not is_one_of(tokens, ("content", "all", "last", "special")):
-        raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
-    special = store.special_tokens
-    if tokens == "special" and special == 0:
-        raise NotStoredError(
-            'tokens="special": the dataset contains no special tokens, or its metadata does not list them',
-            path=store.path,
-        )
-    ignore_labels = labels_of(ignore_labels)
-    each = store.contents.tokens_each
-    if each is not None and not ignore_labels and keep is None and also is None and store.content_lengths is None:
-        # All examples are equal: computed without memory per example.
-        if tokens == "last":
-            return (each - 1, 1) if each else (0, 0)
-        first = special if tokens == "content" else 0
-        return first, min(each, special) if tokens == "special" else max(each - first, 0)
-    stored = stored_tokens(store, layers)
-    if tokens == "special":
-        first, counts = 0, np.minimum(stored, special)
-    elif tokens == "content":
-        first, counts = special, np.maximum(stored - special, 0)
-    else:
-        first, counts = 0, stored
-    if (lengths := store.content_lengths) is not None and tokens in ("content", "last"):
-        # Padding rows of short examples are not content.
-        has = np.minimum(stored, special + lengths)
-        if not ignore_labels and keep is None and also is None:
-            return (has - 1,) if tokens == "last" else (special, np.maximum(has - special, 0))
-        ends = np.cumsum(stored)
-        filled = np.arange(int(stored.sum())) - np.repeat(ends - stored, stored) < np.repeat(has, stored)
-    else:
-        has, filled = stored, None
-    masks = (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored), filled, also)
-    flags = [f for f in masks if f is not None]
+def _of_equal(store: Readable, tokens: Tokens, each: int) -> NativeSelection:
+    """The selected tokens of examples of ``each`` tokens without padding: needs no memory per example."""
+    special = min(store.special_tokens, each)
+    if tokens == "last":
+        return (each - 1, 1) if each else (0, 0)
+    return {"content": (store.special_tokens, each - special), "all": (0, each), "special": (0, special)}[tokens]
+
+
+def _native_form(
+    store: Readable, tokens: Tokens, stored: NDArray[np.int64], flags: Sequence[NDArray[np.bool_]]
+) -> NativeSelection:
+    """The selected tokens whose flags are all set; ``flags``: arrays with one flag per stored token."""
+    first, stop = content_range(store, stored)
+    special = store.special_tokens if tokens == "content" else 0
+    counts = {"content": stop - first, "special": first}.get(tokens, stored)
     if not flags:
         if tokens == "last":
-            same = _same(stored)
-            return (stored - 1,) if same is None else (same - 1, 1) if same else (0, 0)
+            same = _same(stop)
+            return (stop - 1,) if same is None else (same - 1, 1) if same else (0, 0)
         same = _same(counts)
-        return (first, counts) if same is None else (first, same)
-    wanted = functools.reduce(np.logical_and, flags)  # one flag per stored token
-    ends = np.cumsum(stored)
+        return (special, counts) if same is None else (special, same)
+    chosen = functools.reduce(np.logical_and, flags)
     if tokens == "last":
         last = np.full(len(stored), -1, np.int64)
-        some = has > 0
-        last[some] = np.where(wanted[(ends - stored + has)[some] - 1], has[some] - 1, -1)
+        some = stop > 0
+        starts = np.cumsum(stored) - stored
+        last[some] = np.where(chosen[(starts + stop)[some] - 1], stop[some] - 1, -1)
         return (last,)
-    if len(wanted) != counts.sum():
-        local = np.arange(len(wanted)) - np.repeat(ends - stored, stored)
-        wanted = wanted[(local >= first) & (local < first + np.repeat(counts, stored))]
-    return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
+    if tokens == "content":  # padding has flags, too
+        counts = stored - first
+        chosen = chosen & (positions(stored) < np.repeat(stop, stored))
+    if len(chosen) != counts.sum():
+        local = positions(stored)
+        chosen = chosen[(local >= special) & (local < special + np.repeat(counts, stored))]
+    return special, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(chosen, np.bool_)
 
 
-def labels_of(ignore_labels: Iterable[int]) -> list[int]:
+def _labels_of(ignore_labels: Iterable[int]) -> list[int]:
     """The ``ignore_labels`` of a call as Python integers, in the given order; an iterator is read.
 
     Raises:
@@ -240,7 +313,7 @@ def _unlabelled(
             why = "a part has none, or another number of patches or of special tokens; see store.parts"
         raise NotStoredError(f"ignore_labels: the dataset contains no patch labels ({why})", path=store.path)
     table = np.ones(256, np.bool_)
-    table[ignore] = False
+    table[list(ignore)] = False
     if not len(stored):
         return np.ones(0, np.bool_)
     wanted = np.ones((store.num_examples, int(stored[0])), np.bool_)
@@ -248,24 +321,15 @@ def _unlabelled(
     return wanted.reshape(-1)
 
 
-def keep_of(store: Readable, keep: Mask) -> Mask:
-    """Returns the result of ``keep(store.table)`` if it is a function or the name of a list column, else ``keep``."""
-    if isinstance(keep, str):
-        keep = nonzero(keep)
-    if not callable(keep):
-        return keep
-    ask: Callable[[pa.Table], Any] = keep
-    found = ask(store.table)
-    if found is None:
-        raise ArgumentError("keep: expected a function that returns flags, found None as its result")
-    return found
-
-
 def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     """The user's ``keep`` as one flag per stored token; None keeps all."""
     if keep is None:
         return None
-    keep = keep_of(store, keep)
+    if callable(keep):
+        ask: Callable[[pa.Table], Any] = keep
+        keep = ask(store.table)
+        if keep is None:
+            raise ArgumentError("keep: expected a function that returns flags, found None as its result")
     if is_lists_of_flags(keep) and len(keep) == len(stored):
         return flags_of(keep, stored, store.special_tokens)
     keep = column(keep)
@@ -281,12 +345,12 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
             return np.repeat(keep, stored)
         if keep.ndim != 2 or len(keep) != n:
             raise ArgumentError(f"keep: expected ({n},) or ({n}, tokens), found {keep.shape}")
-    elif len(keep) != n:
+        return _rectangular(keep, stored, special)
+    if len(keep) != n:
         raise ArgumentError(f"keep: expected {n} entries, one per example, found {len(keep)}")
-    elif n and all(isinstance(x, bool | np.bool_) for x in keep):
+    if n and all(isinstance(x, bool | np.bool_) for x in keep):
         return np.repeat(np.asarray(keep, np.bool_), stored)
     parts = []
-    padded = isinstance(keep, np.ndarray) and _same(stored) is None
     for i, (flags, t) in enumerate(zip(keep, stored.tolist(), strict=True)):
         try:
             part = np.asarray(flags)
@@ -294,8 +358,6 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
             raise ArgumentError(f"keep[{i}]: expected a bool array, found {type(flags).__name__}") from error
         if part.dtype != np.bool_ or part.ndim != 1:
             raise ArgumentError(f"keep[{i}]: expected a bool array, found {part.dtype} {part.shape}")
-        if padded and len(part) > t:
-            part = part[:t]  # a 2-D mask has padding after short examples
         if len(part) == t - special and special:
             part = np.concatenate([np.ones(special, np.bool_), part])
         if len(part) != t:
@@ -303,3 +365,22 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
             raise ArgumentError(f"keep[{i}]: expected {t} flags{also}, one per stored token, found {len(part)}")
         parts.append(part)
     return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+
+
+def _rectangular(keep: NDArray[np.bool_], stored: NDArray[np.int64], special: int) -> NDArray[np.bool_]:
+    """A mask with a row per example, which is padded after short examples, as one flag per stored token.
+
+    Its width decides for all examples whether it has columns of special tokens. Without special tokens it may be wider than
+    necessary: the longest examples may have been filtered out.
+    """
+    width, most = keep.shape[1], int(stored.max(initial=0))
+    if special and width == most - special:
+        keep = np.concatenate([np.ones((len(keep), special), np.bool_), keep], axis=1)
+    elif width < most or (special and width > most):
+        also = f" (or {most - special} without special tokens)" if special else ""
+        raise ArgumentError(f"keep: expected {most} columns{also}, one per token of the longest example, found {width}")
+    return keep[np.arange(keep.shape[1]) < stored[:, None]]
+
+
+CONTENT = Selection()
+"""All content."""

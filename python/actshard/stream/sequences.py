@@ -22,23 +22,19 @@ from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ArgumentError, OverflowWarning, warn
 from actshard.layers import Layer, array_of, is_one, listing, short
-from actshard.stream import Shuffle, select_rows
-from actshard.stream.norms import Limit
+from actshard.stream import Shuffle
 from actshard.stream.percolumn import BatchColumns
-from actshard.stream.readable import Readable
+from actshard.stream.readable import Readable, native_options
 from actshard.stream.rescaling import (
     Center,
     Divide,
     Normalize,
     Scale,
-    check_named,
-    check_native,
     layers_of,
-    names_statistics,
-    rescaling,
+    rows_and_rescaling,
     settings_of,
 )
-from actshard.stream.selection import Mask, keep_of
+from actshard.stream.selection import Selection
 
 TooLong = Literal["error", "truncate", "split", "drop"]
 
@@ -122,6 +118,7 @@ class SequenceStream(Epochs[SequenceBatch]):
         store: Readable,
         layer: Layer | Sequence[Layer] | Literal["all"],
         batch_tokens: int,
+        selection: Selection,
         *,
         pack: bool = True,
         fixed_shape: bool = False,
@@ -130,10 +127,6 @@ class SequenceStream(Epochs[SequenceBatch]):
         shuffle: Shuffle = None,
         seed: int = 0,
         epoch: int = 0,
-        tokens: Literal["content", "all"] = "content",
-        keep: Mask = None,
-        max_norm: Limit = None,
-        min_token: int = 0,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -156,42 +149,35 @@ class SequenceStream(Epochs[SequenceBatch]):
             )
         if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
-        if not _arguments.is_one_of(tokens, ("content", "all")):
-            raise ArgumentError(f'tokens: expected "content" or "all", found {tokens!r}')
+        if selection.tokens not in ("content", "all"):
+            raise ArgumentError(f'tokens: expected "content" or "all", found {selection.tokens!r}')
         if not _arguments.is_one_of(too_long, ("error", "truncate", "split", "drop")):
             raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
         self.too_long: TooLong = too_long
-        self.shuffle, self._tokens = shuffle, tokens
+        self.shuffle, self._tokens = shuffle, selection.tokens
         self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
         self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
         self.seed = _arguments.whole(seed, "seed")
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
-        self._options: dict[str, Any] = {
-            "groups": groups, "stacked": not is_one(layer) or layer == "all", "interleaved": False,
-            "batch_size": 1, "shuffle": None, "seed": 0, "drop_last": False, "rank": 0, "world_size": 1,
-            "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
-        }  # fmt: skip
+        self._options = native_options(
+            groups,
+            asked,
+            name,
+            dtype is not None,
+            stacked=not is_one(layer) or layer == "all",
+            memory=_arguments.size(memory, "memory"),
+        )
         super().__init__(_arguments.whole(epoch, "epoch"))
         self._columns = BatchColumns(store, columns)
-        # Errors of arguments come before rows are read for max_norm and statistics.
-        keep = keep_of(store, keep)
-        values = (center, scale, divide, normalize)
-        named = names_statistics(*values)
-        if not named:
-            self._options |= rescaling(store, self._layers, *values, (tokens, (), keep))
-        else:
-            check_named(store, self._layers, *values)
-        if named or max_norm is not None:
-            check_native(store, self._options)
-        self._selection, rows = select_rows(store, self._layers, tokens, (), keep, max_norm, min_token)
-        if named:
-            chosen = self._selection if any(rows.values()) else None
-            self._options |= rescaling(store, self._layers, *values, (tokens, (), keep), chosen)
-        self._native = store.native_stream(self._selection, self._options)
+        self._rows, more = rows_and_rescaling(
+            store, self._layers, selection, (center, scale, divide, normalize), self._options
+        )
+        self._options |= more
+        self._native = store.native_stream(self._rows.native, self._options)
         before = self._native.before()
         self._cut(np.diff(before))
-        self.left_out |= rows
+        self.left_out |= self._rows.left_out
         self._packing = self._packed()
         self._before = before
 
@@ -311,7 +297,7 @@ class SequenceStream(Epochs[SequenceBatch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._native = self.store.native_stream(self._selection, self._options)
+        self._native = self.store.native_stream(self._rows.native, self._options)
         self._packing, self._before = self._packed(), self._native.before()
 
     def _settings(self) -> dict[str, Any]:
@@ -343,7 +329,7 @@ class SequenceStream(Epochs[SequenceBatch]):
         made = self.__dict__.get("_print")
         if made is None:
             digest = hashlib.sha256()
-            for part in (*self._selection, self._examples, self._lengths):
+            for part in (*self._rows.native, self._examples, self._lengths):
                 digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode() + b";")
             made = self._print = digest.hexdigest()[:16]
         return made

@@ -12,7 +12,7 @@ from actshard.stream import Shuffle, Stream
 from actshard.stream.norms import Limit
 from actshard.stream.readable import Readable
 from actshard.stream.rescaling import Center, Divide, Normalize, Scale
-from actshard.stream.selection import Mask, Tokens
+from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.stream.sequences import SequenceStream, TooLong
 
 
@@ -81,7 +81,7 @@ class StreamVerbs:
                 ``world_size``, except with ``shuffle="window"``.
             dtype: dtype of the batches, as in :meth:`Store.gather`.
             center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row. ``"mean"``: each layer's mean over the
-                stream's rows, as computed by :meth:`Store.stats`; or, if ``keep``, ``max_norm`` and ``min_token`` leave out none,
+                stream's rows, as computed by :meth:`Store.stats`; or, if they are of the same rows,
                 saved earlier by ``store.stats(layer, save=True)``. The names of statistics below work in the same way.
             scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
                 ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model); rows of zeros, and rows with NaN or infinite
@@ -109,14 +109,10 @@ class StreamVerbs:
             self,
             layer,
             batch_size,
+            Selection(tokens, ignore_labels, keep, max_norm, min_token),
             shuffle=shuffle,
             seed=seed,
             epoch=epoch,
-            tokens=tokens,
-            ignore_labels=ignore_labels,
-            keep=keep,
-            max_norm=max_norm,
-            min_token=min_token,
             interleave=interleave,
             drop_last=drop_last,
             rank=rank,
@@ -144,6 +140,7 @@ class StreamVerbs:
         seed: int = 0,
         epoch: int = 0,
         tokens: Literal["content", "all"] = "content",
+        ignore_labels: Sequence[int] = (),
         keep: Mask = None,
         max_norm: Limit = None,
         min_token: int = 0,
@@ -181,8 +178,9 @@ class StreamVerbs:
             seed: seed of all random orders, together with the epoch.
             epoch: number of the first epoch.
             tokens: ``"content"`` (all except special tokens) or ``"all"``.
-            keep: as in :meth:`Store.stream`. Tokens that are left out leave no gap.
-            max_norm: as in :meth:`Store.stream`; tokens that are left out leave no gap.
+            ignore_labels: as in :meth:`Store.stream`. Tokens that this or one of the next three leaves out leave no gap.
+            keep: as in :meth:`Store.stream`.
+            max_norm: as in :meth:`Store.stream`.
             min_token: as in :meth:`Store.stream`.
             drop_last: drop the batches (fewer than ``world_size``) that cannot be divided equally among ranks. Otherwise some
                 batches are halved, so that all ranks have equally many.
@@ -207,6 +205,7 @@ class StreamVerbs:
             self,
             layer,
             batch_tokens,
+            Selection(tokens, ignore_labels, keep, max_norm, min_token),
             pack=pack,
             fixed_shape=fixed_shape,
             too_long=too_long,
@@ -214,10 +213,6 @@ class StreamVerbs:
             shuffle=shuffle,
             seed=seed,
             epoch=epoch,
-            tokens=tokens,
-            keep=keep,
-            max_norm=max_norm,
-            min_token=min_token,
             drop_last=drop_last,
             rank=rank,
             world_size=world_size,

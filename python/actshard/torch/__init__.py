@@ -25,7 +25,8 @@ from actshard.epochs import Epochs
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
 from actshard.layers import Layer
 from actshard.stream import Stream
-from actshard.stream.selection import Mask, Tokens
+from actshard.stream.norms import Limit
+from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.tokens.stream import Examples
 from actshard.torch._device import DeviceStream, to_device
 from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, torch
@@ -250,15 +251,13 @@ class Dataset(data.Dataset):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
-        max_norm: float | str | None = None,
+        max_norm: Limit = None,
         min_token: int = 0,
         dtype: DTypeLike | None = None,
     ) -> None:
         self.store, self.layer, self.dtype = store, layer, dtype
         # Used only to map row numbers to (example, token); it is never read.
-        self._rows = store.stream(
-            layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep, max_norm=max_norm, min_token=min_token
-        )
+        self._rows = Stream(store, layer, 1, Selection(tokens, ignore_labels, keep, max_norm, min_token))
 
     def __len__(self) -> int:
         return self._rows.num_rows
