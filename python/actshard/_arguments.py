@@ -397,6 +397,12 @@ def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np
     return np.ascontiguousarray(e).reshape(-1), np.ascontiguousarray(t).reshape(-1), shape
 
 
+def shared(array: NDArray[Any]) -> NDArray[Any]:
+    """Makes an array read-only that a store or a loop keeps and returns several times."""
+    array.flags.writeable = False
+    return array
+
+
 def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
     """Returns a view of the caller's buffer as a numpy array. It must be C-contiguous, writable and of the exact size."""
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize

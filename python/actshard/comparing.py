@@ -18,6 +18,7 @@ from actshard._arguments import many
 from actshard.errors import ArgumentError
 from actshard.formats.tables import cast_exactly, common_type
 from actshard.formats.target import PREVIEW, TEXTS
+from actshard.stream.content import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,8 +104,8 @@ def _check_counts(stores: Sequence[Readable], names: Sequence[str]) -> None:
 
 def _content(store: Readable) -> NDArray[np.int64]:
     """Content tokens per example: without special tokens and padding."""
-    lengths = store.content_lengths
-    return np.maximum(store.token_counts - store.special_tokens, 0) if lengths is None else lengths
+    first, stop = content_range(store, store.token_counts)
+    return stop - first
 
 
 def _comparable(store: Readable) -> dict[str, str]:

@@ -92,6 +92,14 @@ class Epochs(ABC, Generic[B]):
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the batches and their values, as plain values."""
 
+    @property
+    @abstractmethod
+    def reuses(self) -> bool:
+        """Whether the memory of a batch's activations is written again when a later batch is requested.
+
+        Whoever holds a batch longer, on a device or in another thread or process, copies it then.
+        """
+
     def _added(self, saved: dict[str, Any]) -> set[str]:
         """Settings that a state of an older release lacks."""
         return set()

@@ -15,6 +15,7 @@ from actshard.formats.target import OTHER_TEXT
 from actshard.layers import Layer
 from actshard.stats import Stats
 from actshard.store import Store
+from actshard.stream.content import content_range
 from actshard.tokens.tokenizer import Tokenizer
 
 IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "ids")
@@ -130,11 +131,8 @@ def examine(
     norms, dimensions, values = _looked(rows, largest)
     text = text_of(store, number)
     ids, pieces = _tokens(store, number, len(rows), text, tokenizer)
-    lengths = store.content_lengths
-    content = len(rows) if lengths is None else min(int(lengths[number]), len(rows))
-    return Examined(
-        number, name, text, ids, pieces, norms, dimensions, values, content, min(store.special_tokens, len(rows))
-    )
+    first, stop = content_range(store, np.array([len(rows)]), np.array([number]))
+    return Examined(number, name, text, ids, pieces, norms, dimensions, values, int(stop[0]), int(first[0]))
 
 
 def _looked(rows: NDArray[Any], k: int) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:

@@ -119,7 +119,7 @@ class _Placing:
                 f"sharding: expected a device, a SingleDeviceSharding or a NamedSharding, found {type(sharding).__name__}"
             )
         # Such a batch is overwritten while a device may still use its memory.
-        self._copies = bool(getattr(stream, "reuses", False))
+        self._copies = stream.reuses
         dtype = getattr(stream, "dtype", None)
         if dtype == np.float64 and isinstance(dtype, np.dtype) and not self._wide:
             raise DtypeError(

@@ -30,6 +30,7 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.formats.tables import cast_exactly, common_type
 from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
+from actshard.stream.content import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -231,15 +232,10 @@ def _unused(columns: Sequence[str]) -> str:
 
 def _lengths(parts: Sequence[Readable], special: int) -> NDArray[np.int64] | None:
     """Content tokens per example: stored tokens after the special ones, without padding."""
-    found = [part.content_lengths for part in parts]
-    if all(lengths is None for lengths in found):
+    if all(part.content_lengths is None for part in parts):
         return None
-    filled = [
-        part.token_counts if lengths is None else part.special_tokens + lengths
-        for part, lengths in zip(parts, found, strict=True)
-    ]
-    content: NDArray[np.int64] = np.maximum(np.concatenate(filled) - special, 0)
-    return content
+    stops = [content_range(part, part.token_counts)[1] for part in parts]
+    return np.maximum(np.concatenate(stops) - special, 0)
 
 
 def _labels(parts: Sequence[Readable], special: int) -> NDArray[np.uint8] | None:
@@ -249,9 +245,7 @@ def _labels(parts: Sequence[Readable], special: int) -> NDArray[np.uint8] | None
     found = [labels for part in parts if (labels := part.labels) is not None]
     if len(found) < len(parts) or len({labels.shape[1:] for labels in found}) > 1:
         return None
-    made = np.concatenate(found)
-    made.flags.writeable = False
-    return made
+    return np.concatenate(found)
 
 
 def _alike(rows: Sequence[_native.Rows], names: Sequence[str], what: str) -> None:

@@ -86,9 +86,9 @@ def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:
 
 
 def array_of(names: Sequence[Layer]) -> NDArray[Any]:
-    """Names as an array: int64, numpy strings, or objects if there are both."""
+    """Names as a read-only array, which batches share: int64, numpy strings, or objects if there are both."""
     kinds = {type(name) for name in names}
-    return np.array(names, object if len(kinds) > 1 else np.str_ if str in kinds else np.int64)
+    return _arguments.shared(np.array(names, object if len(kinds) > 1 else np.str_ if str in kinds else np.int64))
 
 
 def named(text: str, names: Sequence[Layer]) -> Layer | None:

@@ -186,6 +186,11 @@ class MixedStream(Epochs[MixedBatch]):
         """Number of batches per epoch and rank; the same on every rank."""
         return self._length
 
+    @property
+    def reuses(self) -> bool:
+        """Whether a batch is valid only until the next one is requested: ``reuse=True``."""
+        return self._reuse
+
     def __repr__(self) -> str:
         return (
             f"<actshard.MixedStream of {_arguments.many(len(self.counts), 'store')}: "

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -36,6 +36,7 @@ from actshard.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
+from actshard.stream.content import content_range
 from actshard.stream.norms import Limit
 from actshard.stream.rows import NativeSelection, SelectedRows
 from actshard.stream.selection import COMPARED, Mask, Selection, Tokens, column, memory_for_flags
@@ -136,8 +137,7 @@ class Store(StreamVerbs, SampledVerbs):
             except ClosedError as error:  # the core does not know the dataset's path
                 error.path = error.path or self.path
                 raise
-            counts.flags.writeable = False
-            self._token_counts = counts
+            self._token_counts = _arguments.shared(counts)
         return self._token_counts
 
     def tokens_of(self, examples: ArrayLike) -> NDArray[np.int64]:
@@ -442,12 +442,12 @@ class Store(StreamVerbs, SampledVerbs):
         group = self._group(layer)
         examples = self._numbers(examples)
         tokens = None
-        if (lengths := self.content_lengths) is not None:
+        if self.content_lengths is not None:
             examples = np.arange(self.num_examples) if examples is None else examples
             wanted, shape = _arguments.index(examples, "examples")
             if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
                 raise self._out_of_range(wanted)
-            last = self.special_tokens + lengths[wanted] - 1
+            last = content_range(self, self.tokens_of(wanted), wanted)[1] - 1
             if (last < 0).any():
                 raise OutOfRangeError(f"example {wanted[last < 0][0]} has no tokens", path=self.path)
             examples, tokens = wanted.reshape(shape), last.reshape(shape)
@@ -696,13 +696,14 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def content_lengths(self) -> NDArray[np.int64] | None:
-        """``(num_examples,)`` int64: number of content tokens per example, if short examples are padded; else None.
+        """``(num_examples,)`` int64, read-only: number of content tokens per example, if short examples are padded; else None.
 
         saev requires equal lengths, so actshard stores the lengths in an extra file. Streams, statistics and :meth:`last_tokens`
         skip padding; :meth:`gather` and :meth:`sequence` read it.
         """
         if not self._lengths_read:
-            self._lengths, self._lengths_read = self._contents.content_lengths(), True
+            lengths = self._contents.content_lengths()
+            self._lengths, self._lengths_read = None if lengths is None else _arguments.shared(lengths), True
         return self._lengths
 
     @property
@@ -712,12 +713,12 @@ class Store(StreamVerbs, SampledVerbs):
         Read into memory on first use and cached. lmprobe stores one label per example: ``store.table["label"]``.
         """
         if "labels" not in self._extras:
-            self._extras["labels"] = self._contents.labels()
+            labels = self._contents.labels()
+            self._extras["labels"] = None if labels is None else _arguments.shared(labels)
         found = self._extras["labels"]
         if isinstance(found, Closed):
             found.gather()
-        labels: NDArray[np.uint8] | None = found
-        return labels
+        return cast("NDArray[np.uint8] | None", found)
 
     def logits(self, examples: ArrayLike | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Reads the top-k logits at each example's last token.

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 import actshard
 from actshard import Layer, Store, _arguments
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError
+from actshard.stream.content import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,7 +83,6 @@ class DraftExamples:
         self.numbers = self._numbers(layers)
         self._groups = np.array([self.store.group_of(layer) for layer in self.layers], np.int64)
         self._last = None if last is None else np.array([self.store.group_of(last)], np.int64)
-        self._content = self.store.content_lengths
         self._table: pa.Table | None = None
         self._columns(np.zeros(0, np.int64))
 
@@ -124,9 +124,7 @@ class DraftExamples:
 
     def lengths(self) -> NDArray[np.int64]:
         """``(n,)`` int64: content tokens of all examples."""
-        if self._content is not None:
-            return self._content
-        return self.store.token_counts - self.store.special_tokens
+        return self._contents_of(None, self.store.token_counts)
 
     def read(self, examples: Sequence[int], most: int | None = None, *, last: bool = True) -> list[DraftSample]:
         """Reads examples, at most the first ``most`` tokens of each; with ``last=False``, without their last states.
@@ -170,9 +168,10 @@ class DraftExamples:
             made.append((own[self._input_ids], mask))
         return made
 
-    def _contents_of(self, numbers: NDArray[np.int64], stored: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Content tokens of examples."""
-        return stored - self.store.special_tokens if self._content is None else self._content[numbers]
+    def _contents_of(self, numbers: NDArray[np.int64] | None, stored: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Content tokens of examples; None: of all."""
+        first, stop = content_range(self.store, stored, numbers)
+        return stop - first
 
     def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
         if not len(groups):

@@ -13,6 +13,7 @@ from actshard.converting.planning import Asked, fitted
 from actshard.errors import ArgumentError
 from actshard.formats.target import Target
 from actshard.layers import plain
+from actshard.stream.content import content_range
 from actshard.writing.given import convert as to_type
 
 _AT_ONCE = 8192
@@ -135,8 +136,10 @@ def read(
     dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
     if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
-        own = store.content_lengths
-        token = None if own is None else store.special_tokens + own[ids] - 1
+        stored = (
+            None if store.content_lengths is None else rows.tokens_of(int(asked.groups[0]), np.ascontiguousarray(ids))
+        )
+        token = None if stored is None else content_range(store, stored, ids)[1] - 1
         for k, group in enumerate(asked.groups.tolist()):
             out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, dtype, lost)
         return

@@ -25,6 +25,7 @@ from actshard.location import has_options
 from actshard.opening import open_quietly
 from actshard.request import Request
 from actshard.store import Store
+from actshard.stream.content import content_range
 from actshard.work import refuse_within
 from actshard.writing.columns import Decided
 from actshard.writing.creating import make_target
@@ -100,10 +101,7 @@ class Asked:
 
     def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Subtracts padding from stored token counts, unless the target stores padded rows with their lengths."""
-        lengths = self.store.content_lengths
-        if lengths is None or self.kind.keeps_lengths:
-            return counts
-        return np.minimum(counts, self.store.special_tokens + lengths[ids])
+        return counts if self.kind.keeps_lengths else content_range(self.store, counts, ids)[1]
 
     def taken(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First token and number of tokens to take of source examples."""

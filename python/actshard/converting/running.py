@@ -42,6 +42,7 @@ from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.request import Request
 from actshard.store import Store
+from actshard.stream.content import content_range
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import can_overflow
 from actshard.writing.sink import Sink
@@ -248,12 +249,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
 
 def content_lengths(asked: Asked) -> NDArray[np.int64]:
     """Number of tokens of each example without padding, neither the source's nor the target's."""
-    taken = asked.chosen(asked.stored)
-    lengths = asked.store.content_lengths
-    if lengths is None or asked.tokens == "last":
-        return taken
-    special = asked.store.special_tokens if asked.tokens == "all" else 0
-    return np.minimum(taken, special + lengths[asked.ids(0, asked.count)])
+    return asked.chosen(content_range(asked.store, asked.stored, asked.ids(0, asked.count))[1])
 
 
 def _write_checked(

@@ -151,10 +151,8 @@ class Stream(Epochs[Batch]):
         self._shape = (self.batch_size, *item)
         self._reuse = reuse
         self._buffers = None if buffers is None else _arguments.listed(buffers, "buffers: expected arrays")
-        if self._buffers is not None and len(self._buffers) < 2:
-            raise ArgumentError(
-                f"buffers: expected at least 2, of {self._shape} {asked}: one is in use while the next is filled"
-            )
+        if self._buffers is not None:
+            _check_buffers(self._buffers, self._shape, asked)
         super().__init__(_arguments.whole(epoch, "epoch"))
         self._rows, more = rows_and_rescaling(
             store, self._layers, selection, (center, scale, divide, normalize), self._options
@@ -300,6 +298,16 @@ class Stream(Epochs[Batch]):
         return found
 
 
+def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raises ArgumentError unless there are at least two arrays of this shape."""
+    if len(buffers) < 2:
+        raise ArgumentError(f"buffers: expected at least 2, of {shape} {dtype}: one is in use while the next is filled")
+    for number, buffer in enumerate(buffers):
+        # The last batch of an epoch may be shorter: it is the first rows of its buffer.
+        if (found := tuple(getattr(buffer, "shape", ()))) != shape:
+            raise ArgumentError(f"buffers[{number}]: expected an array or tensor of shape {shape}, found {found}")
+
+
 class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
@@ -355,8 +363,7 @@ class RowLoop(Loop[Batch]):
         at = activations.__array_interface__["data"][0]
         for array, buffer in zip(self._ring, self._source._buffers, strict=True):
             if array.__array_interface__["data"][0] == at and hasattr(buffer, "__getitem__"):
-                whole = len(activations) == len(array) or len(buffer) != len(array)
-                return buffer if whole else buffer[: len(activations)]
+                return buffer if len(activations) == len(array) else buffer[: len(activations)]
         return activations
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
+from actshard.stream.content import content_range
 from actshard.stream.readable import Readable
 
 if TYPE_CHECKING:
@@ -149,14 +150,14 @@ def _numbers(store: Readable, name: str, column: Any) -> NDArray[Any]:
 def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[Any]) -> TokenValues:
     """The entries of a list column, by stored token."""
     entries, stored = np.diff(offsets), store.token_counts
-    content = stored - store.special_tokens if store.content_lengths is None else store.content_lengths
+    first, stop = content_range(store, stored)
     whole = entries == stored
-    wrong = np.flatnonzero(~whole & (entries != content))
+    wrong = np.flatnonzero(~whole & (entries != stop - first))
     if len(wrong):
         i = int(wrong[0])
         raise ArgumentError(
             f"columns: {name!r} has {entries[i]} entries in example {i}, which has {stored[i]} stored tokens",
             path=store.path,
         )
-    skipped = np.where(whole, 0, store.special_tokens)
+    skipped = np.where(whole, 0, first)
     return TokenValues(values, offsets[:-1] - skipped, skipped)

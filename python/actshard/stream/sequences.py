@@ -246,6 +246,11 @@ class SequenceStream(Epochs[SequenceBatch]):
         return tuple(self._layers)
 
     @property
+    def reuses(self) -> bool:
+        """False: each batch is a new array."""
+        return False
+
+    @property
     def num_sequences(self) -> int:
         """Number of sequences of all ranks: examples with tokens, or, with ``too_long="split"``, their pieces."""
         return len(self._lengths)

@@ -132,6 +132,11 @@ class TokenStream(Epochs[Any]):
             self._warn_of_nothing()
         super().__init__(_arguments.whole(epoch, "epoch"))
 
+    @property
+    def reuses(self) -> bool:
+        """False: each batch is a new array."""
+        return False
+
     def _warn_of_nothing(self) -> None:
         """Warns that a finite dataset has no examples, unless its cache is empty."""
         cache = getattr(self.dataset, "cache", None)

@@ -151,9 +151,11 @@ class IterableDataset(data.IterableDataset):
         return self._read(at, first, every)
 
     def _read(self, at: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
+        # A worker's batches are sent by a thread while the loop reads the next ones.
+        copies = self.stream.reuses and data.get_worker_info() is not None
         for batch in self.stream.batches_from(at["next"], every):
             at["next"] += every
-            yield _LoaderBatch(tensors(batch))
+            yield _LoaderBatch(tensors(batch, copy=copies))
         self._now = {"epoch": at["epoch"] + 1, "next": first}
 
     def _agree(self, worker: Any, epoch: int | None) -> int:

@@ -164,7 +164,12 @@ class DeviceStream:
         return made
 
     def _plain(self) -> Iterator[Tensors]:
-        return ({name: _sent(host, self.device) for name, host in tensors(batch).items()} for batch in self.stream)
+        # Copies to other devices are complete when they return; to the CPU there are none.
+        copies = self.stream.reuses and self.device.type == "cpu"
+        return (
+            {name: _sent(host, self.device) for name, host in tensors(batch, copy=copies).items()}
+            for batch in self.stream
+        )
 
     def _slot(self, number: int, backend: CopyBackend) -> HostSlot:
         stream = self.stream
@@ -335,7 +340,7 @@ def to_device(
     keep. ``buffers=`` and ``reuse=`` of the stream are not used.
 
     Batches are dicts of tensors as :func:`tensors` returns them. On devices other than CUDA's, batches are copied when they
-    are requested; ``"cpu"`` copies nothing.
+    are requested; to ``"cpu"``, only those of a stream that reuses their memory.
 
     Args:
         stream: a stream of activations or of tokens.

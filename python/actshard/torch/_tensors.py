@@ -41,8 +41,8 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def tensors(batch: Any) -> dict[str, Any]:
-    """Returns a batch as a dict of tensors that share its memory.
+def tensors(batch: Any, *, copy: bool = False) -> dict[str, Any]:
+    """Returns a batch as a dict of tensors that share its memory; with ``copy`` the activations are a copy.
 
     Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), labels if the dataset has
     labels, sources for a mixture, and stores for a pair. Keys for whole sequences: those of
@@ -55,7 +55,7 @@ def tensors(batch: Any) -> dict[str, Any]:
             name: array.tolist() if array.dtype.kind in "UO" else tensor(array) for name, array in arrays(batch).items()
         }
     made = {
-        "activations": tensor(batch.activations),
+        "activations": tensor(batch.activations).clone() if copy else tensor(batch.activations),
         "examples": tensor(batch.examples),
         "tokens": tensor(batch.tokens),
         # torch has no strings

@@ -26,6 +26,7 @@ from actshard.errors import (
 )
 from actshard.location import Location
 from actshard.stream import Stream
+from actshard.stream.content import content_range
 
 try:
     import torch
@@ -267,9 +268,8 @@ class OrderedDataLoader(_Loader):
         if cfg.layer != "all" and cfg.layer not in self.md.layers:
             raise WrongError(f"Layer {cfg.layer} not in {self.md.layers}")
         layers = len(self.md.layers) if cfg.layer == "all" else 1
-        lengths = self._store.content_lengths
-        content = self.md.n_examples * self.md.content_tokens_per_example if lengths is None else int(lengths.sum())
-        self._n_samples = content * layers
+        first, stop = content_range(self._store, self._store.token_counts)
+        self._n_samples = int((stop - first).sum()) * layers
         self._cls = int(self.md.cls_token)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
