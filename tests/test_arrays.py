@@ -396,3 +396,50 @@ def test_slices_of_ragged_examples_are_arrays_where_they_fit() -> None:
         offsets, pa.FixedSizeListArray.from_arrays(values.reshape(-1), store.d_model)
     )
     assert [len(x) for x in listed] == [len(every[3]), len(every[1])]
+
+
+def even_layer(folder: Any) -> Any:
+    """Three examples of three tokens."""
+    with actshard.create(folder / "a", "zarr", layers=[2], d_model=6) as writer:
+        writer.append(np.arange(54, dtype=np.float32).reshape(3, 1, 3, 6))
+    return actshard.open(folder / "a").layer(2)
+
+
+def test_an_ellipsis_of_no_axes_between_a_list_and_a_number_is_refused(tmp_path: Any) -> None:
+    """numpy moves the list's axis to the front there: with as many examples as tokens the values would be transposed."""
+    acts = even_layer(tmp_path)
+    whole = np.asarray(acts)
+    with pytest.raises(actshard.ArgumentError, match="an ellipsis between a list and a number is ambiguous"):
+        acts[:, [0, 1, 2], ..., 3]
+    keys: list[Any] = [
+        np.s_[..., [0, 1], 3], np.s_[:, [0, 1], 3], np.s_[:, ..., [0, 1], 3], np.s_[[0, 1], ..., 1, 3], np.s_[:, 1, ..., 3],
+        np.s_[[0, 1], :, ..., 3], np.s_[:, [0, 1], ...],
+    ]  # fmt: skip
+    for key in keys:
+        assert np.array_equal(acts[key], whole[key]), key
+
+
+def test_keys_without_examples_are_checked_as_in_numpy(tmp_path: Any) -> None:
+    acts = even_layer(tmp_path)
+    whole = np.asarray(acts)
+    for key in (np.s_[[], 100], np.s_[3:2, 100], np.s_[0:0, [100]], np.s_[0:0, -100]):
+        with pytest.raises(IndexError):
+            whole[key]
+        with pytest.raises(actshard.OutOfRangeError, match="token"):
+            acts[key]
+    for key in (np.s_[[], 1], np.s_[3:2, -1], np.s_[0:0, [0, 1]], np.s_[[], [100]]):
+        assert acts[key].shape == whole[key].shape
+
+
+def test_a_mask_of_the_tokens_of_one_example(tmp_path: Any) -> None:
+    with actshard.create(tmp_path / "a", "zarr", layers=[2], d_model=4) as writer:
+        for n in (3, 5):
+            writer.append(np.random.default_rng(n).normal(size=(1, 1, n, 4)).astype(np.float32))
+    acts = actshard.open(tmp_path / "a").layer(2)
+    mask = np.array([True, False, True, False, True])
+    assert np.array_equal(acts[1, mask], acts[1][mask])
+    assert np.array_equal(acts[-2, mask[:3], 1], acts[0][mask[:3], 1])
+    with pytest.raises(actshard.ArgumentError, match=r"expected \(3,\) flags, one per token, found \(5,\)"):
+        acts[0, mask]
+    with pytest.raises(actshard.ArgumentError, match="examples have different numbers of tokens"):
+        acts[:, mask]

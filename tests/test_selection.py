@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 from numpy.typing import NDArray
 
@@ -187,3 +188,27 @@ def test_content_begins_after_special_tokens_and_ends_before_padding(tmp_path: P
     assert (first.tolist(), stop.tolist()) == ([1], [4])
     reading = actshard.concat([store], special_tokens=0)
     assert [each.tolist() for each in content_range(reading, reading.token_counts)] == [[0, 0, 0], [6, 4, 1]]
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors", "hf_arrow"])
+def test_tables_without_columns_have_a_row_for_each_example(format: str, tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "a", format, layers=[2], d_model=4) as writer:
+        writer.append(np.zeros((9, 1, 3, 4), np.float32))
+    store = actshard.open(tmp_path / "a")
+    assert store.table.shape == (9, 0)
+    assert store.read_columns([], [3, 3]).shape == (2, 0)
+    for chosen in (
+        slice(2, 5),
+        slice(1, None, 3),
+        [5, 1],
+        [1, 1],
+        np.arange(9) % 2 == 0,
+        lambda t: np.arange(t.num_rows) < 4,
+    ):
+        some = store.filter(chosen)
+        assert some.table.num_rows == len(some) > 0
+    odd = store.filter([5, 1, 0]).stream(2, 4, keep=lambda table: np.arange(table.num_rows) % 2 == 1)
+    assert odd.num_rows == 3
+    assert actshard.concat([store, store.filter([5, 1])]).table.num_rows == 11
+    with pytest.raises(actshard.ArgumentError, match=r"filter: .*The columns are: $"):
+        store.filter(pc.field("label") == 1)

@@ -97,7 +97,7 @@ def test_a_state_of_an_older_release_loads_with_a_warning_if_it_agrees() -> None
     store = quietly(SAEV)
     stream = store.stream(5, 8, shuffle="window", memory=20_000)
     settings = stream.state_dict()["settings"]
-    new = {"dataset", "format", "d_model", "stored", "units"}
+    new = {"dataset", "format", "d_model", "stored", "units", "sample", "dtype", "shape"}
     old = {"version": 1, "epoch": 3, "batch": 2, "settings": {k: v for k, v in settings.items() if k not in new}}
     with pytest.warns(actshard.ActshardWarning, match="does not name its dataset"):
         stream.load_state_dict(old)
@@ -105,6 +105,11 @@ def test_a_state_of_an_older_release_loads_with_a_warning_if_it_agrees() -> None
     old["settings"]["rows"] += 1
     with pytest.raises(actshard.ArgumentError, match="rows"):
         stream.load_state_dict(old)
+    later = {k: v for k, v in settings.items() if k not in ("sample", "dtype", "shape")}
+    with pytest.warns(actshard.ActshardWarning, match=r"does not name its dataset completely \(dtype, sample, shape"):
+        stream.load_state_dict({"version": 2, "epoch": 3, "batch": 2, "settings": later})
+    with pytest.raises(actshard.ArgumentError, match="another dataset"):
+        stream.load_state_dict({"version": 2, "epoch": 3, "batch": 2, "settings": {**later, "dataset": "0" * 16}})
 
 
 # -- one loop at a time ------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class LayerArray(_Lazy):
             return self._store.sequence(key if key >= 0 else key + len(self), self._layer, dtype=self._asked)
         parts = _parts(key, self.ndim, self._masked)
         examples = index_of(parts[0], len(self), "example")
-        tokens = parts[1] if isinstance(parts[1], slice) else self._tokens(parts[1])
+        tokens = parts[1] if isinstance(parts[1], slice) else self._tokens(parts[1], examples)
         _check_elements(examples, tokens, parts[2])
         rows = self._rows(examples, tokens)
         return _narrowed(rows, parts[2])
@@ -256,13 +256,18 @@ class LayerArray(_Lazy):
         examples, tokens = np.nonzero(mask)
         return examples, tokens
 
-    def _tokens(self, part: Any) -> Any:
+    def _tokens(self, part: Any, examples: Any) -> Any:
         """Tokens that are not a slice, as an int or an array. The store counts negative ones from each example's end."""
         if isinstance(part, np.ndarray) and part.dtype == bool:
-            if part.shape != (self._each,):
-                also = "" if self._each is not None else ": examples have different numbers of tokens"
-                raise ArgumentError(f"mask: expected ({self._each},) flags, one per token, found {part.shape}{also}")
+            each = int(self._lengths(np.array([examples]))[0]) if isinstance(examples, int) else self._each
+            if part.shape != (each,):
+                also = "" if each is not None else ": examples have different numbers of tokens"
+                raise ArgumentError(f"mask: expected ({each},) flags, one per token, found {part.shape}{also}")
             return np.flatnonzero(part)
+        nothing = not (range(*examples.indices(len(self))) if isinstance(examples, slice) else np.size(examples))
+        # No row is read then, which would find tokens out of range. numpy checks them unless two lists are paired.
+        if nothing and self._each is not None and (isinstance(part, int) or isinstance(examples, slice)):
+            index_of(part, self._each, "token")
         return part
 
     def _rows(self, examples: Any, tokens: Any) -> NDArray[Any]:
@@ -475,6 +480,10 @@ def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
         raise OutOfRangeError(f"too many indices: the array has {ndim} axes, found {len(given) - len(dots)}")
     rest = [slice(None)] * (ndim - len(given) + len(dots))
     at = dots[0] if dots else len(given)
+    if dots and not rest and at == 2 and isinstance(given[0], slice) and isinstance(given[1], np.ndarray):
+        raise ArgumentError(
+            "index: an ellipsis between a list and a number is ambiguous: numpy moves the list's axes to the front. Leave it out."
+        )
     return [*given[:at], *rest, *given[at + 1 :]]
 
 

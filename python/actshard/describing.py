@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
-from actshard.formats.tables import picked
+from actshard.formats.tables import picked, rows_only
 from actshard.formats.target import OTHER_TEXT
 from actshard.location import Location
 
@@ -19,37 +20,60 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.formats.contents import Contents
+    from actshard.layers import Layer
     from actshard.stream.readable import Readable
 
 _SAMPLES = 8
-"""Number of rows that a digest includes."""
+"""Number of rows of a layer that a digest includes."""
+_FILES = 4096
+"""Maximum number of files whose sizes a digest includes."""
 
 
 def identity_of(store: Readable) -> str:
     """A digest of the dataset's shape and of a few rows; see :attr:`Store.identity`."""
     shape = [store.format, list(store.layers), store.d_model, store.dtype.name, store.num_examples]
     digest = hashlib.sha256(json.dumps(shape).encode())
-    n, whole, chosen = store.num_examples, store.contents.whole or store.contents, store.contents.chosen
+    whole, chosen = store.contents.whole or store.contents, store.contents.chosen
     if chosen is not None and chosen.numbers != range(whole.num_examples):
         digest.update(chosen.digest())
     digest.update("".join(part.identity for part in whole.parts).encode())
+    _add_rows(digest, store, 0)
+    return digest.hexdigest()[:16]
+
+
+def sample_of(store: Readable, layers: Sequence[Layer]) -> str:
+    """A digest of a few rows of each of these layers; see :meth:`Store.sample_of`."""
+    digest, contents = hashlib.sha256(), store.contents
+    whole = contents.whole or contents
+    if whole.units is not None:  # of which few rows are read: their files' sizes are known without decoding them
+        Location.at(store.path).list_below()
+        for file in whole.files()[:_FILES]:
+            found = Location.at(file).found()
+            digest.update(f"{None if found is None else found.size} ".encode())
+    for layer in layers:
+        _add_rows(digest, store, store.group_of(layer))
+    return digest.hexdigest()[:16]
+
+
+def _add_rows(digest: hashlib._Hash, store: Readable, group: int) -> None:
+    """Adds the last tokens of a few examples in one layer."""
+    n, whole = store.num_examples, store.contents.whole or store.contents
     # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
     # the first tokens of texts may be equal in all datasets of a model.
     few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
     try:
         # One call for all rows, so that a remote store needs one round trip.
-        digest.update(store.rows.gather(0, np.array(few, np.int64), None, None, None).tobytes())
+        digest.update(store.rows.gather(group, np.array(few, np.int64), None, None, None).tobytes())
     except ClosedError:
         raise
     except ActshardError:
         for example in few:
             try:
-                digest.update(store.rows.gather(0, example, None, None, None).tobytes())
+                digest.update(store.rows.gather(group, example, None, None, None).tobytes())
             except ClosedError:
                 raise
             except ActshardError:
                 digest.update(b"unreadable")
-    return digest.hexdigest()[:16]
 
 
 def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
@@ -106,6 +130,8 @@ def columns_of(contents: Contents, asked: list[Any], examples: NDArray[np.int64]
     """Columns by the format's names. ``"text"`` and ``"prompt"`` both name the texts, whichever name the format uses."""
 
     def read(names: list[Any]) -> pa.Table:
+        if not names:  # formats without columns return no rows
+            return rows_only(contents.num_examples if examples is None else len(examples))
         if examples is None:
             return contents.columns(names)
         some = contents.example_columns

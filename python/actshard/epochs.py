@@ -6,6 +6,7 @@ Streams of activations and of tokens are both :class:`Epochs`, so they share res
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -35,7 +36,9 @@ class Reader(Protocol):
         """Stops the threads. May be called again."""
 
 
-def _differences(state: dict[Any, Any], stream: dict[Any, Any], within: str = "") -> Iterator[str]:
+def _differences(
+    state: dict[Any, Any], stream: dict[Any, Any], within: str = "", where: str = "the state"
+) -> Iterator[str]:
     """Describes the differences between a state's settings and a stream's; for a mixture, those of each of its streams."""
     for name in sorted(state.keys() | stream.keys(), key=str):
         one, other = state.get(name), stream.get(name)
@@ -44,9 +47,9 @@ def _differences(state: dict[Any, Any], stream: dict[Any, Any], within: str = ""
         if isinstance(one, list) and isinstance(other, list) and all(isinstance(x, dict) for x in (*one, *other)):
             one, other = dict(enumerate(one)), dict(enumerate(other))
         if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differences(one, other, f"{within}{name} ")
+            yield from _differences(one, other, f"{within}{name} ", where)
         else:
-            yield f"{within}{name}: {one!r:.200} in the state, {other!r:.200} here"
+            yield f"{within}{name}: {one!r:.200} in {where}, {other!r:.200} here"
 
 
 class Epochs(ABC, Generic[B]):
@@ -68,6 +71,7 @@ class Epochs(ABC, Generic[B]):
         self._chosen: int | None = None
         self._live: Any = lambda: None
         self._elsewhere: Any = lambda: False
+        self._pickled: dict[str, Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -91,6 +95,10 @@ class Epochs(ABC, Generic[B]):
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the batches and their values, as plain values."""
+
+    def _covered(self) -> dict[str, Any]:
+        """What the stream reads, as plain values, which a pickle compares when it is read. Empty: nothing that can change."""
+        return {}
 
     @property
     @abstractmethod
@@ -149,7 +157,7 @@ class Epochs(ABC, Generic[B]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved state: the next loop reads the rest of that epoch.
 
-        A state of an older release does not name its dataset. It is loaded, with a warning, if all settings it contains agree.
+        A state of an older release names less of its dataset. It is loaded, with a warning, if all settings it contains agree.
 
         Raises:
             ArgumentError: the state belongs to another dataset or other settings, whose batches differ.
@@ -174,7 +182,10 @@ class Epochs(ABC, Generic[B]):
         if count is not None and batch > count:
             raise ArgumentError(f"load_state_dict: batch: expected at most {count}, found {batch}")
         if added:
-            text = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
+            text = (
+                f"load_state_dict: a state of an older release does not name its dataset completely ({', '.join(sorted(added))} "
+                f"are missing); check that it is {self._place()}"
+            )
             warn(text, code="state-without-dataset")
         self._supersede("a state was loaded into this stream")
         if batch == count and batch:
@@ -208,6 +219,7 @@ class Epochs(ABC, Generic[B]):
 
     def _begun(self, batch: int, every: int, held: list[Any] | None) -> Loop[B]:
         self._ready()
+        self._check_pickled()
         self._supersede("another loop over this stream was begun; create one stream per loop")
         self._turn()
         self._resume = None
@@ -231,6 +243,16 @@ class Epochs(ABC, Generic[B]):
             live.close()
         self._turn_if_idle()
 
+    def _check_pickled(self) -> None:
+        """Raises ArgumentError if this stream was pickled over another dataset."""
+        if self._pickled is not None and (covered := self._covered()) != self._pickled:
+            what = ", ".join(_differences(self._pickled, covered, where="the pickle"))
+            raise ArgumentError(
+                f"the stream was pickled over another dataset, whose batches differ ({what}); create the stream again",
+                path=self._place(),
+            )
+        self._pickled = None
+
     def _turn(self) -> None:
         """Moves to the epoch that :meth:`set_epoch` set while a loop was active."""
         if self._chosen is not None:
@@ -252,6 +274,9 @@ class Epochs(ABC, Generic[B]):
         state = dict(self.__dict__)
         del state["_live"], state["_elsewhere"]
         state["_chosen"] = None
+        if self._pickled is None:
+            with contextlib.suppress(ClosedError):  # a closed store that was never read has nothing to compare
+                state["_pickled"] = self._covered()
         if self._step:
             state["_resume"] = self._resume if self._resume is not None else self._step
         return state

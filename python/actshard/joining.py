@@ -27,7 +27,7 @@ from actshard import layers as naming
 from actshard.codes import Remark
 from actshard.errors import ArgumentError, DtypeError, NotStoredError
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.formats.tables import cast_exactly, common_type
+from actshard.formats.tables import cast_exactly, common_type, rows_only
 from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
 from actshard.stream.content import content_range
@@ -306,7 +306,7 @@ class _JoinedColumns:
                 for table, part in zip(tables, self._parts, strict=True)
             ]
             made[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
-        return pa.table(made) if made else pa.table({self._source: self._sources()}).select([])
+        return pa.table(made) if made else rows_only(sum(part.num_examples for part in self._parts))
 
     def of_unit(self, unit: int, units: Sequence[int], layers_differ: bool) -> pa.Table:
         """Columns of one unit; if layers differ, also each example's layers. A part's columns are read once for all its units."""

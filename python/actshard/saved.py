@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import struct
@@ -46,6 +47,8 @@ from actshard.work import make_folder, write_bytes_at_once
 VERSION = 4
 """Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows; version 3 named arguments of a
 selection and not its rows."""
+_LONG = 10_000_000_000
+"""Reading at least this many bytes for statistics logs a warning."""
 _LONGEST = 80
 _HEADER, _COLUMN = 1 << 23, 64
 """Maximum bytes of a file of arrays: of its header and histogram, and for each column."""
@@ -179,6 +182,19 @@ def kept_or_made(
 def kept(store: Readable, layer: Layer, rows: SelectedRows) -> Stats | None:
     """The statistics of a layer's rows that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
     return StatsFile(store, layer, rows).read() if not _has_parts(store) else None
+
+
+def known(store: Readable, layer: Layer, rows: SelectedRows) -> Stats:
+    """The saved statistics of a layer's rows; if there are none that are valid, they are computed and not saved."""
+    if (stats := kept(store, layer, rows)) is not None:
+        return stats
+    size = rows.count * store.d_model * store.dtype.itemsize
+    LOG.log(
+        logging.WARNING if size >= _LONG else logging.INFO,
+        "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) saves them",
+        *(store.path, size / 1e9, plain(layer), layer),
+    )
+    return store.stats_of(layer, rows)
 
 
 def kept_in(store: Readable, layer: Layer, rows: SelectedRows) -> Path | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +32,6 @@ from actshard.errors import (
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.late import Late
 from actshard.layers import Layer, is_one, not_stored, one, plain, short, stored
-from actshard.logs import LOG
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
 from actshard.stream.content import content_range
@@ -50,12 +48,12 @@ if TYPE_CHECKING:
 else:
     pa, arrays = Late("pyarrow"), Late("actshard.arrays")
 
-_LONG = 10_000_000_000
-"""A stream that reads at least this many bytes for statistics logs a warning."""
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
-_DOORS = frozenset({"contents", "rows", "group_of", "gather_of", "check_open", "native_stream", "known_stats"})
+_DOORS = frozenset(
+    {"contents", "rows", "group_of", "gather_of", "check_open", "native_stream", "known_stats", "sample_of", "stats_of"}
+)
 """Internal names for other modules of this package; ``dir()`` omits them."""
 
 
@@ -94,6 +92,7 @@ class Store(StreamVerbs, SampledVerbs):
         self.d_model = contents.d_model
         self._token_counts: NDArray[np.int64] | None = None
         self._identity: str | None = None
+        self._samples: dict[tuple[int, ...], str] = {}
         self._lengths: NDArray[np.int64] | None = None
         self._lengths_read = False
         self.num_examples = contents.num_examples
@@ -600,31 +599,24 @@ class Store(StreamVerbs, SampledVerbs):
 
             with memory_for_flags(self):
                 selected = selected.take(spread(selected.count, count_of(rows, "rows"), seed))
-        make = functools.partial(self._stats, layer, selected, progress)
+        make = functools.partial(self.stats_of, layer, selected, progress)
         if save is False:
             return make()
         from actshard.saved import kept_or_made
 
         return kept_or_made(self, self.layers[self._group(layer)], selected, save, make)
 
-    def _stats(self, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None) -> Stats:
+    def stats_of(self, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None) -> Stats:
+        """Computes statistics of a layer's rows. Internal."""
         group, total = self._group(layer), rows.count
         report = None if progress is None else lambda done: progress(done, total)
         return Stats.of(self._open_rows().stats(group, rows.native, report), self.layers[group])
 
     def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats:
         """Returns saved statistics of a layer's rows if they are still valid; otherwise computes them without saving. Internal."""
-        from actshard.saved import kept
+        from actshard.saved import known
 
-        if (stats := kept(self, layer, rows)) is not None:
-            return stats
-        size = rows.count * self.d_model * self.dtype.itemsize
-        LOG.log(
-            logging.WARNING if size >= _LONG else logging.INFO,
-            "%s: reading %.2f GB of layer %s for its statistics; store.stats(%r, save=True) saves them",
-            *(self.path, size / 1e9, plain(layer), layer),
-        )
-        return self._stats(layer, rows)
+        return known(self, layer, rows)
 
     def _open_rows(self) -> Rows:
         if isinstance(self._rows, Without):
@@ -687,12 +679,27 @@ class Store(StreamVerbs, SampledVerbs):
 
     @property
     def identity(self) -> str:
-        """A digest of the dataset's shape and a few rows. Copies of a dataset have equal digests; other datasets differ."""
+        """A digest of the dataset's shape and of the last tokens of up to eight examples in the first layer.
+
+        Copies of a dataset have equal digests. Datasets of another shape, or that differ in these rows, have others.
+        """
         if self._identity is None:
             from actshard.describing import identity_of
 
             self._identity = identity_of(self)
         return self._identity
+
+    def sample_of(self, layers: Sequence[Layer]) -> str:
+        """A digest of a few rows of each of these layers, for states of streams; cached. Internal.
+
+        The last tokens of up to eight examples; of data that is decoded in units, of the first example, and the sizes of files.
+        """
+        key = tuple(map(self._group, layers))
+        if key not in self._samples:
+            from actshard.describing import sample_of
+
+            self._samples[key] = sample_of(self, layers)
+        return self._samples[key]
 
     @property
     def content_lengths(self) -> NDArray[np.int64] | None:

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard.errors import ArgumentError, NotStoredError
 from actshard.formats.report import Report
+from actshard.formats.tables import rows_only
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class TokenColumns:
             offsets = np.concatenate([[0], ends]).astype(np.int64 if large else np.int32)
             made[name] = kind.from_arrays(offsets, pa.array(values))
         if not made:  # a table of no columns still has a length, which only a column gives it
-            return pa.table({"": pa.nulls(len(numbers))}).select([])
+            return rows_only(len(numbers))
         return pa.table(made)
 
 

@@ -33,6 +33,13 @@ class IncompatibleTypesError(Exception):
         self.name, self.known, self.other = name, known, other
 
 
+def rows_only(count: int) -> pa.Table:
+    """A table of ``count`` rows without columns."""
+    import pyarrow as pa
+
+    return pa.table({"": pa.nulls(count)}).select([])
+
+
 # -- types ---------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from actshard.errors import (
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.stream.readable import Readable, native_options
+from actshard.stream.readable import Readable, covered_by, native_options
 from actshard.stream.rescaling import (
     Center,
     Divide,
@@ -229,13 +229,16 @@ class Stream(Epochs[Batch]):
     def _ready(self) -> None:
         self.store.check_open()
         # Computed while the files are open: state_dict() may be called after the store is closed.
-        _ = self.store.identity
+        self._covered()
+
+    def _covered(self) -> dict[str, Any]:
+        return covered_by(self.store, self._layers)
 
     def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
         return RowLoop(self, first, every, held)
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
-        return _SINCE_2 if "dataset" not in saved else set()
+        return (set() if "dataset" in saved else _SINCE_2) | (set() if "sample" in saved else _SINCE_3)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -250,11 +253,7 @@ class Stream(Epochs[Batch]):
         """Everything that determines the rows of each batch and their values."""
         o = self._options
         made: dict[str, Any] = {
-            "dataset": self.store.identity,
-            "format": self.store.format,
-            "d_model": self.store.d_model,
-            "stored": self.store.dtype.name,
-            "examples": self.store.num_examples,
+            **self._covered(),
             "rows": self.num_rows,
             "layers": self._layers,
             "interleave": o["interleaved"],
@@ -265,6 +264,8 @@ class Stream(Epochs[Batch]):
             "seed": self.seed,
             "drop_last": self.drop_last,
             "world_size": self.world_size,
+            "dtype": self.dtype.name,
+            "shape": list(self._shape[1:]),
         }
         made |= settings_of(o)
         if self.shuffle == "window":
@@ -369,3 +370,5 @@ class RowLoop(Loop[Batch]):
 
 _SINCE_2 = {"dataset", "format", "d_model", "stored", "center", "scale", "units"}
 """Settings that states of version 1 lack."""
+_SINCE_3 = {"sample", "dtype", "shape"}
+"""Settings that early states of version 2 lack."""

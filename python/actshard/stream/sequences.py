@@ -24,7 +24,7 @@ from actshard.errors import ArgumentError, OverflowWarning, warn
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.stream import Shuffle
 from actshard.stream.percolumn import BatchColumns
-from actshard.stream.readable import Readable, native_options
+from actshard.stream.readable import Readable, covered_by, native_options
 from actshard.stream.rescaling import (
     Center,
     Divide,
@@ -288,7 +288,10 @@ class SequenceStream(Epochs[SequenceBatch]):
     def _ready(self) -> None:
         self.store.check_open()
         # Computed while the files are open: state_dict() may be called after the store is closed.
-        _ = self.store.identity
+        self._covered()
+
+    def _covered(self) -> dict[str, Any]:
+        return covered_by(self.store, self._layers)
 
     def _loop(self, first: int, every: int, held: list[Any] | None) -> _SequenceLoop:
         assert held is None, "batches of sequences are new arrays"
@@ -307,13 +310,8 @@ class SequenceStream(Epochs[SequenceBatch]):
 
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the sequences of each batch and their values."""
-        store = self.store
         made: dict[str, Any] = {
-            "dataset": store.identity,
-            "format": store.format,
-            "d_model": store.d_model,
-            "stored": store.dtype.name,
-            "examples": store.num_examples,
+            **self._covered(),
             "sequences": self.num_sequences,
             "layers": self._layers,
             "tokens": self._tokens,
@@ -326,8 +324,14 @@ class SequenceStream(Epochs[SequenceBatch]):
             "seed": self.seed,
             "drop_last": self.drop_last,
             "world_size": self.world_size,
+            "dtype": self.dtype.name,
+            "stacked": self._options["stacked"],
+            "fixed_shape": self.fixed_shape,
         }
         return made | settings_of(self._options) | self._planned
+
+    def _added(self, saved: dict[str, Any]) -> set[str]:
+        return set() if "sample" in saved else {"sample", "dtype", "stacked", "fixed_shape"}
 
     def _fingerprint(self) -> str:
         """A digest of the sequences: their examples and lengths."""
