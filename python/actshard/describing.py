@@ -37,7 +37,7 @@ def identity_of(store: Readable) -> str:
     if chosen is not None and chosen.numbers != range(whole.num_examples):
         digest.update(chosen.digest())
     digest.update("".join(part.identity for part in whole.parts).encode())
-    _add_rows(digest, store, 0)
+    _add_rows(digest, store, [0])
     return digest.hexdigest()[:16]
 
 
@@ -50,24 +50,24 @@ def sample_of(store: Readable, layers: Sequence[Layer]) -> str:
         for file in whole.files()[:_FILES]:
             found = Location.at(file).found()
             digest.update(f"{None if found is None else found.size} ".encode())
-    for layer in layers:
-        _add_rows(digest, store, store.group_of(layer))
+    _add_rows(digest, store, list(map(store.group_of, layers)))
     return digest.hexdigest()[:16]
 
 
-def _add_rows(digest: hashlib._Hash, store: Readable, group: int) -> None:
-    """Adds the last tokens of a few examples in one layer."""
+def _add_rows(digest: hashlib._Hash, store: Readable, groups: Sequence[int]) -> None:
+    """Adds the last tokens of a few examples in these layers."""
     n, whole = store.num_examples, store.contents.whole or store.contents
     # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
     # the first tokens of texts may be equal in all datasets of a model.
     few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
+    every, examples = np.repeat(np.array(groups, np.int64), len(few)), np.tile(np.array(few, np.int64), len(groups))
     try:
         # One call for all rows, so that a remote store needs one round trip.
-        digest.update(store.rows.gather(group, np.array(few, np.int64), None, None, None).tobytes())
+        digest.update(store.rows.gather(every, examples, None, None, None).tobytes())
     except ClosedError:
         raise
     except ActshardError:
-        for example in few:
+        for group, example in zip(every.tolist(), examples.tolist(), strict=True):
             try:
                 digest.update(store.rows.gather(group, example, None, None, None).tobytes())
             except ClosedError:
