@@ -156,7 +156,7 @@ _FLOCK = "hhqqi"
 def state_of(folder: Path) -> str:
     """Whether a writer holds the lock of a working folder, for messages: ``"is running: process 12 on node3, since ..."``.
 
-    Where the file system does not tell: ``"is running, or was interrupted"``. Does not take the lock.
+    Where this cannot be known: ``"is running, or was interrupted"``. Does not take the lock.
     """
     unknown = "is running, or was interrupted"
     with _held_lock:
