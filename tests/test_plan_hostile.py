@@ -65,7 +65,7 @@ def _put(made: Any, place: tuple[Any, ...], value: Any) -> None:
 def _signed(made: dict[str, Any]) -> None:
     """Gives a changed plan the id and the working folder that one of its arguments has."""
     with contextlib.suppress(TypeError, ValueError, KeyError):
-        made["id"] = identity(made["verb"], made["arguments"], [Input.of(x) for x in made["inputs"]], made["tasks"])
+        made["id"] = identity(made["verb"], made["arguments"], [Input(*x) for x in made["inputs"]], made["tasks"])
         if made["verb"] == "convert" and Path(made["arguments"]["dst"]).is_absolute():
             made["work"] = str(work_folder(Path(made["arguments"]["dst"]), made["id"]))
 

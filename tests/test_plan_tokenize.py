@@ -527,7 +527,7 @@ def test_a_plan_that_a_program_changed_is_refused(what: str, lines: Path, tmp_pa
     made = tokenize(lines, tmp_path / "c", None, IDS, tasks=3).as_dict()
     change, said = WRONG[what]
     change(made)
-    inputs = [Input.of(each) for each in made["inputs"]]
+    inputs = [Input(*each) for each in made["inputs"]]
     made["id"] = identity(made["verb"], made["arguments"], inputs, made["tasks"])
     (tmp_path / "plan.json").write_text(json.dumps(made))
     with pytest.raises(actshard.ActshardError) as refused:
