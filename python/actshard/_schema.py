@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,6 +42,11 @@ def at_least(low: int) -> Rule:
     return Rule(f"an integer of at least {low}", range(low, MAX_INT).__contains__)
 
 
+def one_of(accepted: Collection[str]) -> Rule:
+    """The rule of some strings."""
+    return Rule(f"one of {', '.join(accepted)}", accepted.__contains__)
+
+
 def is_file_text(text: str) -> bool:
     """Whether a string can be a file's path. Python keeps bytes that are not UTF-8 as low surrogates; JSON allows any."""
     return "\0" not in text and not any("\ud800" <= c <= "\udbff" for c in text)
@@ -54,6 +59,8 @@ def is_file_name(text: str) -> bool:
 
 Amount = Annotated[int, at_least(0)]
 Count = Annotated[int, at_least(1)]
+AnyText = Annotated[str, Rule("a string", lambda text: True)]
+"""Any string, also one that no file name or UTF-8 text can contain."""
 FileName = Annotated[str, Rule("the name of a file below a folder", is_file_name)]
 _RULES = {
     bool: Rule("true or false", lambda value: True),
@@ -81,10 +88,10 @@ class MismatchError(Exception):
 
 
 def read(kind: type[Kind], value: Any, path: Path | Location, where: str = "") -> Kind:
-    """Returns the JSON values as a dataclass, or as another annotated type.
+    """Returns JSON values as a dataclass.
 
     Args:
-        kind: the type.
+        kind: the dataclass.
         value: parsed JSON.
         path: the file, for messages.
         where: the field that contains the value, for messages.
@@ -92,18 +99,29 @@ def read(kind: type[Kind], value: Any, path: Path | Location, where: str = "") -
     Raises:
         FormatError: a field is missing, unknown, or not accepted. The message names it.
     """
-    hint: Any = kind
     try:
-        result: Kind = _reader(hint)(value)
+        return read_value(kind, value)
     except MismatchError as error:
         raise FormatError(error.described(where), path=path, code="metadata") from error
+
+
+def read_value(kind: type[Kind], value: Any) -> Kind:
+    """As :func:`read`. Raises MismatchError."""
+    hint: Any = kind
+    result: Kind = _reader(hint)(value)
     return result
+
+
+def omitted() -> Any:
+    """A field that :func:`json_values` leaves out while it is None, its default."""
+    return field(default=None, metadata={"omitted": True})
 
 
 def json_values(value: Any) -> Any:
     """Returns a dataclass as the JSON values that :func:`read` reads."""
     if is_dataclass(value):
-        return {field.name: json_values(getattr(value, field.name)) for field in fields(value)}
+        items = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {f.name: json_values(item) for f, item in items if item is not None or "omitted" not in f.metadata}
     if isinstance(value, Mapping):
         return {name: json_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -242,7 +260,7 @@ def _object(hint: Any) -> _Parser:
 
 def _dataclass(kind: Any) -> _Parser:
     hints = get_type_hints(kind, include_extras=True)
-    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
     optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
 
     def read_dataclass(value: Any) -> Any:

@@ -356,7 +356,7 @@ def _target(plan: Planned, asked: Asked) -> Target:
     return target
 
 
-class Converting(Verb):
+class Converting(Verb[_OpenedPlan]):
     """Runs the tasks of a conversion."""
 
     name = "convert"

@@ -180,6 +180,6 @@ def fewer(found: int, asked: int, why: str) -> list[str]:
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:
     """:attr:`Plan.id` of a plan with these parts."""
-    parts = [VERSION, verb, arguments, list(inputs), [dict(task) for task in tasks]]
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    parts = [VERSION, verb, arguments, list(inputs), list(tasks)]
+    text = json.dumps(json_values(parts), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
