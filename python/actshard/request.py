@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from actshard._json import Fields, read_json, show
-from actshard._schema import Amount, json_values, read
 from actshard.errors import MissingFileError, NotAFileError
 from actshard.location import Location
 
@@ -52,8 +51,8 @@ class Request:
     verb: str
     arguments: Mapping[str, Any]
     sources: tuple[str, ...] = ()
-    examples: Amount | None = None
-    overflows: Amount | None = None
+    examples: int | None = None
+    overflows: int | None = None
 
     @classmethod
     def of(
@@ -68,7 +67,14 @@ class Request:
         fields = Fields(value, path)
         if fields.integer("actshard_record") > VERSION:
             raise fields.error("actshard_record", f"at most {VERSION}, because a later release wrote it")
-        return read(cls, {name: item for name, item in value.items() if name != "actshard_record"}, path)
+        arguments, sources = fields.value.get("arguments"), fields.value.get("sources")
+        if not isinstance(arguments, dict):
+            raise fields.error("arguments", "those of a call")
+        if not isinstance(sources, list) or not all(isinstance(digest, str) for digest in sources):
+            raise fields.error("sources", "digests of files")
+        examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
+        overflows = None if fields.value.get("overflows") is None else fields.integer("overflows", minimum=0)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows)
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
@@ -81,7 +87,14 @@ class Request:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns JSON values."""
-        return {"actshard_record": VERSION, **json_values(self)}
+        return {
+            "actshard_record": VERSION,
+            "verb": self.verb,
+            "arguments": dict(self.arguments),
+            "sources": list(self.sources),
+            "examples": self.examples,
+            "overflows": self.overflows,
+        }
 
     def completed(self, other: Request) -> Self:
         """Returns the request with another's values of what the first rows decide, where one of the calls left it open."""

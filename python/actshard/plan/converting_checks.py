@@ -13,8 +13,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, formats
-from actshard._schema import Amount, AnyText, Count, FileName, MismatchError, Rule, read
+from actshard import formats
+from actshard._schema import Amount, AnyText, Count, FileName, MismatchError, Rule, one_of, read
+from actshard.converting.planning import OVERFLOW, TOKENS
 from actshard.errors import FormatError
 from actshard.layers import Layer
 from actshard.plan.book import work_folder
@@ -88,13 +89,13 @@ class ConvertArguments:
     layers: tuple[tuple[Layer, Layer], ...] | None
     examples: str | None
     columns: tuple[tuple[AnyText, AnyText], ...] | None
-    tokens: _arguments.Kept
+    tokens: Annotated[str, one_of(TOKENS)]
     pad: bool
     truncate: bool
     cast: bool
-    overflow: _arguments.Overflow
+    overflow: Annotated[str, one_of(OVERFLOW)]
     sizes: TargetSettings
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     request: Mapping[str, Any]
     losses: tuple[tuple[AnyText, AnyText], ...]
     layout: LayoutValue = None
