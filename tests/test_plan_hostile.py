@@ -149,6 +149,19 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     ("verify", lambda p: _changed(p, path="../x"), "field 'arguments.path': expected an absolute path"),
     ("verify", lambda p: _changed(p, examples=7), "field 'tasks': expected ranges of 7 examples, found 12"),
     ("verify", lambda p: _changed(p, layout=5), "field 'arguments.layout': expected"),
+    (
+        "convert",
+        lambda p: _changed(p, overflw="allow"),
+        "field 'arguments.overflw': expected no such field, found \"allow\". Do you mean 'overflow'?",
+    ),
+    (
+        "convert",
+        lambda p: {**p, "arguments": {k: v for k, v in p["arguments"].items() if k != "sizes"}},
+        "field 'arguments.sizes': expected an object, found nothing",
+    ),
+    ("layers", lambda p: _tasks(p, "examples", [0, 12]), "field 'tasks[0].examples': expected no such field"),
+    ("verify", lambda p: _changed(p, wide=[0, -1]), "field 'arguments.wide[1]': expected an integer of at least 0"),
+    ("stats", lambda p: _changed(p, tokens="contents"), "field 'arguments.tokens': expected one of content, all"),
     ("stats", lambda p: _changed(p, layers=[[0, 1 << 70, False]]), "field 'arguments.layers[0][1]': expected"),
     ("stats", lambda p: _changed(p, ignore_labels=[1 << 70]), "field 'arguments.ignore_labels[0]': expected"),
 ]
