@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_arguments", "_columns", "storage"),
     ("location", "epochs", "ahead", "chosen", "layers"),
     ("_json", "containers"),
+    ("_schema",),
     ("request",),
     ("work",),
     ("walking",),

@@ -507,17 +507,29 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a relative path": (lambda p: p["arguments"].update(out="c"), "field 'arguments.out': expected an absolute path"),
     "a field outside": (lambda p: p["arguments"].update(fields={"../x": "int32"}), "expected names of fields"),
-    "no dtype": (lambda p: p["arguments"].update(fields={"x": "object"}), "expected an object of dtypes"),
+    "no dtype": (
+        lambda p: p["arguments"].update(fields={"x": "object"}),
+        "field 'arguments.fields.x': expected one of int64",
+    ),
     "a hole": (lambda p: p["tasks"].pop(1), "without holes and overlaps"),
     "an overlap": (lambda p: p["tasks"].append(p["tasks"][0]), "without holes and overlaps"),
-    "a range of nothing": (lambda p: p["tasks"][0].update(pieces=[[0, 5, 2]]), "expected pieces of sources"),
-    "an unknown source": (lambda p: p["tasks"][0].update(pieces=[[9]]), "expected pieces of sources"),
-    "a large number": (lambda p: p["tasks"][0].update(pieces=[[0, 0, 1 << 70]]), "expected pieces of sources"),
+    "a range of nothing": (
+        lambda p: p["tasks"][0].update(pieces=[[0, 5, 2]]),
+        "pieces[0]': expected a piece of a source",
+    ),
+    "an unknown source": (lambda p: p["tasks"][0].update(pieces=[[9]]), "expected pieces of 1 source, found [9]"),
+    "a large number": (lambda p: p["tasks"][0].update(pieces=[[0, 0, 1 << 70]]), "pieces[0][2]': expected an integer"),
     "an unknown layout": (lambda p: p["arguments"].update(layout="x"), "expected one of consolidated, sharded"),
     "no time": (lambda p: p["arguments"].update(now=[1]), "expected a time of 11 values"),
     "a switch": (lambda p: p["arguments"].update(skip=1), "field 'arguments.skip': expected"),
-    "an option": (lambda p: p["arguments"]["options"].update(dtype="int8"), "field 'arguments.options': expected"),
-    "two tokenizers": (lambda p: p["arguments"].update(tokenizer={"path": "/a", "packed": ""}), "packed tokenizer"),
+    "an option": (
+        lambda p: p["arguments"]["options"].update(dtype="int8"),
+        "field 'arguments.options.dtype': expected one of",
+    ),
+    "two tokenizers": (
+        lambda p: p["arguments"].update(tokenizer={"name": "", "digest": "", "path": "/a", "packed": ""}),
+        "packed tokenizer",
+    ),
     "an unknown format": (lambda p: p["arguments"].update(format={"type": "x"}), "unknown format 'x'"),
 }
 
@@ -527,7 +539,7 @@ def test_a_plan_that_a_program_changed_is_refused(what: str, lines: Path, tmp_pa
     made = tokenize(lines, tmp_path / "c", None, IDS, tasks=3).as_dict()
     change, said = WRONG[what]
     change(made)
-    inputs = [Input.of(each) for each in made["inputs"]]
+    inputs = [Input(*each) for each in made["inputs"]]
     made["id"] = identity(made["verb"], made["arguments"], inputs, made["tasks"])
     (tmp_path / "plan.json").write_text(json.dumps(made))
     with pytest.raises(actshard.ActshardError) as refused:
@@ -546,7 +558,7 @@ def test_results_that_count_nothing_are_refused(found: Any, lines: Path, tmp_pat
     record = json.loads(file.read_text())
     record["value"]["pieces"] = found
     file.write_text(json.dumps(record))
-    with pytest.raises(actshard.FormatError, match="field 'pieces': expected"):
+    with pytest.raises(actshard.FormatError, match=r"pieces.*: expected .*remove the folder of task 1"):
         plan.commit()
 
 

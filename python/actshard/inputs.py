@@ -7,12 +7,12 @@ import itertools
 import json
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 
+from actshard._schema import Amount, Rule, is_file_text
 from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
 from actshard.request import RECORD
@@ -29,9 +29,8 @@ _FOLDERS = 64
 """Maximum number of folders with rows that are searched for other files."""
 
 
-@dataclass(frozen=True)
-class Input:
-    """The recorded state of a file.
+class Input(NamedTuple):
+    """The recorded state of a file. In JSON it is a list.
 
     Attributes:
         path: its path or URL.
@@ -39,25 +38,9 @@ class Input:
         version: modification time in nanoseconds, or the ETag of a remote object.
     """
 
-    path: str
-    size: int | None
+    path: Annotated[str, Rule("a path, or a URL", is_file_text)]
+    size: Amount | None
     version: int | str | None
-
-    def as_list(self) -> list[Any]:
-        """Returns JSON values."""
-        return [self.path, self.size, self.version]
-
-    @classmethod
-    def of(cls, value: Any) -> Input:
-        """Returns an input from the result of :meth:`as_list`. Raises TypeError or ValueError for other values."""
-        path, size, version = value
-        if (
-            not isinstance(path, str)
-            or type(size) not in (int, type(None))
-            or type(version) not in (int, str, type(None))
-        ):
-            raise ValueError(f"expected [path, size, version], found {value!r:.100}")
-        return cls(path, size, version)
 
     @classmethod
     def at(cls, file: Location) -> Input:

@@ -1,71 +1,60 @@
-"""Checks of plans that were read from a file: their hash detects accidental changes, but not a program that writes plans."""
+"""Fields that the plans of several verbs have. A plan's hash detects accidental changes, but not a program that writes plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from actshard._json import MAX_INT, Fields
-from actshard.plan.data import Planned
-
-
-def arguments_of(plan: Planned, path: Path) -> Fields:
-    """The arguments of a plan; ``path`` is its file, for messages."""
-    return Fields(dict(plan.arguments), path, "arguments")
+from actshard._schema import Amount, Rule, is_file_text
+from actshard.errors import FormatError
 
 
-def absolute(fields: Fields, name: str) -> str:
-    """Returns a field that must be an absolute path."""
-    text = fields.text(name)
-    if not _is_absolute(text):
-        raise fields.error(name, "an absolute path")
-    return text
+def _is_place(text: str) -> bool:
+    return (is_file_text(text) and Path(text).is_absolute()) or (text.isprintable() and "://" in text)
 
 
-def absolutes(fields: Fields, name: str) -> list[str]:
-    """Returns a field that must be a non-empty list of absolute paths."""
-    found = fields.value.get(name)
-    if not isinstance(found, list) or not found or not all(map(_is_absolute, found)):
-        raise fields.error(name, "a list of absolute paths")
-    return found
+PlaceText = Annotated[str, Rule("an absolute path, or a URL", _is_place)]
+LayoutValue = str | Mapping[str, Any] | None
+"""A description of files; see :func:`actshard.plan.reading.described`."""
 
 
-def _is_absolute(text: Any) -> bool:
-    if not isinstance(text, str) or "\0" in text or any("\ud800" <= c <= "\udbff" for c in text):
-        return False
-    return Path(text).is_absolute()
+class Span(NamedTuple):
+    """A range of examples, layers, files or leaves."""
+
+    first: Amount
+    end: Amount
 
 
-def is_place(text: Any) -> bool:
-    """Whether a value is an absolute path or a URL."""
-    return _is_absolute(text) or (isinstance(text, str) and text.isprintable() and "://" in text)
+@dataclass(frozen=True)
+class ExamplesTask:
+    """The examples that a task reads or writes."""
+
+    examples: Span
+    bytes: Amount
 
 
-def check_layout(fields: Fields) -> None:
-    """Checks the argument ``layout``."""
-    if not isinstance(fields.value.get("layout"), str | dict | None):
-        raise fields.error("layout", "a description of files, or null")
+@dataclass(frozen=True)
+class FilesTask:
+    """The files that a task copies."""
+
+    files: Span
+    bytes: Amount
 
 
-def read_only(fields: Fields) -> None:
-    """Checks the arguments of plans that only read: path, format, layout."""
-    if not is_place(fields.value.get("path")):
-        raise fields.error("path", "an absolute path, or a URL")
-    if fields.value.get("format") is not None:
-        fields.text("format")
-    check_layout(fields)
-
-
-def divided(plan: Planned, name: str, path: Path) -> int:
-    """Checks that the tasks' ranges ``name`` are consecutive and start at 0; returns the end of the last."""
+def check_spans(spans: Sequence[Span], name: str, count: int, path: Path) -> None:
+    """Raises FormatError unless the tasks' ranges ``name`` follow each other from 0 to ``count``; ``path`` is the plan's file."""
     end = 0
-    for i, task in enumerate(plan.tasks):
-        fields = Fields(dict(task), path, f"tasks[{i}]")
-        fields.integer("bytes", minimum=0)
-        found = fields.value.get(name)
-        if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int for n in found):
-            raise fields.error(name, "two numbers")
-        if not end == found[0] <= found[1] < MAX_INT:
-            raise fields.error(name, f"a range that starts at {end}")
-        end = found[1]
-    return end
+    for i, span in enumerate(spans):
+        if not end == span.first <= span.end:
+            raise FormatError(
+                f"field 'tasks[{i}].{name}': expected a range that starts at {end}, found {list(span)}",
+                path=path,
+                code="metadata",
+            )
+        end = span.end
+    if end != count:
+        raise FormatError(
+            f"field 'tasks': expected ranges of {count:,} {name}, found {end:,}", path=path, code="metadata"
+        )

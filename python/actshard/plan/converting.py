@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, DTypeLike
 import actshard._native as _native
 from actshard import _arguments
 from actshard._arguments import many
+from actshard._schema import json_values
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -61,7 +62,14 @@ from actshard.inputs import Input, inputs_of, newest
 from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, work_folder
-from actshard.plan.converting_checks import check_config, check_result, packed, unpacked
+from actshard.plan.converting_checks import (
+    ConvertArguments,
+    TargetSettings,
+    check_config,
+    check_result,
+    packed,
+    unpacked,
+)
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
@@ -185,32 +193,28 @@ def _planned(
     layout.settle(asked, target)
     if not asked.kind.ragged:
         sizes["tokens_per_example"] = target.tokens
-    pairs = (
-        None
-        if asked.layers == asked.store.layers == asked.names
-        else [list(p) for p in zip(asked.layers, asked.names, strict=True)]
+    pairs = tuple(zip(asked.layers, asked.names, strict=True))
+    arguments = ConvertArguments(
+        src=place[0],
+        src_format=place[1],
+        layout=place[2],
+        dst=root,
+        format=asked.format,
+        layers=None if asked.layers == asked.store.layers == asked.names else pairs,
+        examples=None if asked.examples is None else packed(asked.examples),
+        columns=None if asked.columns is None else tuple(asked.columns.items()),
+        tokens=asked.tokens,
+        pad=asked.pad,
+        truncate=asked.truncate,
+        cast=asked.cast,
+        overflow=overflow,
+        numbers=columns.numbers,
+        fillers=tuple(sorted(columns.fillers)),
+        sizes=TargetSettings(**sizes),
+        config=target.config(),
+        request=request.as_dict(),
+        losses=tuple((loss.what, loss.detail) for loss in losses(asked, target, columns)),
     )
-    arguments: dict[str, Any] = {
-        "src": place[0],
-        "src_format": place[1],
-        "layout": place[2],
-        "dst": str(root),
-        "format": asked.format,
-        "layers": pairs,
-        "examples": None if asked.examples is None else packed(asked.examples),
-        "columns": None if asked.columns is None else [list(pair) for pair in asked.columns.items()],
-        "tokens": asked.tokens,
-        "pad": asked.pad,
-        "truncate": asked.truncate,
-        "cast": asked.cast,
-        "overflow": overflow,
-        "numbers": columns.numbers,
-        "fillers": sorted(columns.fillers),
-        "sizes": sizes,
-        "config": target.config(),
-        "request": request.as_dict(),
-        "losses": [[loss.what, loss.detail] for loss in losses(asked, target, columns)],
-    }
     made, notes = _divided(asked, target, layout, tasks)
     inputs = inputs_of(asked.store)
     if inputs is None:
@@ -226,7 +230,7 @@ def _planned(
     refuse_full(root, size.bytes, size.files + 4 * len(made))
     work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
     predicted = Predicted(size.bytes, size.files, read, needed, exact=size.exact)
-    return Plan("convert", arguments, inputs, tuple(made), predicted, work, tuple(notes))
+    return Plan("convert", json_values(arguments), inputs, tuple(made), predicted, work, tuple(notes))
 
 
 def _memory(
@@ -299,28 +303,21 @@ class _OpenedPlan:
 
     @classmethod
     def _of(cls, plan: Planned) -> _OpenedPlan:
-        given = plan.arguments
-        store = source(given["src"], given["src_format"], "pread", layout=given.get("layout"))
-        pairs = given["layers"]
-        layers = None if pairs is None else {_name(old): _name(new) for old, new in pairs}
-        named = given["columns"]
+        given = plan.arguments_as(ConvertArguments)
+        src = list(given.src) if isinstance(given.src, tuple) else given.src
         asked = ask(
-            store,
-            given["format"],
-            layers=layers,
-            examples=None if given["examples"] is None else unpacked(given["examples"]),
-            columns=None if named is None else dict(named),
-            tokens=given["tokens"],
-            pad=given["pad"],
-            truncate=given["truncate"],
+            source(src, given.src_format, "pread", layout=given.layout),
+            given.format,
+            layers=None if given.layers is None else dict(given.layers),
+            examples=None if given.examples is None else unpacked(given.examples),
+            columns=None if given.columns is None else dict(given.columns),
+            tokens=given.tokens,
+            pad=given.pad,
+            truncate=given.truncate,
         )
-        asked = replace(asked, cast=given["cast"])
-        columns = columns_for(asked, _target(plan, asked), given["numbers"], given.get("fillers"))
-        return cls(asked, columns, given["overflow"])
-
-
-def _name(name: Any) -> Any:
-    return tuple(name) if isinstance(name, list) else name
+        asked = replace(asked, cast=given.cast)
+        columns = columns_for(asked, _target(plan, asked), given.numbers, given.fillers)
+        return cls(asked, columns, given.overflow)
 
 
 @contextlib.contextmanager
@@ -336,9 +333,9 @@ def _trusting_no_plan(plan: Planned) -> Iterator[None]:
         ) from error
 
 
-def _losses(arguments: Mapping[str, Any], target: Target, overflows: int = 0) -> tuple[Loss, ...]:
+def _losses(arguments: ConvertArguments, target: Target, overflows: int = 0) -> tuple[Loss, ...]:
     """The losses that the plan recorded, and overflows. Computing them again could require reading all shards of the source."""
-    made = [Loss(what, detail) for what, detail in arguments["losses"]]
+    made = [Loss(what, detail) for what, detail in arguments.losses]
     at = next((i + 1 for i, loss in enumerate(made) if loss.what == "dtype"), 0)
     return (*made[:at], *overflowed(target.dtype, overflows), *made[at:])
 
@@ -346,8 +343,9 @@ def _losses(arguments: Mapping[str, Any], target: Target, overflows: int = 0) ->
 def _target(plan: Planned, asked: Asked) -> Target:
     """Returns a target with the plan's settings."""
     with _trusting_no_plan(plan):
-        target = settle(asked, plan.arguments["dst"], **plan.arguments["sizes"])
-        config = plan.arguments["config"]
+        arguments = plan.arguments_as(ConvertArguments)
+        target = settle(asked, arguments.dst, **vars(arguments.sizes))
+        config = arguments.config
         check_config(config, target.config(), plan.work)
         target.adopt(config)
         target.request = Request.from_dict(plan.arguments["request"], plan.work)
@@ -356,7 +354,7 @@ def _target(plan: Planned, asked: Asked) -> Target:
     return target
 
 
-class Converting(Verb):
+class Converting(Verb[_OpenedPlan]):
     """Runs the tasks of a conversion."""
 
     name = "convert"
@@ -444,7 +442,7 @@ class Converting(Verb):
             there = self._put(plan, target, results)
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
-        lost = _losses(plan.arguments, target, over)
+        lost = _losses(plan.arguments_as(ConvertArguments), target, over)
         # The plan knows the columns of the first examples only, if the others must be decoded.
         changes = [text for result in results for text in result.value.get("changes", {}).values()]
         known = {loss.detail for loss in lost}
@@ -494,7 +492,7 @@ class Converting(Verb):
         if there is None:
             return None
         found = check_written(target.request, there)
-        lost = _losses(plan.arguments, target, found.overflows or 0)
+        lost = _losses(plan.arguments_as(ConvertArguments), target, found.overflows or 0)
         return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
-from actshard._json import MAX_INT, Fields
+from actshard._schema import Amount, AnyText, Count, FileName, MismatchError, Rule, one_of, read
 from actshard.converting.planning import OVERFLOW, TOKENS
 from actshard.errors import FormatError
+from actshard.layers import Layer
 from actshard.plan.book import work_folder
-from actshard.plan.checking import absolute, arguments_of, check_layout, divided, is_place
+from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
 from actshard.request import Request
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
-_SIZES = {"dtype", "tokens_per_example", "shard_bytes", "metadata", "options", "created"}
 
 
 def packed(numbers: NDArray[np.int64]) -> str:
@@ -53,108 +54,134 @@ def _count(text: str, most: int) -> int | None:
     return None if stream.unused_data or size % 8 else size // 8
 
 
+_WrittenFormat = Annotated[str, Rule("a format that can be written", lambda name: name in formats.written())]
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """Arguments of :func:`actshard.converting.planning.settle`."""
+
+    dtype: str | None
+    tokens_per_example: Amount | None
+    shard_bytes: Count | str | None
+    metadata: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    created: Amount | None
+
+
+@dataclass(frozen=True)
+class ConvertArguments:
+    """The arguments of :func:`actshard.plan.convert`, and what they mean for the source.
+
+    Attributes:
+        layers, columns: their names in the source, and in the result; None: all.
+        examples: examples to convert, see :func:`packed`; None: all.
+        cast: whether ``dtype`` was passed.
+        numbers, fillers: as for :func:`actshard.converting.planning.columns_for`.
+        config: the target's settings.
+        request: the record of the result.
+    """
+
+    src: PlaceText | Annotated[tuple[PlaceText, ...], Rule("at least one source", bool)]
+    src_format: str | None
+    dst: Path
+    format: _WrittenFormat
+    layers: tuple[tuple[Layer, Layer], ...] | None
+    examples: str | None
+    columns: tuple[tuple[AnyText, AnyText], ...] | None
+    tokens: Annotated[str, one_of(TOKENS)]
+    pad: bool
+    truncate: bool
+    cast: bool
+    overflow: Annotated[str, one_of(OVERFLOW)]
+    sizes: TargetSettings
+    config: dict[str, Any]
+    request: Mapping[str, Any]
+    losses: tuple[tuple[AnyText, AnyText], ...]
+    layout: LayoutValue = None
+    numbers: bool | None = None
+    fillers: tuple[AnyText, ...] | None = None
+    """Absent in plans of earlier releases."""
+
+
+@dataclass(frozen=True)
+class ConvertTask:
+    """The examples that a task converts; ``origin``: the first example of the block that contains the first one."""
+
+    examples: Span
+    origin: Amount
+    state: Mapping[str, Any]
+    bytes: Amount
+
+    def __post_init__(self) -> None:
+        if self.origin > self.examples.first:
+            raise MismatchError(f"at most {self.examples.first:,}", self.origin, "origin")
+
+
+@dataclass(frozen=True)
+class LayersTask:
+    """The layers that a task converts."""
+
+    layers: Span
+    bytes: Amount
+
+
+class Fragment(NamedTuple):
+    """A file below the task's folder that is a part of a file of the result: its first byte there, and its end."""
+
+    name: FileName
+    begin: Amount
+    end: Amount
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """The result of a task. ``tokens``: see :mod:`actshard.plan.examples`."""
+
+    examples: Span
+    layers: Span | None
+    state: Mapping[str, Any]
+    fragments: tuple[Annotated[Fragment, Rule("a range of bytes", lambda piece: piece.begin <= piece.end)], ...]
+    overflows: Amount
+    bytes: Amount
+    changes: Mapping[str, AnyText] = field(default_factory=dict)
+    """Absent in results of earlier releases."""
+    tokens: Any = None
+
+
 def check_plan(plan: Planned, path: Path) -> None:
     """Raises FormatError if the arguments or tasks are invalid for a conversion; ``path`` is the plan's file."""
-    fields = arguments_of(plan, path)
-    absolute(fields, "dst")
-    _check_source(fields)
-    format = fields.text("format")
-    if format not in formats.written():
-        raise fields.error("format", "a format that can be written")
-    for name in ("pad", "truncate", "cast"):
-        fields.boolean(name)
-    for name, known in (("tokens", TOKENS), ("overflow", OVERFLOW)):
-        if fields.text(name) not in known:
-            raise fields.error(name, f"one of {', '.join(known)}")
-    if fields.value.get("numbers") is not None:
-        fields.boolean("numbers")
-    fillers = fields.value.get("fillers")  # absent in plans of earlier releases
-    if fillers is not None and not (isinstance(fillers, list) and all(isinstance(name, str) for name in fillers)):
-        raise fields.error("fillers", "a list of names")
-    _check_pairs(fields, "layers", _is_layer)
-    _check_pairs(fields, "columns", lambda name: isinstance(name, str))
-    _check_sizes(fields)
-    if not isinstance(fields.value.get("config"), dict):
-        raise fields.error("config", "an object")
-    Request.from_dict(fields.value.get("request"), path)
-    _check_pairs(fields, "losses", lambda text: isinstance(text, str))
-    if fields.value.get("losses") is None:
-        raise fields.error("losses", "a list of pairs of texts")
-    _check_tasks(plan, fields, path)
+    arguments = plan.arguments_as(ConvertArguments, path)
+    Request.from_dict(arguments.request, path)
+    by_layers = bool(plan.tasks) and "layers" in plan.tasks[0]
+    spans = (
+        [task.layers for task in plan.tasks_as(LayersTask, path)]
+        if by_layers
+        else [task.examples for task in plan.tasks_as(ConvertTask, path)]
+    )
+    end = spans[-1].end if spans else 0
+    check_spans(spans, "layers" if by_layers else "examples", end, path)
+    if not end:
+        raise FormatError("field 'tasks': expected ranges of examples, or of layers", path=path, code="metadata")
+    if by_layers and arguments.layers is not None:
+        check_spans(spans, "layers", len(arguments.layers), path)
+    if arguments.examples is not None:
+        count = _count(arguments.examples, _MOST_EXAMPLES if by_layers else end)
+        if count is None or (not by_layers and count != end):
+            expected = f"{'numbers' if by_layers else f'{end:,} numbers'} of examples, packed"
+            raise FormatError(
+                MismatchError(expected, arguments.examples, "examples").described("arguments"),
+                path=path,
+                code="metadata",
+            )
 
 
 def check_work(plan: Planned, path: Path) -> None:
     """Raises FormatError unless the working folder is the one that the arguments determine. Call :func:`check_plan` first."""
-    root, format = Path(plan.arguments["dst"]), plan.arguments["format"]
-    hidden = work_folder(root, plan.id, dumps=formats.get(format).target().names_itself)
+    arguments = plan.arguments_as(ConvertArguments)
+    hidden = work_folder(arguments.dst, plan.id, dumps=formats.get(arguments.format).target().names_itself)
     if plan.work != hidden:
         raise FormatError(f"field 'work': expected {hidden}, found {plan.work}", path=path, code="metadata")
-
-
-def _check_source(fields: Fields) -> None:
-    found = fields.value.get("src")
-    if not (is_place(found) or (isinstance(found, list) and found and all(map(is_place, found)))):
-        raise fields.error("src", "an absolute path, a URL, or a list of them")
-    if fields.value.get("src_format") is not None:
-        fields.text("src_format")
-    check_layout(fields)
-
-
-def _check_pairs(fields: Fields, name: str, good: Callable[[Any], bool]) -> None:
-    """Checks a list of [old name, new name], or null."""
-    found = fields.value.get(name)
-    if found is None:
-        return
-    if not isinstance(found, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or not all(map(good, pair)) for pair in found
-    ):
-        raise fields.error(name, "a list of pairs of names, or null")
-
-
-def _is_layer(name: Any) -> bool:
-    if isinstance(name, list):
-        return all(isinstance(part, str) or type(part) is int for part in name)
-    return isinstance(name, str) or (type(name) is int and abs(name) < MAX_INT)
-
-
-def _check_sizes(fields: Fields) -> None:
-    found = fields.value.get("sizes")
-    if not isinstance(found, dict) or set(found) != _SIZES:
-        raise fields.error("sizes", f"an object of {', '.join(sorted(_SIZES))}")
-    sizes = Fields(found, fields.path, "arguments.sizes")
-    if found["dtype"] is not None:
-        sizes.text("dtype")
-    if found["tokens_per_example"] is not None:
-        sizes.integer("tokens_per_example", minimum=0)
-    if found["shard_bytes"] is not None and not isinstance(found["shard_bytes"], str):
-        sizes.integer("shard_bytes")
-    if found["created"] is not None:
-        sizes.integer("created", minimum=0)
-    if found["metadata"] is not None and not isinstance(found["metadata"], dict):
-        raise sizes.error("metadata", "an object, or null")
-    if not isinstance(found["options"], dict):
-        raise sizes.error("options", "an object")
-
-
-def _check_tasks(plan: Planned, fields: Fields, path: Path) -> None:
-    by_layers = bool(plan.tasks) and "layers" in plan.tasks[0]
-    name = "layers" if by_layers else "examples"
-    end = divided(plan, name, path)
-    if any(("layers" in task) != by_layers for task in plan.tasks) or not end:
-        raise FormatError("field 'tasks': expected ranges of examples, or of layers", path=path, code="metadata")
-    pairs, chosen = fields.value["layers"], fields.value.get("examples")
-    if by_layers and pairs is not None and end != len(pairs):
-        raise fields.error("layers", f"the {end:,} layers of the tasks")
-    if chosen is not None:
-        count = _count(chosen, _MOST_EXAMPLES if by_layers else end) if isinstance(chosen, str) else None
-        if count is None or (not by_layers and count != end):
-            raise fields.error("examples", f"{'numbers' if by_layers else f'{end:,} numbers'} of examples, packed")
-    for i, task in enumerate(plan.tasks if not by_layers else ()):
-        its = Fields(dict(task), path, f"tasks[{i}]")
-        if its.integer("origin", minimum=0) > task["examples"][0]:
-            raise its.error("origin", f"at most {task['examples'][0]:,}")
-        if not isinstance(task.get("state"), dict):
-            raise its.error("state", "an object")
 
 
 def check_config(config: Mapping[str, Any], own: Mapping[str, Any], work: Path) -> None:
@@ -174,25 +201,4 @@ def check_config(config: Mapping[str, Any], own: Mapping[str, Any], work: Path) 
 
 def check_result(value: Mapping[str, Any], file: Path) -> None:
     """Raises FormatError for an invalid result of a task; ``file`` contains it."""
-    fields = Fields(dict(value), file, "value")
-    fields.integer("bytes", minimum=0)
-    fields.integer("overflows", minimum=0)
-    if not isinstance(fields.value.get("state"), dict):
-        raise fields.error("state", "an object")
-    changes = fields.value.get("changes", {})  # absent in results of earlier releases
-    if not isinstance(changes, dict) or not all(isinstance(text, str) for text in changes.values()):
-        raise fields.error("changes", "texts by column")
-    found = fields.value.get("fragments")
-    if not isinstance(found, list) or not all(map(_is_fragment, found)):
-        raise fields.error("fragments", "names of files below the task's folder, with first byte and end")
-
-
-def _is_fragment(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != 3 or not isinstance(found[0], str):
-        return False
-    name, *span = found
-    if any(c == "\0" or "\ud800" <= c <= "\udbff" for c in name):
-        return False
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return False
-    return all(type(n) is int and 0 <= n < MAX_INT for n in span) and span[0] <= span[1]
+    read(ConvertResult, value, file, "value")

@@ -16,6 +16,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -25,6 +26,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard import _arguments, formats
 from actshard._arguments import many
+from actshard._schema import Amount, Count, json_values
 from actshard.converting.predicting import refuse_full
 from actshard.errors import (
     ActshardError,
@@ -43,7 +45,7 @@ from actshard.layers import Layer
 from actshard.merging import AskedMerge, merged
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
-from actshard.plan.checking import absolute, arguments_of, divided
+from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -147,33 +149,33 @@ def create(
     parts = min(tasks, n)
     target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **settings)
     spec = target.spec
-    arguments: dict[str, Any] = {
-        "path": str(root),
-        "format": format,
-        "layers": list(spec.layers),
-        "d_model": spec.d_model,
-        "num_examples": n,
-        "dtype": None if spec.dtype is None else str(spec.dtype),
-        "metadata": spec.metadata,
-        "tokens_per_example": spec.tokens,
-        "shard_bytes": spec.shard_bytes,
-        "options": spec.options,
-        "pad": _arguments.switch(pad, "pad"),
-        "truncate": _arguments.switch(truncate, "truncate"),
-        "overflow": overflow,
-        "capture": None if capture is None else _name_of(capture),
-    }
+    arguments = CreateArguments(
+        root,
+        format,
+        spec.layers,
+        spec.d_model,
+        n,
+        None if spec.dtype is None else str(spec.dtype),
+        spec.metadata,
+        spec.tokens,
+        spec.shard_bytes,
+        spec.options,
+        _arguments.switch(pad, "pad"),
+        _arguments.switch(truncate, "truncate"),
+        overflow,
+        None if capture is None else _name_of(capture),
+    )
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, each = _predicted(arguments, bounds, borders)
     notes = [*fewer(parts, tasks, f"there {'is' if n == 1 else 'are'} {many(n, 'example')}"), *notes]
-    made = [{"examples": [a, b], "bytes": size} for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
+    made = [ExamplesTask(Span(a, b), size) for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
     place = (
         work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)
         if work is None
         else _arguments.local_path(work, "work")
     )
-    plan = CreatePlan("create", arguments, (), tuple(made), predicted, place, tuple(notes))
+    plan = CreatePlan("create", json_values(arguments), (), tuple(json_values(made)), predicted, place, tuple(notes))
     with boundary(root, "plan an extraction to"):
         if not plan.book.exists():
             target.plan = plan.work
@@ -183,6 +185,26 @@ def create(
                 if not plan.book.exists():  # otherwise another process has just started this plan
                     raise
     return plan
+
+
+@dataclass(frozen=True)
+class CreateArguments:
+    """The arguments of :func:`create`."""
+
+    path: Path
+    format: str
+    layers: tuple[Layer, ...]
+    d_model: Count
+    num_examples: Count
+    dtype: str | None
+    metadata: Mapping[str, Any] | None
+    tokens_per_example: Amount | None
+    shard_bytes: int | str | None
+    options: Mapping[str, Any]
+    pad: bool
+    truncate: bool
+    overflow: _arguments.Overflow
+    capture: str | None
 
 
 def _check_format(format: str) -> None:
@@ -232,16 +254,16 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
 
 
 def _predicted(
-    arguments: Mapping[str, Any], bounds: Sequence[int], borders: NDArray[np.int64] | None
+    arguments: CreateArguments, bounds: Sequence[int], borders: NDArray[np.int64] | None
 ) -> tuple[Predicted, list[str], list[int]]:
     """Returns the predicted size and memory, notes, and the bytes of each task's rows."""
     notes = []
-    tokens = arguments["tokens_per_example"]
+    tokens = arguments.tokens_per_example
     if tokens is None:
         notes.append(
             "bytes and files are predicted for one token per example: pass tokens_per_example= for a better prediction"
         )
-    if arguments["dtype"] is None:
+    if arguments.dtype is None:
         notes.append("bytes are predicted for float32: pass dtype= for a better prediction")
     sizes = []
     counts = np.diff(bounds).tolist()
@@ -252,12 +274,12 @@ def _predicted(
         target.take_tokens(tokens or 2)
         sizes.append(_estimate(target, count, target.tokens or tokens or 1))
     known = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
-    merger = formats.get(arguments["format"]).merger()
+    merger = formats.get(arguments.format).merger()
     assert merger is not None
     files, size = merger.predicted([known[count] for count in counts], sizes[-1])
     files += 1  # the record of the request; bytes are those of rows
     each = [known[count][2] for count in counts]
-    begun = process.writing(arguments["format"], __name__)
+    begun = process.writing(arguments.format, __name__)
     rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes
     memory = begun + min(block_memory(target), rows) + write_memory(rows)
     shards = set() if borders is None else {*borders.tolist()}
@@ -277,11 +299,11 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
     return all_shards, all_shards + files - shards, -(-size * count // _ESTIMATED)
 
 
-def _target(arguments: Mapping[str, Any], work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
-    names = ("format", "layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
-    given = {name: arguments[name] for name in names}
-    given |= {"num_examples": count, "part": part, "whole": arguments["num_examples"]}
-    target = make_target(arguments["path"], given.pop("format"), **given)
+def _target(arguments: CreateArguments, work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
+    names = ("layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"num_examples": count, "part": part, "whole": arguments.num_examples}
+    target = make_target(arguments.path, arguments.format, **settings)
     target.plan = work
     return target
 
@@ -327,7 +349,7 @@ class CreatePlan(Plan):
     @property
     def path(self) -> Path:
         """The dataset's folder."""
-        return Path(self.arguments["path"])
+        return self.arguments_as(CreateArguments).path
 
     def examples(self, task: int) -> range:
         """Returns a task's examples, as numbers in the whole dataset.
@@ -338,7 +360,7 @@ class CreatePlan(Plan):
         task = _arguments.whole(task, "task", 0)
         if task >= len(self):
             raise OutOfRangeError(f"task: expected 0 to {len(self) - 1}, found {task}")
-        return range(*self.tasks[task]["examples"])
+        return range(*self.tasks_as(ExamplesTask)[task].examples)
 
     def writer(self, task: int) -> TaskWriter:
         """Returns the writer of a task. It continues after examples that were committed before: append those of ``writer.left``.
@@ -359,7 +381,7 @@ class CreatePlan(Plan):
             ArgumentError: the plan has no ``capture``.
             Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process is running this task.
         """
-        if self.arguments["capture"] is None:
+        if self.arguments_as(CreateArguments).capture is None:
             raise ArgumentError(
                 f"this plan has no capture=, which computes activations: use plan.writer({task}) in your script, or make the "
                 'plan with capture="module:function"'
@@ -382,8 +404,9 @@ class TaskWriter(Writer):
         self._tell = tell
         self._began = self._told_at = time.monotonic()
         self._attempt: Path | None = None
-        target = _target(plan.arguments, plan.work, len(self.examples), (task, len(plan)))
-        fitting = {name: plan.arguments[name] for name in _FITTING}
+        arguments = plan.arguments_as(CreateArguments)
+        target = _target(arguments, plan.work, len(self.examples), (task, len(plan)))
+        fitting = {name: getattr(arguments, name) for name in _FITTING}
         target.request = creation_request(target, **fitting)
         super().__init__(target, resume=True, exist_ok=True, **fitting)
 
@@ -471,7 +494,7 @@ class TaskWriter(Writer):
             self._plan.book.failed(self.task, error)
 
 
-class Creating(Verb):
+class Creating(Verb[None]):
     """Runs the tasks of an extraction with a ``capture``, and merges their parts."""
 
     name = "create"
@@ -479,25 +502,19 @@ class Creating(Verb):
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`create` does not make."""
-        fields = arguments_of(plan, path)
-        absolute(fields, "path")
-        n = fields.integer("num_examples")
-        fields.boolean("pad")
-        fields.boolean("truncate")
-        if fields.text("overflow") not in ("refuse", "allow"):
-            raise fields.error("overflow", "refuse or allow")
-        if fields.value.get("capture") is not None:
-            fields.text("capture")
+        arguments = plan.arguments_as(CreateArguments, path)
         try:
-            _check_format(fields.text("format"))
-            _target(plan.arguments, None, 1, (0, len(plan)))
-            if fields.value["capture"] is not None:
-                _name_of(fields.value["capture"])
+            _check_format(arguments.format)
+            _target(arguments, None, 1, (0, len(plan)))
+            if arguments.capture is not None:
+                _name_of(arguments.capture)
         except (ArgumentError, DtypeError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = error.detail if isinstance(error, ActshardError) else repr(error)
             raise FormatError(f"field 'arguments': expected those of an extraction: {why}", path=path) from error
-        if divided(plan, "examples", path) != n or any(a == b for a, b in (task["examples"] for task in plan.tasks)):
-            raise FormatError(f"field 'tasks': expected ranges of all {n} examples, none of them empty", path=path)
+        spans = [task.examples for task in plan.tasks_as(ExamplesTask, path)]
+        check_spans(spans, "examples", arguments.num_examples, path)
+        if any(first == end for first, end in spans):
+            raise FormatError("field 'tasks': expected ranges of examples, none of them empty", path=path)
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
         """None: the time depends on the model, which is not run here."""
@@ -506,7 +523,7 @@ class Creating(Verb):
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)
-        function = _function(plan.arguments["capture"])
+        function = _function(str(plan.arguments_as(CreateArguments).capture))
         writer = TaskWriter(plan, task, tell)
         with writer:
             if not writer.complete and writer.left:  # empty if a run was killed after the last example
@@ -515,18 +532,19 @@ class Creating(Verb):
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts; returns the dataset's path."""
-        root = Path(plan.arguments["path"])
+        root = plan.arguments_as(CreateArguments).path
         if (dataset := self.committed(plan)) is not None:
             return dataset
-        counts = tuple(stop - first for first, stop in (task["examples"] for task in plan.tasks))
+        counts = tuple(task.examples.end - task.examples.first for task in plan.tasks_as(ExamplesTask))
         return merged(root, AskedMerge(None, physical=False, different_models=False, plan=plan.work, counts=counts))
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
-        root, format = Path(plan.arguments["path"]), plan.arguments["format"]
+        arguments = plan.arguments_as(CreateArguments)
+        root, format = arguments.path, arguments.format
         if not root.is_dir() or {"parts", "merging"} & set(look(root).kinds()):
             return None
-        request = _request(plan.arguments)
+        request = _request(arguments)
         if not formats.get(format).target().names_itself:
             if not is_finished(root, format):
                 return None
@@ -541,11 +559,11 @@ class Creating(Verb):
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        remove_work_folders(Path(plan.arguments["path"]))
+        remove_work_folders(plan.arguments_as(CreateArguments).path)
 
 
-def _request(arguments: Mapping[str, Any]) -> Request:
+def _request(arguments: CreateArguments) -> Request:
     """The request for the whole dataset: as if one writer had created it."""
-    target = _target(arguments, None, arguments["num_examples"], None)
-    request = creation_request(target, **{name: arguments[name] for name in _FITTING})
-    return request.without_part(arguments["num_examples"])
+    target = _target(arguments, None, arguments.num_examples, None)
+    request = creation_request(target, **{name: getattr(arguments, name) for name in _FITTING})
+    return request.without_part(arguments.num_examples)

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from actshard import _arguments
 from actshard._arguments import many
 from actshard._json import MAX_BYTES, MAX_VALUES, Fields
+from actshard._schema import Amount, Kind, Rule, json_values, read
 from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.inputs import Input
 from actshard.work import as_json, write_json_at_once
@@ -51,11 +52,11 @@ class Predicted:
         exact: whether ``bytes`` and ``files`` are exact; if not, compressed sizes or the text of metadata were estimated.
     """
 
-    bytes: int
-    files: int
-    read: int
-    memory: int
-    scratch: int = 0
+    bytes: Amount
+    files: Amount
+    read: Amount
+    memory: Amount
+    scratch: Amount = 0
     exact: bool = False
 
 
@@ -73,7 +74,7 @@ class Planned:
         work: the working folder, which all machines must share. Tasks write there; :meth:`commit` removes it.
     """
 
-    verb: str
+    verb: Annotated[str, Rule(f"one of {', '.join(VERBS)}", VERBS.__contains__)]
     arguments: Mapping[str, Any]
     inputs: tuple[Input, ...]
     tasks: tuple[Mapping[str, Any], ...]
@@ -95,21 +96,31 @@ class Planned:
         """32 hexadecimal digits that depend on all attributes except ``predicted``, ``notes`` and ``work``."""
         return identity(self.verb, self.arguments, self.inputs, self.tasks)
 
+    @cached_property
+    def _typed(self) -> dict[Any, Any]:
+        return {}
+
+    def arguments_as(self, kind: type[Kind], path: Path | None = None) -> Kind:
+        """The arguments as a dataclass. Raises FormatError if they do not fit; ``path`` is the plan's file, for messages."""
+        if kind not in self._typed:
+            self._typed[kind] = read(kind, self.arguments, path or self.work, "arguments")
+        arguments: Kind = self._typed[kind]
+        return arguments
+
+    def tasks_as(self, kind: type[Kind], path: Path | None = None) -> tuple[Kind, ...]:
+        """The tasks as dataclasses. Raises FormatError if one does not fit; ``path`` is the plan's file, for messages."""
+        if kind not in self._typed:
+            self._typed[kind] = tuple(
+                read(kind, task, path or self.work, f"tasks[{i}]") for i, task in enumerate(self.tasks)
+            )
+        tasks: tuple[Kind, ...] = self._typed[kind]
+        return tasks
+
     # -- as a file -------------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return {
-            "actshard_plan": VERSION,
-            "id": self.id,
-            "verb": self.verb,
-            "work": str(self.work),
-            "arguments": dict(self.arguments),
-            "predicted": {name: getattr(self.predicted, name) for name in Predicted.__dataclass_fields__},
-            "notes": list(self.notes),
-            "inputs": [each.as_list() for each in self.inputs],
-            "tasks": [dict(task) for task in self.tasks],
-        }
+        return {"actshard_plan": VERSION, "id": self.id, **json_values(self)}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the plan as JSON. Returns the file's path. Any number of processes may call it at once.
@@ -147,34 +158,13 @@ class Planned:
         Raises:
             FormatError: the values are not a plan, or were changed after it was made.
         """
-        fields = Fields(value, path)
-        if (version := fields.integer("actshard_plan")) > VERSION:
+        version = Fields(value, path).integer("actshard_plan")
+        if version > VERSION:
             raise FormatError(
                 f"field 'actshard_plan': expected at most {VERSION}, found {version}: a later release made this plan",
                 path=path,
             )
-        verb = fields.text("verb")
-        if verb not in VERBS:
-            raise fields.error("verb", f"one of {', '.join(VERBS)}")
-        sizes = Fields(value.get("predicted"), path, "predicted")
-        for name in ("bytes", "files", "read", "memory", "scratch"):
-            sizes.integer(name, minimum=0)
-        sizes.boolean("exact")
-        try:
-            predicted = sizes.value
-            plan = cls(
-                verb,
-                dict(value["arguments"]),
-                tuple(Input.of(each) for each in value["inputs"]),
-                tuple(dict(task) for task in value["tasks"]),
-                Predicted(**{name: predicted[name] for name in Predicted.__dataclass_fields__}),
-                Path(fields.text("work")),
-                tuple(map(str, value.get("notes", ()))),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"expected a plan made by actshard: {error!r}", path=path) from error
-        if not plan.work.is_absolute():
-            raise fields.error("work", "an absolute path")
+        plan = read(cls, {name: item for name, item in value.items() if name not in ("actshard_plan", "id")}, path)
         if plan.id != value.get("id"):
             raise FormatError(
                 f"field 'id': expected {plan.id}, found {value.get('id')!r:.60}: the file was changed; make the plan again",
@@ -190,6 +180,6 @@ def fewer(found: int, asked: int, why: str) -> list[str]:
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:
     """:attr:`Plan.id` of a plan with these parts."""
-    parts = [VERSION, verb, arguments, [each.as_list() for each in inputs], [dict(task) for task in tasks]]
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    parts = [VERSION, verb, arguments, list(inputs), list(tasks)]
+    text = json.dumps(json_values(parts), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

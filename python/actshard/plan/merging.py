@@ -11,17 +11,19 @@ not start at a shard border of the merged dataset. All files are copied if ``dst
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from actshard import _arguments, formats
 from actshard._arguments import many
+from actshard._schema import Rule, is_file_text, json_values
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError, boundary
+from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, InternalError, boundary
 from actshard.finding import is_finished
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
@@ -29,7 +31,7 @@ from actshard.merging import AskedMerge, checked, merged, merger_of
 from actshard.opening import open_quietly
 from actshard.plan import process
 from actshard.plan.book import remove_work_folders, work_folder
-from actshard.plan.checking import absolute, absolutes, arguments_of, divided
+from actshard.plan.checking import FilesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result, Verb
@@ -93,22 +95,24 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     merger = merger_of(found.format)
     stores = [open_quietly(path, found.format, "auto") for path in found.parts]
     apart = any(_device(part) != _device(root) for part in found.parts)
-    arguments: dict[str, Any] = {
-        "dst": str(root),
-        "parts": [str(part) for part in asked.parts or ()],
-        "datasets": [str(part) for part in found.parts],
-        "format": found.format,
-        "physical": asked.physical,
-        "different_models": asked.different_models,
-        "apart": apart,
-        "place": os.path.relpath(merger.place(found), root),
-        "request": None if found.request is None else found.request.as_dict(),
-    }
+    if found.request is None:
+        raise InternalError("expected the request of the merge", path=root)
+    arguments = MergeArguments(
+        root,
+        asked.parts or (),
+        found.parts,
+        found.format,
+        asked.physical,
+        asked.different_models,
+        apart,
+        os.path.relpath(merger.place(found), root),
+        found.request.as_dict(),
+    )
     files = _files(found, apart)
     made, notes = _divided(files, tasks, found.format)
     inputs = _inputs(stores)
     known = identity("merge", arguments, inputs, made)
-    if work is not None and made[-1]["files"][1] and _device(work) != _device(root):
+    if work is not None and made[-1].files.end and _device(work) != _device(root):
         raise ArgumentError(
             "work: expected a folder on the file system of dst, so that the commit can rename copies", path=work
         )
@@ -117,7 +121,39 @@ def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Pl
     predicted = _predicted(found, files, apart, stores, inputs)
     if not work.exists():
         refuse_full(root, predicted.read, len(files) + 4 * len(made))
-    return Plan("merge", arguments, inputs, made, predicted, work, tuple(notes))
+    return Plan("merge", json_values(arguments), inputs, tuple(json_values(made)), predicted, work, tuple(notes))
+
+
+def _is_place(text: str) -> bool:
+    return is_file_text(text) and text not in ("", "..") and "/" not in text
+
+
+def _is_merged(format: str) -> bool:
+    return format in formats.names() and formats.get(format).merger() is not None
+
+
+@dataclass(frozen=True)
+class MergeArguments:
+    """The arguments of :func:`merge`.
+
+    Attributes:
+        dst, parts, physical, different_models: as they were passed.
+        datasets: the datasets at ``parts``.
+        format: their format.
+        apart: whether all files are copied, because the parts are on another file system.
+        place: the merged dataset's folder, relative to ``dst``.
+        request: the record of the merged dataset.
+    """
+
+    dst: Path
+    parts: tuple[Path, ...]
+    datasets: tuple[Path, ...]
+    format: Annotated[str, Rule("a format whose datasets can be merged", _is_merged)]
+    physical: bool
+    different_models: bool
+    apart: bool
+    place: Annotated[str, Rule("the name of a folder in dst, or .", _is_place)]
+    request: Mapping[str, Any]
 
 
 def _device(path: Path) -> int:
@@ -147,16 +183,16 @@ def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
             yield file, f"/{file.relative_to(source).as_posix()}", file.stat().st_size
 
 
-def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[list[FilesTask], list[str]]:
     """Returns the tasks, and notes about them."""
     if not files:
         why = f"1 task: no files of {format} datasets on one file system are copied; the commit links them"
-        return ({"files": [0, 0], "bytes": 0},), [why]
+        return [FilesTask(Span(0, 0), 0)], [why]
     weights = np.array([file.bytes + _FILE_WEIGHT for file in files])
     firsts = balanced(weights, np.arange(len(files)), tasks)
     ends = [*firsts[1:], len(files)]
-    made = [{"files": [a, b], "bytes": sum(f.bytes for f in files[a:b])} for a, b in zip(firsts, ends, strict=True)]
-    return tuple(made), fewer(len(made), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task")
+    made = [FilesTask(Span(a, b), sum(f.bytes for f in files[a:b])) for a, b in zip(firsts, ends, strict=True)]
+    return made, fewer(len(made), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task")
 
 
 def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
@@ -188,45 +224,35 @@ def _predicted(
     return Predicted(size + sum(f.size for f in every), count + len(every), copied, memory, exact=exact)
 
 
-class Merging(Verb):
+class Merging(Verb[list[Assembled]]):
     """Runs the tasks of a merge."""
 
     name = "merge"
-    _known: tuple[str, list[Assembled]] | None = None
 
-    def _files(self, plan: Planned) -> list[Assembled]:
-        if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _files(_merge(plan), plan.arguments["apart"]))
-        return self._known[1]
+    def open(self, plan: Planned) -> list[Assembled]:
+        """The files that tasks copy."""
+        arguments = plan.arguments_as(MergeArguments)
+        options = {"physical": arguments.physical}
+        return _files(Merge(arguments.dst, arguments.format, arguments.datasets, False, options), arguments.apart)
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`merge` does not make."""
-        fields = arguments_of(plan, path)
-        absolute(fields, "dst")
-        absolutes(fields, "parts")
-        absolutes(fields, "datasets")
-        for name in ("physical", "different_models", "apart"):
-            fields.boolean(name)
-        format = fields.text("format")
-        if format not in formats.names() or formats.get(format).merger() is None:
-            raise fields.error("format", "a format whose datasets can be merged")
-        place = fields.text("place")
-        if place in ("", "..") or "/" in place or "\0" in place:
-            raise fields.error("place", "the name of a folder in dst, or .")
-        Request.from_dict(fields.value.get("request"), path)
-        divided(plan, "files", path)
+        arguments = plan.arguments_as(MergeArguments, path)
+        Request.from_dict(arguments.request, path)
+        spans = [task.files for task in plan.tasks_as(FilesTask, path)]
+        check_spans(spans, "files", spans[-1].end if spans else 0, path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Copies the task's files."""
-        first, end = plan.tasks[task]["files"]
-        total, done = plan.tasks[task]["bytes"], 0
+        part = plan.tasks_as(FilesTask)[task]
+        done = 0
 
         def copied(count: int) -> None:
             nonlocal done
             done += count
-            tell(done, total)
+            tell(done, part.bytes)
 
-        for file in self._files(plan)[first:end] if end > first else ():
+        for file in self._files(plan, part):
             target = folder / FILES / file.name
             make_folder(target.parent)
             try:
@@ -235,7 +261,7 @@ class Merging(Verb):
                 error.detail = f"copying to {file.name}: {error.detail}"
                 raise
         sync_folders(Path(path) for path, _, _ in os.walk(folder))
-        return {"files": [first, end], "bytes": total, "units": end - first}
+        return {"files": part.files, "bytes": part.bytes, "units": part.files.end - part.files.first}
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if a copy is missing or has another size."""
@@ -244,47 +270,36 @@ class Merging(Verb):
                 size = copy.stat().st_size if copy.is_file() else None
                 if size != file.size:
                     what = f"expected {file.size:,} bytes, found {'no file' if size is None else f'{size:,}'}"
-                    raise FormatError(
-                        f"task {result.task}: {what}; remove {result.folder} and run the task again", path=copy
-                    )
+                    raise result.error(what, copy)
+
+    def _files(self, plan: Planned, task: FilesTask) -> list[Assembled]:
+        return self.opened(plan)[slice(*task.files)] if task.files.end > task.files.first else []
 
     def _copies(self, plan: Planned, result: Result) -> list[tuple[Assembled, Path]]:
         """The files of a finished task, with the paths of their copies."""
-        first, end = plan.tasks[result.task]["files"]
-        files = self._files(plan)[first:end] if end > first else []
+        files = self._files(plan, plan.tasks_as(FilesTask)[result.task])
         return [(file, result.folder / FILES / file.name) for file in files]
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts, using the tasks' copies; returns the dataset's path."""
         if (over := self.committed(plan)) is not None:
             return over
-        given = plan.arguments
+        arguments = plan.arguments_as(MergeArguments)
         copies = {file.name: copy for result in results for file, copy in self._copies(plan, result)}
         asked = AskedMerge(
-            tuple(map(Path, given["parts"])),
-            given["physical"],
-            given["different_models"],
-            plan=plan.work,
-            copies=copies,
+            arguments.parts, arguments.physical, arguments.different_models, plan=plan.work, copies=copies
         )
-        return merged(Path(given["dst"]), asked)
+        return merged(arguments.dst, asked)
 
     def committed(self, plan: Planned) -> Path | None:
         """The path of the merged dataset, if it is finished."""
-        given = plan.arguments
-        root = Path(given["dst"])
-        place = root / given["place"] if given["place"] != "." else root
-        if "merging" in look(root).kinds() or not is_finished(place, given["format"]):
+        arguments = plan.arguments_as(MergeArguments)
+        place = arguments.dst / arguments.place
+        if "merging" in look(arguments.dst).kinds() or not is_finished(place, arguments.format):
             return None
-        check_written(Request.from_dict(given["request"], plan.work), place)
+        check_written(Request.from_dict(arguments.request, plan.work), place)
         return place
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        remove_work_folders(Path(plan.arguments["dst"]))
-
-
-def _merge(plan: Planned) -> Merge:
-    given = plan.arguments
-    parts = tuple(map(Path, given["datasets"]))
-    return Merge(Path(given["dst"]), given["format"], parts, False, {"physical": given["physical"]})
+        remove_work_folders(plan.arguments_as(MergeArguments).dst)

@@ -15,6 +15,7 @@ from typing import Any
 from actshard import _arguments
 from actshard._arguments import many
 from actshard._json import read_json
+from actshard._schema import json_values
 from actshard.errors import (
     ActshardError,
     ChangedInputError,
@@ -107,9 +108,9 @@ class Plan(Planned):
         return Book(self.work, self.id)
 
     @cached_property
-    def implementation(self) -> Verb:
+    def implementation(self) -> Verb[Any]:
         """The implementation of the plan's verb."""
-        made: Verb = _imported(VERBS[self.verb])()
+        made: Verb[Any] = _imported(VERBS[self.verb])()
         return made
 
     def mine(self) -> list[int]:
@@ -199,7 +200,7 @@ class Plan(Planned):
                     last = now
                     book.tell(folder, done, total)
 
-            value = self.implementation.run(self, task, folder, tell)
+            value = json_values(self.implementation.run(self, task, folder, tell))
             record = {"value": value, "seconds": round(time.perf_counter() - began, 3)}
             book.publish(task, folder, record)
         return {"task": task, **record}
@@ -290,7 +291,7 @@ class Plan(Planned):
         verb.after(self)
         return made
 
-    def _commit(self, verb: Verb, book: Book) -> Any:
+    def _commit(self, verb: Verb[Any], book: Book) -> Any:
         results, records = [], []
         lacking = []
         for task in range(len(self)):

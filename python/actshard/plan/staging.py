@@ -12,7 +12,8 @@ could change after it is finished; or the commit would have to copy the ranges.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import actshard._native as _native
 from actshard import _arguments
 from actshard._arguments import many
-from actshard._json import MAX_INT
+from actshard._schema import Amount, json_values
 from actshard.converting.predicting import refuse_full
 from actshard.converting.segments import balanced
 from actshard.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
@@ -29,16 +30,17 @@ from actshard.inputs import told_versions
 from actshard.layers import Layer, several
 from actshard.location import Location
 from actshard.plan import converting_checks, process
+from actshard.plan.checking import FilesTask, Span
 from actshard.plan.converting import Converting, convert
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.staging_checks import check_plan
+from actshard.plan.staging_checks import StageArguments, StagedFile, check_tasks
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.staging import find_source, put_layers
 from actshard.staging.copying import check_digests, copy, link, most_in_memory, unchanged
-from actshard.staging.folder import check_target, complete, leave, put, recover, target_of, turn
+from actshard.staging.folder import check_target, leave, put, recover, target_of, turn
 from actshard.staging.listing import list_files, origin_of, within
-from actshard.staging.marker import Listed, Marker, Staged, size_of
+from actshard.staging.marker import Listed, Staged, size_of
 from actshard.work import PLAN_FOLDER, look, make_folder, refuse_within, remove, staging_folder
 
 FILES = "files"
@@ -94,32 +96,25 @@ def stage(
 
 def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, tasks: int) -> Plan:
     _, format, marker = find_source(source, list_files(source), layers)
-    arguments: dict[str, Any] = {
-        "source": marker.source,
-        "folder": str(target),
-        "layers": marker.layers,
-        "revision": marker.revision,
-        "origin": marker.origin,
-        "below": marker.below,
-        "inside": marker.inside,
-        "format": format,
-        "files": [[name, size, version] for name, (size, version) in marker.listed.items()],
-    }
+    files = tuple(StagedFile(name, size, version) for name, (size, version) in marker.listed.items())
+    arguments = StageArguments(
+        marker.source, target, layers, marker.revision, marker.origin, marker.below, marker.inside, format, files
+    )
     if layers is None:
         made, notes = _divided(marker.listed, tasks)
         total = sum(size for size, _ in marker.listed.values())
         predicted = Predicted(total, len(marker.listed), total, _memory(marker.listed, made, source), exact=True)
-        plan = Plan("stage", arguments, (), made, predicted, _work(target, arguments, (), made), tuple(notes))
+        work = _work(target, arguments, (), made)
+        plan = Plan("stage", json_values(arguments), (), tuple(json_values(made)), predicted, work, tuple(notes))
         there = unchanged(marker.listed, target, source)
         needed = sum(size for name, (size, _) in marker.listed.items() if name not in there)
     else:
-        given = _Given(arguments)
         inner = convert(
-            given.place, staging_folder(target) / "new", format, tasks=tasks, layers=layers, src_format=format
+            arguments.place, staging_folder(target) / "new", format, tasks=tasks, layers=layers, src_format=format
         )
-        arguments["convert"] = {name: value for name, value in inner.arguments.items() if name != "dst"}
+        arguments = replace(arguments, convert={k: value for k, value in inner.arguments.items() if k != "dst"})
         work = _work(target, arguments, inner.inputs, inner.tasks)
-        plan = Plan("stage", arguments, inner.inputs, inner.tasks, inner.predicted, work, inner.notes)
+        plan = Plan("stage", json_values(arguments), inner.inputs, inner.tasks, inner.predicted, work, inner.notes)
         needed = inner.predicted.bytes
     look(target).refuse("staging", own=plan.work)
     if plan.implementation.committed(plan) is None:
@@ -129,10 +124,10 @@ def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, t
     return plan
 
 
-def _memory(files: Listed, tasks: Sequence[Mapping[str, Any]], source: Location) -> int:
+def _memory(files: Listed, tasks: Sequence[FilesTask], source: Location) -> int:
     """Bytes of memory of the process of the largest task."""
     sizes = [size for size, _ in files.values()]
-    buffers = max(most_in_memory(sizes[slice(*task["files"])]) for task in tasks)
+    buffers = max(most_in_memory(sizes[slice(*task.files)]) for task in tasks)
     return process.importing(__name__) + _NETWORK * source.is_remote + _LISTED * len(sizes) + buffers
 
 
@@ -140,13 +135,11 @@ def _work(target: Path, *parts: Any) -> Path:
     return staging_folder(target) / f"{PLAN_FOLDER}{identity('stage', *parts)[:8]}"
 
 
-def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+def _divided(files: Listed, tasks: int) -> tuple[list[FilesTask], list[str]]:
     """Returns the tasks, and notes about them."""
     sizes = [size for size, _ in files.values()]
     firsts = balanced(np.array(sizes, np.int64) + _FILE_WEIGHT, np.arange(len(sizes)), tasks)
-    made = tuple(
-        {"files": [a, b], "bytes": sum(sizes[a:b])} for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
-    )
+    made = [FilesTask(Span(a, b), sum(sizes[a:b])) for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)]
     notes = fewer(len(made), tasks, f"{many(len(sizes), 'file', 'is', 'are')} copied, each by one task")
     share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
     if largest > 2 * share:
@@ -154,79 +147,42 @@ def _divided(files: Listed, tasks: int) -> tuple[tuple[dict[str, Any], ...], lis
     return made, notes
 
 
-class _Given:
-    """The arguments of a plan."""
+@dataclass(frozen=True)
+class _StageResult:
+    """The result of a task that copies files; ``fetched``: bytes that it read from the source."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._all = arguments
-        self.target = Path(arguments["folder"])
-        self.staging = staging_folder(self.target)
-        self.layers: tuple[Layer, ...] | None = None if arguments["layers"] is None else tuple(arguments["layers"])
-        self.is_hub = arguments["source"].startswith("hf://")
-
-    @property
-    def source(self) -> Location:
-        """A new location of the source, without cached listings."""
-        return Location.of_any(self._all["source"])
-
-    @property
-    def place(self) -> str:
-        """Path or URL of the dataset; on the hub, with the commit that the plan was made for."""
-        text, revision = self._all["source"], self._all["revision"]
-        if self.is_hub and revision is not None:
-            parts = text.split("/")
-            parts[4] = f"{parts[4].partition('@')[0]}@{revision}"  # hf://datasets/ORG/NAME@REVISION
-            text = "/".join(parts)
-        return text if self._all["below"] == "." else f"{text.rstrip('/')}/{self._all['below']}"
-
-    def files(self, first: int = 0, end: int | None = None) -> Listed:
-        """Files of the dataset."""
-        return {name: (size, version) for name, size, version in self._all["files"][first:end]}
-
-    def marker(self) -> Marker:
-        """The copy's marker, without the copy's files."""
-        given = self._all
-        names = ("source", "revision", "layers", "below", "inside", "origin")
-        return Marker(**{name: given[name] for name in names}, listed=self.files(), files={}, losses=[])
-
-    def done(self) -> Staged | None:
-        """The copy in the folder, if it is complete and consists of these files."""
-        below = self._all["below"]
-        files = self.files() if below == "." else {f"{below}/{name}": entry for name, entry in self.files().items()}
-        return complete(self.source, self.target, self.layers, files)
+    files: Span
+    bytes: Amount
+    fetched: Amount
+    units: Amount
 
 
-class Staging(Verb):
+class Staging(Verb[tuple[Planned, Converting]]):
     """Runs the tasks of a staged copy."""
 
     name = "stage"
-    _known: tuple[Planned, Planned, Converting] | None = None
 
-    def _inner(self, plan: Planned) -> tuple[Planned, Converting]:
+    def open(self, plan: Planned) -> tuple[Planned, Converting]:
         """The plan and verb that convert the layers to a folder in this plan's working folder."""
-        if self._known is None or self._known[0] is not plan:
-            given = {**plan.arguments["convert"], "dst": str(plan.work / "new")}
-            made = Planned("convert", given, plan.inputs, plan.tasks, plan.predicted, plan.work)
-            self._known = (plan, made, Converting())
-        return self._known[1:]
+        arguments = {**(plan.arguments_as(StageArguments).convert or {}), "dst": str(plan.work / "new")}
+        inner = Planned("convert", arguments, plan.inputs, plan.tasks, plan.predicted, plan.work)
+        return inner, Converting()
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`stage` does not make."""
-        check_plan(plan, path)
-        given = _Given(plan.arguments)
-        if plan.work != _work(given.target, plan.arguments, plan.inputs, plan.tasks):
-            raise FormatError(f"field 'work': expected a folder next to {given.target}, found {plan.work}", path=path)
-        if given.layers is not None:
-            if plan.arguments["convert"].get("src") != given.place:
-                raise FormatError(f"field 'arguments.convert.src': expected {given.place}", path=path)
-            inner, _ = self._inner(plan)
-            converting_checks.check_plan(inner, path)  # without check_work: its folder is this plan's
+        arguments = plan.arguments_as(StageArguments, path)
+        if plan.work != (hidden := _work(arguments.folder, plan.arguments, plan.inputs, plan.tasks)):
+            raise FormatError(f"field 'work': expected {hidden}, found {plan.work}", path=path)
+        if arguments.layers is None:
+            check_tasks(plan, arguments.files, path)
+        else:
+            converting_checks.check_plan(self.opened(plan)[0], path)  # without check_work: its folder is this plan's
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
         """Copies the task's files, or converts its part of the layers."""
-        given = _Given(plan.arguments)
-        source = given.source
-        found, expected = origin_of(source), plan.arguments["origin"]
+        given = plan.arguments_as(StageArguments)
+        source = given.location()
+        found, expected = origin_of(source), given.origin
         if found is not None and expected is not None and found != expected:
             raise ChangedInputError(
                 f"expected origin {expected}, found {found}: this URL refers to another server or account than when the plan was "
@@ -234,82 +190,71 @@ class Staging(Verb):
                 path=source,
             )
         if given.layers is not None:
-            inner, verb = self._inner(plan)
+            inner, verb = self.opened(plan)
             return verb.run(inner, task, folder, tell)
-        first, end = plan.tasks[task]["files"]
-        wanted, base, place = given.files(first, end), folder / FILES, Location.of_any(given.place)
+        span = plan.tasks_as(FilesTask)[task].files
+        wanted, base, place = given.listed(*span), folder / FILES, Location.of_any(given.place)
         make_folder(base)
-        link(base, wanted, given.target, source)
+        link(base, wanted, given.folder, source)
         missing = {name: entry for name, entry in wanted.items() if size_of(f"{base}/{name}") != entry[0]}
         _copy(place, missing, folder, tell, is_hub=given.is_hub)
-        return {
-            "files": [first, end],
-            "bytes": sum(size for size, _ in wanted.values()),
-            "fetched": sum(size for size, _ in missing.values()),
-            "units": end - first,
-        }
+        total, fetched = (sum(size for size, _ in files.values()) for files in (wanted, missing))
+        return _StageResult(span, total, fetched, len(wanted))
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if a copy is missing or has another size, ChangedInputError if the source changed."""
-        given = _Given(plan.arguments)
+        given = plan.arguments_as(StageArguments)
         if given.layers is not None:
-            inner, verb = self._inner(plan)
+            inner, verb = self.opened(plan)
             verb.check(inner, results)
         else:
             for result in results:
-                fetched = result.value.get("fetched")
-                if type(fetched) is not int or not 0 <= fetched < MAX_INT:
-                    raise FormatError(
-                        f"field 'value.fetched': expected a number of bytes, found {fetched!r:.60}", path=result.folder
-                    )
-                for name, (size, _) in given.files(*plan.tasks[result.task]["files"]).items():
+                result.read(_StageResult)
+                for name, (size, _) in given.listed(*plan.tasks_as(FilesTask)[result.task].files).items():
                     if (found := size_of(f"{result.folder}/{FILES}/{name}")) != size:
                         what = f"expected {size:,} bytes, found {'no file' if found < 0 else f'{found:,}'}"
-                        raise FormatError(
-                            f"task {result.task}: {what}; remove {result.folder} and run the task again",
-                            path=result.folder / FILES / name,
-                        )
+                        raise result.error(what, result.folder / FILES / name)
         if given.is_hub:  # files of a commit do not change
             return
-        source, below = given.source, plan.arguments["below"]
+        source, below = given.location(), given.below
         try:
             now = within(list_files(source), below)
         except MissingFileError:
             now = {}
-        before = given.files()
+        before = given.listed()
         for name in dict.fromkeys([*before, *now]):
             if now.get(name) != before.get(name):
                 raise _changed(source / below / name, before.get(name), now.get(name))
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Staged:
         """Assembles the tasks' copies to a folder, and renames it to its place."""
-        given = _Given(plan.arguments)
+        given = plan.arguments_as(StageArguments)
         if (over := given.done()) is not None:
             return over
         new, old = plan.work / "new", given.staging / "old"
         with turn(given.staging):  # actshard.stage may have started before the plan
-            recover(given.target, new, old)
+            recover(given.folder, new, old)
             if (over := given.done()) is not None:
                 return over
-            check_target(given.source, given.target, given.layers)
+            check_target(given.location(), given.folder, given.layers)
             if given.layers is not None:
-                inner, verb = self._inner(plan)
-                return put_layers(given.marker(), verb.commit(inner, results), None, given.target, new, old)
-            marker, base = given.marker(), new / plan.arguments["inside"]
+                inner, verb = self.opened(plan)
+                return put_layers(given.marker(), verb.commit(inner, results), None, given.folder, new, old)
+            marker, base = given.marker(), new / given.inside
             make_folder(base)
             # Files that a killed commit has renamed are missing here.
             _native.move_files([result.folder / FILES for result in results], base, [])
             files = {name: size for name, (size, _) in marker.listed.items()}
-            fetched = sum(int(result.value["fetched"]) for result in results)
-            return put(marker, files, fetched, given.target, new, old)
+            fetched = sum(result.read(_StageResult).fetched for result in results)
+            return put(marker, files, fetched, given.folder, new, old)
 
     def committed(self, plan: Planned) -> Staged | None:
         """The copy, if it is complete."""
-        return _Given(plan.arguments).done()
+        return plan.arguments_as(StageArguments).done()
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        leave(_Given(plan.arguments).staging)
+        leave(plan.arguments_as(StageArguments).staging)
 
 
 def _copy(place: Location, missing: Listed, folder: Path, tell: Beat, *, is_hub: bool) -> None:

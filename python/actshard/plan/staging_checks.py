@@ -1,112 +1,152 @@
-"""Checks of plans of staged copies that were read from a file: their names and sizes determine which files are accessed."""
+"""The arguments and tasks of plans of staged copies: their names and sizes determine which files are accessed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from actshard import formats
-from actshard._json import MAX_INT, Fields
+from actshard._schema import Amount, MismatchError, Rule, is_file_name, is_file_text, omitted
 from actshard.errors import ActshardError, FormatError
-from actshard.layers import several
+from actshard.layers import Layer, several
 from actshard.location import Location, is_url
-from actshard.plan.checking import absolute, arguments_of, divided
+from actshard.plan.checking import FilesTask, check_spans
 from actshard.plan.data import Planned
 from actshard.request import RECORD
-from actshard.work import FOLDER
+from actshard.staging.folder import complete
+from actshard.staging.marker import Listed, Marker, Staged
+from actshard.work import FOLDER, staging_folder
 
 
-def check_plan(plan: Planned, path: Path) -> None:
-    """Raises FormatError if the arguments or tasks are invalid for a staged copy; ``path`` is the plan's file."""
-    fields = arguments_of(plan, path)
-    if not is_url(fields.text("source")):
-        absolute(fields, "source")
-    if not Path(absolute(fields, "folder")).name:
-        raise fields.error("folder", "a folder below /")
-    for name in ("revision", "origin"):
-        if fields.value.get(name) is not None or name not in fields.value:
-            fields.text(name)
-    if fields.text("below") != ".":
-        _name(fields, "below", fields.value["below"])
-    if "/" in fields.text("inside") or fields.value["inside"]:
-        _name(fields, "inside", fields.value["inside"])
-    _check_place(fields)
-    _check_files(fields)
-    if "layers" not in fields.value:
-        raise fields.error("layers", "names of layers, or null")
-    if fields.value["layers"] is None:
-        _check_tasks(plan, path)
-        return
+def _is_source(text: str) -> bool:
     try:
-        layers = several(fields.value["layers"])
-    except ActshardError as error:
-        raise fields.error("layers", "names of layers") from error
-    if list(layers) != fields.value["layers"]:
-        raise fields.error("layers", "a list of names of layers")
-    if fields.text("format") not in formats.written():
-        raise fields.error("format", "a format that can be written")
-    inner = fields.value.get("convert")
-    if not isinstance(inner, dict) or inner.get("format") != fields.value["format"] or "dst" in inner:
-        raise fields.error("convert", "the arguments of a conversion")
-
-
-def _check_place(fields: Fields) -> None:
-    """Checks that the source is a valid location, and that its URL can contain the revision."""
-    text = fields.value["source"]
-    try:
-        Location.of_any(text)
-    except ActshardError as error:
-        raise FormatError(f"field 'arguments.source': {error.detail}", path=fields.path) from error
-    if fields.value.get("revision") is not None and (not text.startswith("hf://") or len(text.split("/")) < 5):
-        raise fields.error("revision", "null, because the source is not a dataset on the hub")
-
-
-def _is_name(name: Any) -> bool:
-    """Whether a value is a relative path below a folder, and not a path that staging itself creates."""
-    if not isinstance(name, str) or "\0" in name or any("\ud800" <= c <= "\udbff" for c in name):
+        return (is_url(text) or (is_file_text(text) and Path(text).is_absolute())) and Location.of_any(text) is not None
+    except ActshardError:
         return False
-    return all(
-        part not in ("", ".", "..") and (part == RECORD or not part.startswith(FOLDER)) for part in name.split("/")
-    )
 
 
-def _name(fields: Fields, field: str, name: Any) -> None:
-    if not _is_name(name):
-        raise fields.error(field, "the name of a folder below the source")
+def _is_name(text: str) -> bool:
+    """Whether a text is a relative path below a folder, and not a path that staging itself creates."""
+    return is_file_name(text) and all(part == RECORD or not part.startswith(FOLDER) for part in text.split("/"))
 
 
-def _check_files(fields: Fields) -> None:
-    found = fields.value.get("files")
-    if not isinstance(found, list) or not found:
-        raise fields.error("files", "a list of files")
-    names: set[str] = set()
-    folders: set[str] = set()
-    for number, each in enumerate(found):
-        if not (
-            isinstance(each, list)
-            and len(each) == 3
-            and _is_name(each[0])
-            and type(each[1]) is int
-            and 0 <= each[1] < MAX_INT
-            and isinstance(each[2], str)
-        ):
-            raise FormatError(
-                f"field 'arguments.files[{number}]': expected name, size and version of a file, found {each!r:.80}",
-                path=fields.path,
-            )
-        name: str = each[0]
-        names.add(name)
+def _are_layers(layers: tuple[Layer, ...]) -> bool:
+    try:
+        return several(layers) == layers
+    except ActshardError:
+        return False
+
+
+_Folder = Annotated[Path, Rule("a folder below /", lambda path: bool(path.name))]
+_Below = Annotated[str, Rule("the name of a folder below the source", lambda name: name == "." or _is_name(name))]
+_Inside = Annotated[str, Rule("the name of a folder", lambda name: not name or ("/" not in name and _is_name(name)))]
+
+
+class StagedFile(NamedTuple):
+    """A file of the source: its name below the dataset, size and version."""
+
+    name: Annotated[str, Rule("the name of a file below the source", _is_name)]
+    size: Amount
+    version: str
+
+
+def _are_apart(files: tuple[StagedFile, ...]) -> bool:
+    names, folders = {file.name for file in files}, set[str]()
+    for name in names:
         while (name := name.rpartition("/")[0]) and name not in folders:
             folders.add(name)
-    if len(names) < len(found) or names & folders:
-        raise fields.error("files", "different names, none of which is a folder of others")
+    return 0 < len(files) == len(names) and not names & folders
 
 
-def _check_tasks(plan: Planned, path: Path) -> None:
-    files = plan.arguments["files"]
-    if divided(plan, "files", path) != len(files):
-        raise FormatError(f"field 'tasks': expected ranges that end with file {len(files):,}", path=path)
-    for i, task in enumerate(plan.tasks):
-        first, end = task["files"]
-        if (total := sum(size for _, size, _ in files[first:end])) != task["bytes"] or first == end:
-            raise Fields(dict(task), path, f"tasks[{i}]").error("bytes", f"{total:,}, the size of its files")
+@dataclass(frozen=True)
+class StageArguments:
+    """The arguments of :func:`actshard.plan.stage`, and the source's files; see :class:`actshard.staging.marker.Marker`.
+
+    Attributes:
+        folder: the folder to create.
+        format: the source's format.
+        files: the source's files.
+        convert: the arguments of the conversion of some layers, except ``dst``; None: whole files are copied.
+    """
+
+    source: Annotated[str, Rule("an absolute path, or a URL", _is_source)]
+    folder: _Folder
+    layers: Annotated[tuple[Layer, ...], Rule("a list of names of layers", _are_layers)] | None
+    revision: str | None
+    origin: str | None
+    below: _Below
+    inside: _Inside
+    format: str | None
+    files: Annotated[
+        tuple[StagedFile, ...], Rule("different names of files, none of which is a folder of others", _are_apart)
+    ]
+    convert: Mapping[str, Any] | None = omitted()
+
+    def __post_init__(self) -> None:
+        if self.revision is not None and (not self.is_hub or len(self.source.split("/")) < 5):
+            raise MismatchError("null, because the source is not a dataset on the hub", self.revision, "revision")
+        if self.layers is None:
+            return
+        if self.format not in formats.written():
+            raise MismatchError("a format that can be written", self.format, "format")
+        convert = {} if self.convert is None else self.convert
+        same = {"src": self.place, "format": self.format}
+        if convert and ("dst" in convert or same != {name: convert.get(name) for name in same}):
+            raise MismatchError(f"the arguments of a conversion of {self.place}", convert, "convert")
+
+    @property
+    def staging(self) -> Path:
+        """The hidden folder next to the copy."""
+        return staging_folder(self.folder)
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether the source is on the hub."""
+        return self.source.startswith("hf://")
+
+    def location(self) -> Location:
+        """A new location of the source, without cached listings."""
+        return Location.of_any(self.source)
+
+    @property
+    def place(self) -> str:
+        """Path or URL of the dataset; on the hub, with the commit that the plan was made for."""
+        text = self.source
+        if self.is_hub and self.revision is not None:
+            parts = text.split("/")
+            parts[4] = f"{parts[4].partition('@')[0]}@{self.revision}"  # hf://datasets/ORG/NAME@REVISION
+            text = "/".join(parts)
+        return text if self.below == "." else f"{text.rstrip('/')}/{self.below}"
+
+    def listed(self, first: int = 0, end: int | None = None) -> Listed:
+        """Files of the dataset."""
+        return {file.name: (file.size, file.version) for file in self.files[first:end]}
+
+    def marker(self) -> Marker:
+        """The copy's marker, without the copy's files."""
+        layers = None if self.layers is None else list(self.layers)
+        return Marker(
+            self.source, self.revision, layers, self.below, self.inside, self.listed(), {}, [], origin=self.origin
+        )
+
+    def done(self) -> Staged | None:
+        """The copy in the folder, if it is complete and consists of these files."""
+        below = "" if self.below == "." else f"{self.below}/"
+        files = {f"{below}{name}": entry for name, entry in self.listed().items()}
+        return complete(self.location(), self.folder, self.layers, files)
+
+
+def check_tasks(plan: Planned, files: tuple[StagedFile, ...], path: Path) -> None:
+    """Raises FormatError unless the tasks copy all files; ``path`` is the plan's file."""
+    tasks = plan.tasks_as(FilesTask, path)
+    check_spans([task.files for task in tasks], "files", len(files), path)
+    for i, task in enumerate(tasks):
+        total = sum(file.size for file in files[slice(*task.files)])
+        if total != task.bytes or task.files.first == task.files.end:
+            raise FormatError(
+                f"field 'tasks[{i}].bytes': expected {total:,}, the size of its files, found {task.bytes:,}",
+                path=path,
+                code="metadata",
+            )

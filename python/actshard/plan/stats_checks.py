@@ -7,21 +7,108 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard._json import show
-from actshard.errors import ActshardError, FormatError
+from actshard._schema import Amount
+from actshard.errors import ActshardError
 from actshard.formats.report import NOT_OF_DATA
 from actshard.layers import Layer, plain
+from actshard.plan.checking import LayoutValue, PlaceText, Span
 from actshard.plan.verb import Result
 from actshard.stats.summary import HASHES, LARGEST
 from actshard.store import Store
+from actshard.stream.selection import Selection, Tokens
+from actshard.stream.supervised import ColumnTokens
 
 _ROUNDING = 1e-6
 """Relative difference of two sums of the same norms in different orders; a leaf adds at most 65,536 norms one by one."""
+
+
+class SummedLayer(NamedTuple):
+    """A layer of a plan of statistics: its index, its number of leaves, and whether its rows are read as float64."""
+
+    group: Amount
+    leaves: Amount
+    wide: bool
+
+
+class KeptColumn(NamedTuple):
+    """A list column that selects tokens; see :class:`actshard.stream.supervised.ColumnTokens`."""
+
+    column: str
+    context: bool
+    at_least: int
+
+
+class LeafSpan(NamedTuple):
+    """A task's leaves of one layer."""
+
+    group: int
+    wide: bool
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StatsArguments:
+    """The arguments of :func:`actshard.plan.stats`."""
+
+    path: PlaceText
+    format: str | None
+    layout: LayoutValue
+    tokens: Tokens
+    ignore_labels: tuple[int, ...]
+    layers: tuple[SummedLayer, ...]
+    save: bool
+    keep: KeptColumn | None = None
+    min_token: Amount = 0
+
+    @property
+    def selection(self) -> Selection:
+        """The rows."""
+        keep = None if self.keep is None else ColumnTokens(*self.keep)
+        return Selection(self.tokens, self.ignore_labels, keep, None, self.min_token)
+
+
+@dataclass(frozen=True)
+class StatsTask:
+    """The leaves that a task sums, counted over all layers."""
+
+    leaves: Span
+    bytes: Amount
+
+
+class NodeRecord(NamedTuple):
+    """A node of a layer's tree, without its columns: number of rows, sum of their norms in hexadecimal, number of norms."""
+
+    first: Amount
+    level: Amount
+    rows: Amount
+    total: str
+    norms: int
+
+
+@dataclass(frozen=True)
+class LayerNodes:
+    """The nodes of a task's leaves of one layer."""
+
+    layer: Amount
+    nodes: tuple[NodeRecord, ...]
+
+
+@dataclass(frozen=True)
+class StatsResult:
+    """The result of a task."""
+
+    leaves: Span
+    layers: tuple[LayerNodes, ...]
+    bytes: Amount
+    units: Amount
 
 
 class NodeChecks:
@@ -31,51 +118,39 @@ class NodeChecks:
         self.store = store
         self._counted: tuple[Layer, NDArray[np.int64] | None] | None = None
 
-    def task(self, result: Result, task: Mapping[str, Any], spans: Sequence[tuple[int, bool, int, int]]) -> None:
-        """Raises FormatError for a result without the layers, nodes and rows of its task's spans of leaves."""
-        value = result.value
-        units = sum(end - first for _, _, first, end in spans)
-        for name, expected in (("leaves", task["leaves"]), ("bytes", task["bytes"]), ("units", units)):
-            if value.get(name) != expected or isinstance(value[name], bool):
-                raise _wrong(result, name, show(expected), value.get(name))
-        layers = value.get("layers")
-        groups = [group for group, *_ in spans]
-        if not isinstance(layers, list) or [isinstance(x, dict) and x.get("layer") for x in layers] != groups:
-            raise _wrong(result, "layers", f"sums of the layers {show(groups)}", layers)
-        for each in layers:
-            nodes = each.get("nodes")
-            if type(each["layer"]) is not int or not isinstance(nodes, list) or each.keys() != {"layer", "nodes"}:
-                raise _wrong(result, "layers", "a layer's number and its nodes", each)
-            for node in nodes:
-                if not isinstance(node, list) or [type(x) for x in node] != [int, int, int, str, int] or node[2] < 0:
-                    raise _wrong(result, "layers", "nodes [first leaf, level, rows, sum of norms, norms]", node)
+    def task(self, result: Result, task: StatsTask, spans: Sequence[LeafSpan]) -> StatsResult:
+        """Returns a result. Raises FormatError if its layers, nodes or rows are not those of its task's spans of leaves."""
+        value = result.read(StatsResult)
+        units = sum(span.end - span.first for span in spans)
+        for name, expected in (("leaves", task.leaves), ("bytes", task.bytes), ("units", units)):
+            if (found := getattr(value, name)) != expected:
+                raise result.wrong(name, show(expected), found)
+        if [part.layer for part in value.layers] != (groups := [span.group for span in spans]):
+            raise result.wrong("layers", f"sums of the layers {show(groups)}", result.value["layers"])
+        return value
 
-    def rows(
-        self,
-        result: Result,
-        task: Mapping[str, Any],
-        spans: Sequence[tuple[int, bool, int, int]],
-        leaves: Mapping[int, int],
-    ) -> None:
-        """Raises FormatError for nodes of other leaves, or rows, than the task's; ``leaves``: those of each whole layer."""
+    def rows(self, result: Result, task: StatsTask, spans: Sequence[LeafSpan], layers: Sequence[SummedLayer]) -> None:
+        """Raises FormatError for nodes of other leaves, or rows, than the task's."""
+        value = self.task(result, task, spans)
+        leaves = {layer.group: layer.leaves for layer in layers}
         total = 0
-        for (group, wide, first, end), each in zip(spans, result.value["layers"], strict=True):
-            where = f"layer {plain(self.store.layers[group])}"
-            expected, size = list(_nodes(first, end)), self.store.rows.leaf_rows(wide)
-            found = [(node[0], node[1]) for node in each["nodes"]]
+        for span, part in zip(spans, value.layers, strict=True):
+            where = f"layer {plain(self.store.layers[span.group])}"
+            expected, size = list(_nodes(span.first, span.end)), self.store.rows.leaf_rows(span.wide)
+            found = [(node.first, node.level) for node in part.nodes]
             if found != expected:
-                raise _wrong(result, f"{where}: nodes", f"first leaves and levels {show(expected)}", found)
-            for at, level, rows, *_ in each["nodes"]:
-                most = size << level
+                raise result.wrong(f"{where}: nodes", f"first leaves and levels {show(expected)}", found)
+            for node in part.nodes:
+                most = size << node.level
                 # Only the last leaf of a layer may be shorter.
-                least = most - size + 1 if at + (1 << level) == leaves[group] else most
-                if not least <= rows <= most:
+                least = most - size + 1 if node.first + (1 << node.level) == leaves[span.group] else most
+                if not least <= node.rows <= most:
                     limits = f"{least:,} to {most:,}" if least < most else f"{most:,}"
-                    raise _wrong(result, f"{where}: rows from leaf {at:,} on", limits, rows)
-                total += rows
+                    raise result.wrong(f"{where}: rows from leaf {node.first:,} on", limits, node.rows)
+                total += node.rows
         row = self.store.d_model * self.store.dtype.itemsize
-        if row and total != task["bytes"] // row:
-            raise _wrong(result, "rows of all layers", f"{task['bytes'] // row:,}", total)
+        if row and total != task.bytes // row:
+            raise result.wrong("rows of all layers", f"{task.bytes // row:,}", total)
 
     def sums(self, result: Result, group: int, node: Mapping[str, Any]) -> None:
         """Raises FormatError if the sums of a node contradict each other, or name places that the layer does not have."""
@@ -83,7 +158,7 @@ class NodeChecks:
         for what, fine in _agreeing(node):
             if not fine:
                 where = f"layer {plain(layer)}: leaf {node['first']:,}"
-                raise _wrong(result, where, what, f"sums of {node['rows']:,} rows that differ")
+                raise result.error(f"{where}: expected {what}, found sums of {node['rows']:,} rows that differ")
         self._check_places(result, layer, node)
 
     def _check_places(self, result: Result, layer: Layer, node: Mapping[str, Any]) -> None:
@@ -92,10 +167,10 @@ class NodeChecks:
         for example, token in places:
             if example >= self.store.num_examples:
                 limit = f"examples below {self.store.num_examples:,}"
-                raise _wrong(result, f"layer {plain(layer)}: largest", limit, [example, token])
+                raise result.wrong(f"layer {plain(layer)}: largest", limit, [example, token])
             if counts is not None and token >= counts[example]:
                 limit = f"tokens below {counts[example]:,} in example {example:,}"
-                raise _wrong(result, f"layer {plain(layer)}: largest", limit, [example, token])
+                raise result.wrong(f"layer {plain(layer)}: largest", limit, [example, token])
 
     def _counts(self, layer: Layer) -> NDArray[np.int64] | None:
         """The layer's token counts; None if counting them would read the dataset, or fails."""
@@ -109,15 +184,6 @@ class NodeChecks:
             except ActshardError:  # a file was damaged after the tasks were done
                 self._counted = (layer, None)
         return self._counted[1]
-
-
-def _wrong(result: Result, where: str, expected: str, found: Any) -> FormatError:
-    said = f"{found:,}" if type(found) is int else found if isinstance(found, str) else show(found)
-    return FormatError(
-        f"task {result.task}: {where}: expected {expected}, found {said}; remove the folder of task {result.task}, and run it "
-        "again",
-        path=result.folder,
-    )
 
 
 def _nodes(first: int, end: int) -> Iterator[tuple[int, int]]:

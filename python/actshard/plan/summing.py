@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,15 @@ import numpy as np
 
 from actshard import _arguments
 from actshard._arguments import many
-from actshard._json import MAX_INT, read_json
+from actshard._json import read_json
+from actshard._schema import json_values
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError
 from actshard.inputs import Input, inputs_of
 from actshard.layers import Layer, plain, several
 from actshard.opening import open_quietly
 from actshard.plan import process
-from actshard.plan.checking import arguments_of, divided, read_only
+from actshard.plan.checking import Span, check_spans
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.needs import needs
 from actshard.plan.plan import Plan
@@ -45,7 +46,17 @@ from actshard.plan.reading import (
     wide_groups,
     work_folder,
 )
-from actshard.plan.stats_checks import NodeChecks
+from actshard.plan.stats_checks import (
+    KeptColumn,
+    LayerNodes,
+    LeafSpan,
+    NodeChecks,
+    NodeRecord,
+    StatsArguments,
+    StatsResult,
+    StatsTask,
+    SummedLayer,
+)
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.saved import StatsFile
 from actshard.stats import Stats
@@ -99,10 +110,11 @@ def stats(
         Errors of :func:`actshard.open` and :meth:`actshard.Store.stats`.
     """
     tasks = _arguments.whole(tasks, "tasks", 1)
-    where, layout = place(path), described(layout, format)
-    store = open_quietly(where, format, "pread", layout=layout)
+    where, files = place(path), described(layout, format)
+    store = open_quietly(where, format, "pread", layout=files)
     groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
     selection = _planned(Selection(tokens, ignore_labels, keep, max_norm, min_token))
+    column = selection.keep
     wide = wide_groups(store, groups)
     listed, weights = [], []
     for group in groups:
@@ -113,24 +125,29 @@ def stats(
         sizes = np.full(-(-rows // each), each, np.int64)
         if rows % each:
             sizes[-1] = rows % each
-        listed.append([group, len(sizes), group in wide])
+        listed.append(SummedLayer(group, len(sizes), group in wide))
         weights.append(sizes * (store.d_model * store.dtype.itemsize))
-    arguments: dict[str, Any] = {
-        "path": where,
-        "format": format,
-        "layout": layout,
-        **_plain(selection),
-        "layers": listed,
-        "save": bool(_arguments.switch(save, "save")),
-    }
+    arguments = StatsArguments(
+        where,
+        format,
+        files,
+        selection.tokens,
+        tuple(selection.ignore_labels),
+        tuple(listed),
+        bool(_arguments.switch(save, "save")),
+        KeptColumn(column.column, column.context, column.at_least) if isinstance(column, ColumnTokens) else None,
+        selection.min_token,
+    )
     made = _divided(np.concatenate(weights) if weights else np.zeros(0, np.int64), tasks)
     inputs = inputs_of(store)
     if inputs is None:
         raise ArgumentError(NO_LISTING)
     folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
-    predicted = _predicted(_Sought(store, arguments, folder), made, inputs)
-    noted = notes(len(made), tasks, f"the rows have {many(sum(n for _, n, _ in listed), 'part')} to sum", folder)
-    return Plan("stats", arguments, inputs, tuple(made), predicted, folder, noted)
+    predicted = _predicted(store, arguments, made, inputs)
+    noted = notes(
+        len(made), tasks, f"the rows have {many(sum(layer.leaves for layer in listed), 'part')} to sum", folder
+    )
+    return Plan("stats", json_values(arguments), inputs, tuple(json_values(made)), predicted, folder, noted)
 
 
 def _planned(selection: Selection) -> Selection:
@@ -147,39 +164,29 @@ def _planned(selection: Selection) -> Selection:
     return selection
 
 
-def _plain(selection: Selection) -> dict[str, Any]:
-    """The JSON values of a planned selection."""
-    keep = selection.keep
-    return {
-        "tokens": selection.tokens,
-        "ignore_labels": list(selection.ignore_labels),
-        "keep": [keep.column, keep.context, keep.at_least] if isinstance(keep, ColumnTokens) else None,
-        "min_token": selection.min_token,
-    }
-
-
-def _divided(weights: Any, tasks: int) -> list[dict[str, Any]]:
+def _divided(weights: Any, tasks: int) -> list[StatsTask]:
     if not len(weights):
-        return [{"leaves": [0, 0], "bytes": 0}]
+        return [StatsTask(Span(0, 0), 0)]
     firsts = balanced(weights, np.arange(len(weights)), tasks)
     bounds = [*firsts, len(weights)]
-    return [{"leaves": [a, b], "bytes": int(weights[a:b].sum())} for a, b in itertools.pairwise(bounds)]
+    return [StatsTask(Span(a, b), int(weights[a:b].sum())) for a, b in itertools.pairwise(bounds)]
 
 
-def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> Predicted:
+def _predicted(
+    store: Store, arguments: StatsArguments, tasks: Sequence[StatsTask], inputs: Sequence[Input]
+) -> Predicted:
     """Predicts bytes to read, memory and disk space."""
-    store, given = sought.store, sought.given
     row = store.d_model * store.dtype.itemsize
-    leaves = {group: count for group, count, _ in sought.layers}
-    wide = {group for group, _, wide in sought.layers if wide}
-    selected = {g: sought.selection.resolve(store, [store.layers[g]]) for g in leaves}
+    leaves = {layer.group: layer.leaves for layer in arguments.layers}
+    wide = {layer.group for layer in arguments.layers if layer.wide}
+    selected = {g: arguments.selection.resolve(store, [store.layers[g]]) for g in leaves}
     rows = {g: each.count for g, each in selected.items()}
     size = {g: store.rows.leaf_rows(g in wide) for g in leaves}
 
     def bytes_of(group: int, first: int, end: int) -> int:
         return (min(end * size[group], rows[group]) - first * size[group]) * row
 
-    ranges = [[(g, a, b, bytes_of(g, a, b)) for g, _, a, b in sought.spans(*task["leaves"])] for task in made]
+    ranges = [[(g, a, b, bytes_of(g, a, b)) for g, _, a, b in _spans(arguments.layers, t.leaves)] for t in tasks]
     found = needs(
         store,
         ranges,
@@ -189,95 +196,55 @@ def _predicted(sought: _Sought, made: Sequence[Mapping[str, Any]], inputs: Seque
     )
     node = store.d_model * SUMMED.itemsize
     # A range has at most two nodes of each size.
-    scratch = sum(2 * (task["leaves"][1] - task["leaves"][0] + 1).bit_length() * node for task in made)
-    place = (given["path"], given["format"], given["layout"])
-    memory = process.opening(store, place, inputs, __name__) + found.memory
+    scratch = sum(2 * (task.leaves.end - task.leaves.first + 1).bit_length() * node for task in tasks)
+    memory = (
+        process.opening(store, (arguments.path, arguments.format, arguments.layout), inputs, __name__) + found.memory
+    )
     return Predicted(0, 0, found.read, memory, scratch=scratch)
 
 
-class _Sought:
-    """The opened dataset and arguments of a plan."""
-
-    def __init__(self, store: Store, given: Mapping[str, Any], work: Path) -> None:
-        self.store, self.given = store, given
-        self.layers: list[list[Any]] = given["layers"]
-        column = given["keep"]
-        keep = None if column is None else ColumnTokens(*column)
-        self.selection = Selection(given["tokens"], given["ignore_labels"], keep, None, given["min_token"])
-        if any(not 0 <= group < len(store.layers) for group, _, _ in self.layers):
-            raise FormatError(f"expected {len(store.layers)} layers, found {self.layers!r:.200}", path=work)
-
-    @classmethod
-    def of(cls, plan: Planned) -> _Sought:
-        given = plan.arguments
-        return cls(open_quietly(given["path"], given["format"], "pread", layout=given["layout"]), given, plan.work)
-
-    def spans(self, first: int, end: int) -> Iterator[tuple[int, bool, int, int]]:
-        """Yields a task's leaves by group: group, whether its rows are read as float64, first and end in the group."""
-        at = 0
-        for group, leaves, wide in self.layers:
-            a, b = max(first - at, 0), min(end - at, leaves)
-            if a < b:
-                yield group, wide, a, b
-            at += leaves
+def _spans(layers: Iterable[SummedLayer], leaves: Span) -> Iterator[LeafSpan]:
+    """Yields a task's leaves by layer."""
+    before = 0
+    for layer in layers:
+        first, end = max(leaves.first - before, 0), min(leaves.end - before, layer.leaves)
+        if first < end:
+            yield LeafSpan(layer.group, layer.wide, first, end)
+        before += layer.leaves
 
 
-class Summing(Verb):
+class Summing(Verb[Store]):
     """Runs the tasks of a plan of statistics."""
 
     name = "stats"
-    _known: tuple[str, _Sought] | None = None
 
-    def _request(self, plan: Planned) -> _Sought:
-        if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _Sought.of(plan))
-        return self._known[1]
+    def open(self, plan: Planned) -> Store:
+        """The dataset."""
+        arguments = plan.arguments_as(StatsArguments)
+        store = open_quietly(arguments.path, arguments.format, "pread", layout=arguments.layout)
+        if any(layer.group >= len(store.layers) for layer in arguments.layers):
+            raise FormatError(f"expected {len(store.layers)} layers, found {arguments.layers!r:.200}", path=plan.work)
+        return store
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`stats` does not make."""
-        fields = arguments_of(plan, path)
-        read_only(fields)
-        fields.text("tokens")
-        ignored = fields.value.get("ignore_labels")
-        if not isinstance(ignored, list) or any(type(x) is not int or abs(x) >= MAX_INT for x in ignored):
-            raise fields.error("ignore_labels", "a list of integers")
-        keep = fields.value.get("keep", ())
-        if keep is not None and (not isinstance(keep, list) or [type(x) for x in keep] != [str, bool, int]):
-            raise fields.error("keep", "null, or a column, whether tokens before its last one are kept, and a number")
-        floor = fields.value.get("min_token")
-        if type(floor) is not int or not 0 <= floor < MAX_INT:
-            raise fields.error("min_token", "an integer of 0 or more")
-        leaves = 0
-        listed = fields.value.get("layers")
-        if not isinstance(listed, list):
-            raise fields.error("layers", "a list")
-        for each in listed:
-            if (
-                not isinstance(each, list)
-                or [type(x) for x in each] != [int, int, bool]
-                or not 0 <= min(each[:2]) <= max(each[:2]) < MAX_INT
-            ):
-                raise fields.error("layers", "a list of [group, leaves, whether read as float64]")
-            leaves += each[1]
-        if type(fields.value.get("save")) is not bool:
-            raise fields.error("save", "true or false")
-        if divided(plan, "leaves", path) != leaves:
-            raise fields.error("layers", "as many leaves as the tasks have")
+        layers = plan.arguments_as(StatsArguments, path).layers
+        spans = [task.leaves for task in plan.tasks_as(StatsTask, path)]
+        check_spans(spans, "leaves", sum(layer.leaves for layer in layers), path)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> StatsResult:
         """Sums the task's leaves."""
-        request, part = self._request(plan), plan.tasks[task]
-        store, first_and_end = request.store, part["leaves"]
-        spans = list(request.spans(*first_and_end))
+        store, arguments, part = self.opened(plan), plan.arguments_as(StatsArguments), plan.tasks_as(StatsTask)[task]
+        spans = list(_spans(arguments.layers, part.leaves))
         total, done = sum(b - a for _, _, a, b in spans), 0
-        made, arrays, summaries = [], [], []
+        layers, arrays, summaries = [], [], []
         for group, wide, a, b in spans:
             layer = store.layers[group]
             leaf = store.rows.leaf_rows(wide)
             try:
                 nodes = store.rows.sums(
                     group,
-                    request.selection.resolve(store, [layer]).native,
+                    arguments.selection.resolve(store, [layer]).native,
                     (a, b),
                     wide,
                     lambda rows, done=done, leaf=leaf: tell(done + rows // leaf, total),  # type: ignore[misc]  # mypy infers no lambda whose defaults keep the loop's values
@@ -286,13 +253,13 @@ class Summing(Verb):
                 error.detail = f"layer {plain(layer)}, rows {a * leaf:,} to {b * leaf:,}: {error.detail}"
                 raise
             done += b - a
-            plain_nodes, columns, own = Sums(store.d_model, nodes).as_plain()
-            summaries += own
-            made.append({"layer": group, "nodes": plain_nodes})
+            records, columns, texts = Sums(store.d_model, nodes).as_plain()
+            summaries += texts
+            layers.append(LayerNodes(group, tuple(NodeRecord(*record) for record in records)))
             arrays.append(columns)
         write_json(folder / SUMMARIES, {"nodes": summaries}, None)
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
-        return {"leaves": list(first_and_end), "layers": made, "bytes": part["bytes"], "units": total}
+        return StatsResult(part.leaves, tuple(layers), part.bytes, total)
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
         """The first leaves of the first task."""
@@ -300,49 +267,44 @@ class Summing(Verb):
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if a result has other leaves, layers or rows than its task."""
-        request = self._request(plan)
-        leaves = {group: count for group, count, _ in request.layers}
-        checks = NodeChecks(request.store)
+        checks, layers = NodeChecks(self.opened(plan)), plan.arguments_as(StatsArguments).layers
         for result in results:
-            task = plan.tasks[result.task]
-            spans = list(request.spans(*task["leaves"]))
-            checks.task(result, task, spans)
-            checks.rows(result, task, spans, leaves)
+            task = plan.tasks_as(StatsTask)[result.task]
+            checks.rows(result, task, list(_spans(layers, task.leaves)), layers)
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> dict[Layer, Stats]:
         """Combines the sums to the statistics of each layer."""
         if (over := self.committed(plan)) is not None:
             return over
-        request = self._request(plan)
-        store = request.store
-        sums = {group: Sums(store.d_model) for group, _, _ in request.layers}
+        store, arguments = self.opened(plan), plan.arguments_as(StatsArguments)
+        sums = {layer.group: Sums(store.d_model) for layer in arguments.layers}
         checks = NodeChecks(store)
         for result in results:
             columns = saved(result.folder / SUMS, SUMMED, 2)
             summaries = read_json(result.folder / SUMMARIES)
             try:
-                at = 0
-                for each in result.value["layers"]:
-                    end = at + len(each["nodes"])
-                    part = Sums.of_plain(each["nodes"], columns[at:end], summaries["nodes"][at:end], store.d_model)
+                first = 0
+                for layer in result.read(StatsResult).layers:
+                    end = first + len(layer.nodes)
+                    part = Sums.of_plain(layer.nodes, columns[first:end], summaries["nodes"][first:end], store.d_model)
                     for node in part.nodes:
-                        checks.sums(result, each["layer"], node)
-                    sums[each["layer"]] = sums[each["layer"]].join(part)
-                    at = end
+                        checks.sums(result, layer.layer, node)
+                    sums[layer.layer] = sums[layer.layer].join(part)
+                    first = end
             except FormatError:
                 raise
             except (LookupError, TypeError, ValueError, OverflowError, ArgumentError) as error:
                 raise FormatError(f"expected sums of layers: {error!r:.200}", path=result.folder) from error
-        for group, leaves, _ in request.layers:
+        for group, leaves, _ in arguments.layers:
             if sums[group].leaves != (0, leaves):
                 raise FormatError(
                     f"layer {plain(store.layers[group])}: expected leaves {(0, leaves)}, found {sums[group].leaves}",
                     path=plan.work,
                 )
-        made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in request.layers}
-        if request.given["save"]:
-            for layer, stats in made.items():
-                StatsFile(store, layer, request.selection.resolve(store, [layer])).write(stats)
+        made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in arguments.layers}
+        if arguments.save:
+            for name, stats in made.items():
+                StatsFile(store, name, arguments.selection.resolve(store, [name])).write(stats)
         keep(plan, [stats.as_plain() for stats in made.values()])
         return made
 

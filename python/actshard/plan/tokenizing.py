@@ -30,7 +30,9 @@ from numpy.typing import DTypeLike
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard._json import MAX_BYTES, MAX_INT
+from actshard._arguments import many
+from actshard._json import MAX_BYTES
+from actshard._schema import json_values
 from actshard.errors import (
     ArgumentError,
     ChangedInputError,
@@ -46,7 +48,16 @@ from actshard.location import Location
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.tokenizing_checks import check_plan
+from actshard.plan.tokenizing_checks import (
+    PieceCounts,
+    RowSettings,
+    SourceFile,
+    TokenizeArguments,
+    TokenizeResult,
+    TokenizerRecord,
+    TokenizeTask,
+    check_plan,
+)
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.tokens import estimating, formats, pieces, placing, shards, sizes
 from actshard.tokens import ledger as ledgers
@@ -149,25 +160,26 @@ def _planned(
     tokenizer = None if travels is None else travels.tokenizer
     rows = options.of_rows()
     process = processor_of(form, tokenizer, rows)
-    files = [(str(_arguments.local_path(source.path, "sources")), source.shard) for source in found]
-    for path, _ in files:
-        Location.at(path).regular("plan to read")  # not a pipe, which can be read only once
-    inputs = tuple(Input.at(Location.at(path)) for path, _ in files)
-    arguments: dict[str, Any] = {
-        "out": str(root),
-        "sources": [list(pair) for pair in files],
-        "tokenizer": None if travels is None else travels.as_dict(),
-        "format": formats.as_dict(form),
-        "options": rows,
-        "skip": options.on_error == "skip",
-        "layout": options.layout,
-        "storage": options.storage,
-        "keep_shards": options.keep_shards,
-        "fields": {name: kind.name for name, kind in process.fields.items()},
-        "metadata": process.metadata(),
-        "tells_time": process.tells_time,
-        "now": _now(process, form, inputs),
-    }
+    files = tuple(SourceFile(_arguments.local_path(source.path, "sources"), source.shard) for source in found)
+    for file in files:
+        Location.at(file.path).regular("plan to read")  # not a pipe, which can be read only once
+    inputs = tuple(Input.at(Location.at(file.path)) for file in files)
+    now = _now(process, form, inputs)
+    arguments = TokenizeArguments(
+        root,
+        files,
+        None if travels is None else travels.record(),
+        formats.as_dict(form),
+        RowSettings(**rows),
+        options.on_error == "skip",
+        options.layout,
+        options.storage,
+        options.keep_shards,
+        {name: kind.name for name, kind in process.fields.items()},
+        process.metadata(),
+        process.tells_time,
+        None if now is None else tuple(now),
+    )
     recipe = _recipe(arguments, inputs)
     if recipe.found(root, remedy=_REMEDY) is not None:
         raise ExistsError(f"already contains this cache, finished; {_REMEDY}", path=root)
@@ -180,25 +192,25 @@ def _planned(
         if isinstance(source, Source)
     ]
     divided = pieces.divide(how, min(tasks, max(total, 1)))
-    made = tuple(
-        {"bytes": sum(p.stop - p.first for p in task), "pieces": [pieces.as_list(p, how[p.source]) for p in task]}
+    made = [
+        TokenizeTask(sum(p.stop - p.first for p in task), tuple(tuple(pieces.as_list(p, how[p.source])) for p in task))
         for task in divided
-    )
+    ]
     notes = fewer(len(made), tasks, "compressed files and row groups cannot be divided")
     if travels is not None:
         inputs += travels.inputs()
     name = identity("tokenize", arguments, inputs, made)
     at = work or work_folder(root, name)
-    predicted = _predicted(recipe, tokenizer, arguments["now"], made)
-    return Plan("tokenize", arguments, inputs, made, predicted, at, tuple(notes))
+    predicted = _predicted(recipe, tokenizer, now, made)
+    return Plan("tokenize", json_values(arguments), inputs, tuple(json_values(made)), predicted, at, tuple(notes))
 
 
 def _predicted(
-    recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[Mapping[str, Any]]
+    recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[TokenizeTask]
 ) -> Predicted:
     """Predicts size, memory and disk space. Numbers of rows and tokens are estimated from a sample of the records."""
-    largest = max(task["bytes"] for task in tasks)
-    copies = any(not _is_shard(recipe, piece) for task in tasks for piece in task["pieces"])
+    largest = max(task.bytes for task in tasks)
+    copies = any(not _is_shard(recipe, piece) for task in tasks for piece in task.pieces)
     found = estimating.tokenized(recipe, tokenizer, now)
     files = [source for source in recipe.sources if isinstance(source, Source)]
     counts = {source.shard: found.counts(source) for source in files}
@@ -232,23 +244,22 @@ def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -
     return [*time.gmtime(newest), "UTC", 0]
 
 
-def _recipe(arguments: Mapping[str, Any], inputs: Sequence[Input]) -> Recipe:
-    given = arguments["tokenizer"]
+def _recipe(arguments: TokenizeArguments, inputs: Sequence[Input]) -> Recipe:
     return Recipe(
         [
-            Source(Path(path), shard, (each.size or 0, int(each.version or 0)))
-            for (path, shard), each in zip(arguments["sources"], inputs, strict=False)
+            Source(file.path, file.shard, (each.size or 0, int(each.version or 0)))
+            for file, each in zip(arguments.sources, inputs, strict=False)
         ],
-        formats.as_format(arguments["format"]),
-        None if given is None else given["digest"],
-        arguments["options"],
-        arguments["skip"],
-        arguments["layout"],
-        arguments["storage"],
-        arguments["keep_shards"],
-        {name: np.dtype(kind) for name, kind in arguments["fields"].items()},
-        arguments["metadata"],
-        arguments["tells_time"],
+        formats.as_format(arguments.format),
+        None if arguments.tokenizer is None else arguments.tokenizer.digest,
+        vars(arguments.options),
+        arguments.skip,
+        arguments.layout,
+        arguments.storage,
+        arguments.keep_shards,
+        {name: np.dtype(kind) for name, kind in arguments.fields.items()},
+        arguments.metadata,
+        arguments.tells_time,
     )
 
 
@@ -274,14 +285,10 @@ class _Travelling:
         by_path = isinstance(given, str | os.PathLike) and given != PASSTHROUGH
         return cls(load_tokenizer(given), _arguments.local_path(given, "tokenizer") if by_path else None)
 
-    def as_dict(self) -> dict[str, Any]:
+    def record(self) -> TokenizerRecord:
         text = None if self.path is not None else json.dumps(self.tokenizer.as_dict(), sort_keys=True)
-        return {
-            "name": self.tokenizer.name,
-            "digest": self.tokenizer.digest(),
-            "path": None if self.path is None else str(self.path),
-            "packed": None if text is None else base64.b64encode(zlib.compress(text.encode())).decode(),
-        }
+        packed = None if text is None else base64.b64encode(zlib.compress(text.encode())).decode()
+        return TokenizerRecord(self.tokenizer.name, self.tokenizer.digest(), self.path, packed)
 
     def inputs(self) -> tuple[Input, ...]:
         if self.path is None:
@@ -297,30 +304,27 @@ _loaded: dict[str, Tokenizer] = {}
 _loading = threading.Lock()
 
 
-def _tokenizer(given: Mapping[str, Any] | None) -> Tokenizer | None:
+def _tokenizer(record: TokenizerRecord | None) -> Tokenizer | None:
     """Loads the tokenizer of a plan's arguments.
 
     Raises:
         ChangedInputError: its files changed.
     """
-    if given is None:
+    if record is None:
         return None
     with _loading:
-        found = _loaded.get(given["digest"])
+        found = _loaded.get(record.digest)
         if found is None:
-            if given["path"] is None:
-                found = _unpacked(given["packed"])
-            else:
-                found = load_tokenizer(given["path"])
-            if (digest := found.digest()) != given["digest"]:
+            found = _unpacked(record.packed or "") if record.path is None else load_tokenizer(record.path)
+            if (digest := found.digest()) != record.digest:
                 raise ChangedInputError(
-                    f"expected the tokenizer with digest {given['digest'][:12]}, as when the plan was made, found {digest[:12]}: "
+                    f"expected the tokenizer with digest {record.digest[:12]}, as when the plan was made, found {digest[:12]}: "
                     "it was changed, or this machine has another version of the tokenizers library. Make the plan again.",
-                    path=given["path"],
+                    path=record.path,
                 )
             _loaded.clear()
-            _loaded[given["digest"]] = found
-    return replace(found, name=given["name"])
+            _loaded[record.digest] = found
+    return replace(found, name=record.name)
 
 
 def _unpacked(text: str) -> Tokenizer:
@@ -336,34 +340,32 @@ def _unpacked(text: str) -> Tokenizer:
 # -- tasks ---------------------------------------------------------------------------------------------------------
 
 
-class Tokenizing(Verb):
+class Tokenizing(Verb[Recipe]):
     """Runs the tasks of a token cache."""
 
     name = "tokenize"
-    _known: tuple[str, Recipe] | None = None
 
-    def _recipe(self, plan: Planned) -> Recipe:
-        if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _recipe(plan.arguments, plan.inputs))
-        return self._known[1]
+    def open(self, plan: Planned) -> Recipe:
+        """The recipe of the cache."""
+        return _recipe(plan.arguments_as(TokenizeArguments), plan.inputs)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> TokenizeResult:
         """Tokenizes the pieces of a task; see :meth:`Verb.run`."""
-        recipe, part, given = self._recipe(plan), plan.tasks[task], plan.arguments
-        own = [plan.inputs[i] for i in sorted({piece[0] for piece in part["pieces"]})]
+        recipe, part, given = self.opened(plan), plan.tasks_as(TokenizeTask)[task], plan.arguments_as(TokenizeArguments)
+        own = [plan.inputs[i] for i in sorted({piece[0] for piece in part.pieces})]
         _check(own)
-        process = processor_of(recipe.format, _tokenizer(given["tokenizer"]), given["options"])
-        process.now = None if given["now"] is None else time.struct_time(tuple(given["now"]))
+        process = processor_of(recipe.format, _tokenizer(given.tokenizer), vars(given.options))
+        process.now = None if given.now is None else time.struct_time(given.now)
         made: dict[int, Counts] = {}
         before = 0
         for number, run in enumerate(_runs(plan, recipe, task)):
-            sources = [pieces.source_of(part["pieces"][i], recipe.sources) for i in run]
+            sources = [pieces.source_of(part.pieces[i], recipe.sources) for i in run]
 
             def report(counts: Counts, before: int = before) -> None:
-                tell(min(before + counts.bytes, part["bytes"]), part["bytes"])
+                tell(min(before + counts.bytes, part.bytes), part.bytes)
 
-            if _is_shard(recipe, part["pieces"][run[0]]):
-                made[run[0]] = _shard(sources[0], recipe, process, folder, given["now"], report)
+            if _is_shard(recipe, part.pieces[run[0]]):
+                made[run[0]] = _shard(sources[0], recipe, process, folder, given.now, report)
                 before += sources[0].size()
                 continue
             writers = FieldWriters(folder / ROWS / f"{number:05}", recipe.fields, "plain", read_soon=True)
@@ -374,12 +376,12 @@ class Tokenizing(Verb):
         _check(own)  # again, in case a file changed while it was read
         remove(folder / STAGED)
         counts = [made[i] for i in range(len(made))]
-        return {
-            "bytes": part["bytes"],
-            "units": sum(each.rows for each in counts),
-            "tokens": sum(each.tokens for each in counts),
-            "pieces": [_as_list(each, recipe) for each in counts],
-        }
+        return TokenizeResult(
+            part.bytes,
+            sum(each.rows for each in counts),
+            sum(each.tokens for each in counts),
+            tuple(_piece_counts(each, recipe) for each in counts),
+        )
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
         """The beginning of a range of lines, or a small task. Tokenizing is slow, so a quarter of the limit is enough."""
@@ -397,22 +399,17 @@ class Tokenizing(Verb):
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Checks that each task counted the rows of all its pieces; see :meth:`Verb.check`."""
-        fields = len(plan.arguments["fields"])
+        fields = len(plan.arguments_as(TokenizeArguments).fields)
         for result in results:
-            found = result.value.get("pieces")
-            if not isinstance(found, list) or not all(_is_counted(each, fields) for each in found):
-                raise FormatError("field 'pieces': expected the rows of pieces", path=result.folder)
-            if len(found) != len(plan.tasks[result.task]["pieces"]):
-                raise FormatError(
-                    f"field 'pieces': expected {len(plan.tasks[result.task]['pieces'])}, found {len(found)}",
-                    path=result.folder,
-                )
+            counts, listed = result.read(TokenizeResult).pieces, plan.tasks_as(TokenizeTask)[result.task].pieces
+            if len(counts) != len(listed) or any(len(piece.elements) != fields for piece in counts):
+                raise result.wrong("pieces", f"{many(len(listed), 'piece')} with {many(fields, 'field')}", counts)
 
     # -- the commit ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
         """Combines the rows of all tasks; see :meth:`Verb.commit`."""
-        recipe, out = self._recipe(plan), Path(plan.arguments["out"])
+        recipe, out = self.opened(plan), plan.arguments_as(TokenizeArguments).out
         work = out / placing.WORK
         lock = locked(work)
         try:
@@ -431,9 +428,9 @@ class Tokenizing(Verb):
 
     def committed(self, plan: Planned) -> TokenCache | None:
         """The cache, if it is finished."""
-        out = Path(plan.arguments["out"])
+        out = plan.arguments_as(TokenizeArguments).out
         try:
-            found = self._recipe(plan).found(out)
+            found = self.opened(plan).found(out)
         except ExistsError:  # the folder contains another cache
             return None
         return None if found is None else open_cache(out)
@@ -441,21 +438,9 @@ class Tokenizing(Verb):
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
         try:
-            (Path(plan.arguments["out"]) / FOLDER).rmdir()
+            (plan.arguments_as(TokenizeArguments).out / FOLDER).rmdir()
         except OSError:
             return
-
-
-def _is_counted(value: Any, fields: int) -> bool:
-    """Whether a value is a valid result of :func:`_as_list`."""
-    if not isinstance(value, list) or len(value) != 4:
-        return False
-    rows, elements, skipped, unusable = value
-    if not isinstance(elements, list) or len(elements) != fields or not isinstance(unusable, list):
-        return False
-    numbers = [rows, skipped, *elements]
-    named = all(isinstance(p, list) and list(map(type, p)) == [int, str, str] for p in unusable)
-    return named and all(type(n) is int and 0 <= n < MAX_INT for n in numbers)
 
 
 def _check(inputs: Sequence[Input]) -> None:
@@ -470,7 +455,7 @@ def _is_shard(recipe: Recipe, piece: Sequence[int]) -> bool:
 
 def _runs(plan: Planned, recipe: Recipe, task: int) -> list[list[int]]:
     """Groups of the task's pieces, by number, whose rows are written together: adjoining pieces, or single ones for shards."""
-    listed = plan.tasks[task]["pieces"]
+    listed = plan.tasks_as(TokenizeTask)[task].pieces
     if recipe.kept:
         return [[i] for i in range(len(listed))]
     return pieces.adjoining(listed, [each.size or 0 for each in plan.inputs])
@@ -481,7 +466,7 @@ def _shard(
     recipe: Recipe,
     process: Processor,
     folder: Path,
-    now: list[Any] | None,
+    now: tuple[Any, ...] | None,
     tell: Callable[[Counts], object],
 ) -> Counts:
     make_folder(folder / SHARDS)
@@ -492,7 +477,7 @@ def _shard(
         recipe.shard_storage,
         recipe.skip,
         recipe.layout == CONSOLIDATED,
-        None if now is None else tuple(now),
+        now,
     )
     return build_shard(source, process, task, tell)
 
@@ -517,30 +502,29 @@ class _Read:
     unusable: Sequence[RowProblem]
 
 
-def _as_list(counts: Counts, recipe: Recipe) -> list[Any]:
-    """Counts of a piece as JSON values."""
-    elements = [counts.elements.get(name, 0) for name in recipe.fields]
-    return [counts.rows, elements, counts.skipped, [[p.number, p.detail, p.what] for p in counts.unusable]]
+def _piece_counts(counts: Counts, recipe: Recipe) -> PieceCounts:
+    elements = tuple(counts.elements.get(name, 0) for name in recipe.fields)
+    unusable = tuple((p.number, p.detail, p.what) for p in counts.unusable)
+    return PieceCounts(counts.rows, elements, counts.skipped, unusable)
 
 
 def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
     """The pieces that tasks read from each source, in order."""
-    recipe = _recipe(plan.arguments, plan.inputs)
+    recipe = _recipe(plan.arguments_as(TokenizeArguments), plan.inputs)
     made: list[list[_Read]] = [[] for _ in recipe.sources]
     for result in results:
-        listed = plan.tasks[result.task]["pieces"]
         folders = {
             i: result.folder / ROWS / f"{number:05}"
             for number, run in enumerate(_runs(plan, recipe, result.task))
             for i in run
         }
-        for i, (piece, (rows, elements, skipped, unusable)) in enumerate(
-            zip(listed, result.value["pieces"], strict=True)
-        ):
+        listed = plan.tasks_as(TokenizeTask)[result.task].pieces
+        for i, (piece, counts) in enumerate(zip(listed, result.read(TokenizeResult).pieces, strict=True)):
             shard = recipe.sources[piece[0]].shard
             folder = result.folder / SHARDS / shard if _is_shard(recipe, piece) else folders[i]
-            counts = dict(zip(recipe.fields, elements, strict=True))
-            made[piece[0]].append(_Read(folder, piece, rows, counts, skipped, [RowProblem(*p) for p in unusable]))
+            elements = dict(zip(recipe.fields, counts.elements, strict=True))
+            unusable = [RowProblem(*problem) for problem in counts.unusable]
+            made[piece[0]].append(_Read(folder, piece, counts.rows, elements, counts.skipped, unusable))
     for each in made:
         each.sort(key=lambda read: tuple(read.piece[1:2]))
     return made
@@ -559,7 +543,7 @@ def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
 def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
     """Combines the rows of all tasks to a cache, and moves it into place."""
     recipe.refuse_foreign(out)
-    read, new, now = _read(plan, results), work / placing.NEW, plan.arguments["now"]
+    read, new, now = _read(plan, results), work / placing.NEW, plan.arguments_as(TokenizeArguments).now
     for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.NEW)]:
         remove(entry)
     make_folder(new)
@@ -590,7 +574,7 @@ def _filled(read: Iterable[Iterable[_Read]]) -> list[Path]:
     return list(dict.fromkeys(one.folder for each in read for one in each if one.rows))
 
 
-def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, now: list[Any] | None) -> None:
+def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, now: tuple[Any, ...] | None) -> None:
     """Creates a source's shard in the new cache: renames a task's shard, or copies the rows of several tasks."""
     source = recipe.sources[number]
     folder, staged = work / placing.NEW / source.shard, work / STAGED / source.shard

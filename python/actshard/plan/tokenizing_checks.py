@@ -1,131 +1,160 @@
-"""Checks of plans of token caches that were read from a file: their names and numbers determine which files are accessed."""
+"""The arguments, tasks and results of plans of token caches: their names and numbers determine which files are accessed."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from actshard._json import MAX_INT, Fields
+from actshard._arguments import many
+from actshard._schema import Amount, AnyText, MismatchError, Rule, is_file_name, one_of
 from actshard.errors import FormatError
-from actshard.plan.checking import absolute, arguments_of
 from actshard.plan.data import Planned
 from actshard.tokens import formats
 from actshard.tokens.building import ID_DTYPES, LAYOUTS, is_time
 from actshard.tokens.writing import STORAGES
 
 _SHARD = re.compile(r"\d{5,}_[\w-]+")
-_SWITCHES = ("skip", "keep_shards", "tells_time")
+_ShardName = Annotated[str, Rule("a shard's name", lambda name: _SHARD.fullmatch(name) is not None)]
+_Dtypes = Annotated[
+    Mapping[str, Annotated[str, one_of((*ID_DTYPES, "float32"))]],
+    Rule("names of fields", lambda names: bool(names) and all(map(is_file_name, names))),
+]
+_Time = Annotated[tuple[Any, ...], Rule("a time of 11 values", lambda now: is_time(list(now)))]
+
+
+class SourceFile(NamedTuple):
+    """A file of records, and the name of its shard."""
+
+    path: Path
+    shard: _ShardName
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The options that affect rows; see :meth:`actshard.tokens.building.BuildOptions.of_rows`."""
+
+    dtype: Annotated[str, one_of(ID_DTYPES)] | None
+    enforce_eos: bool
+    enforce_bos: bool
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """A tokenizer: the path of its files; or its contents, packed, if it was given as an object."""
+
+    name: AnyText
+    digest: str
+    path: Path | None
+    packed: str | None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.packed is None):
+            raise MismatchError("a path, or a packed tokenizer", self.packed, "packed")
+
+
+@dataclass(frozen=True)
+class TokenizeArguments:
+    """The arguments of :func:`actshard.plan.tokenize`, and what they mean for the sources.
+
+    Attributes:
+        sources: the files, which are the first inputs of the plan.
+        skip: whether unusable records are skipped.
+        fields: the stored fields and their dtypes.
+        metadata: the ledger's ``preprocessor_metadata``.
+        tells_time: whether rows depend on the time of the build.
+        now: the time for chat templates.
+    """
+
+    out: Path
+    sources: tuple[SourceFile, ...]
+    tokenizer: TokenizerRecord | None
+    format: Mapping[str, Any]
+    options: RowSettings
+    skip: bool
+    layout: Annotated[str, one_of(LAYOUTS)]
+    storage: Annotated[str, one_of(STORAGES)]
+    keep_shards: bool
+    fields: _Dtypes
+    metadata: Mapping[str, Any]
+    tells_time: bool
+    now: _Time | None
+
+
+def _is_piece(piece: tuple[int, ...]) -> bool:
+    return len(piece) == 1 or (
+        len(piece) in (3, 6) and piece[1] < piece[2] and (len(piece) == 3 or piece[3] < piece[4])
+    )
+
+
+PieceNumbers = Annotated[tuple[Amount, ...], Rule("a piece of a source", _is_piece)]
+"""See :func:`actshard.tokens.pieces.as_list`."""
+
+
+@dataclass(frozen=True)
+class TokenizeTask:
+    """The pieces of sources that a task reads."""
+
+    bytes: Amount
+    pieces: tuple[PieceNumbers, ...]
+
+
+class PieceCounts(NamedTuple):
+    """Numbers of rows of a piece, of elements by field, and of unusable records; and the first of these records."""
+
+    rows: Amount
+    elements: tuple[Amount, ...]
+    skipped: Amount
+    unusable: tuple[tuple[int, AnyText, str], ...]
+
+
+@dataclass(frozen=True)
+class TokenizeResult:
+    """The result of a task."""
+
+    bytes: Amount
+    units: Amount
+    tokens: Amount
+    pieces: tuple[PieceCounts, ...]
 
 
 def check_plan(plan: Planned, path: Path) -> None:
     """Raises FormatError if the arguments or tasks are invalid for a token cache; ``path`` is the plan's file."""
-    fields = arguments_of(plan, path)
-    absolute(fields, "out")
-    for name in _SWITCHES:
-        fields.boolean(name)
-    for name, known in (("layout", LAYOUTS), ("storage", STORAGES)):
-        if fields.text(name) not in known:
-            raise fields.error(name, f"one of {', '.join(known)}")
-    if not isinstance(fields.value.get("metadata"), dict):
-        raise fields.error("metadata", "an object")
-    if (now := fields.value.get("now")) is not None and not is_time(now):
-        raise fields.error("now", "a time of 11 values")
-    if not isinstance(fields.value.get("format"), dict):
-        raise fields.error("format", "an object")
-    formats.as_format(fields.value["format"])
-    _check_options(fields)
-    _check_fields(fields)
-    _check_tokenizer(fields)
-    _check_sources(plan, fields)
-    _check_pieces(plan, path)
-
-
-def _check_options(fields: Fields) -> None:
-    found = fields.value.get("options")
-    if not isinstance(found, dict) or found.get("dtype") not in (None, *ID_DTYPES):
-        raise fields.error("options", f"an object with a dtype of {', '.join(ID_DTYPES)}")
-    options = Fields(found, fields.path, "arguments.options")
-    options.boolean("enforce_eos")
-    options.boolean("enforce_bos")
-
-
-def _check_fields(fields: Fields) -> None:
-    found = fields.value.get("fields")
-    known = (*ID_DTYPES, "float32")
-    if not isinstance(found, dict) or not found or any(kind not in known for kind in found.values()):
-        raise fields.error("fields", "an object of dtypes")
-    for name in found:
-        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-            raise fields.error("fields", f"names of fields, not {name!r:.60}")
-
-
-def _check_tokenizer(fields: Fields) -> None:
-    found = fields.value.get("tokenizer")
-    if found is None:
-        return
-    if not isinstance(found, dict) or (found.get("path") is None) == (found.get("packed") is None):
-        raise fields.error("tokenizer", "an object with a path, or with a packed tokenizer")
-    tokenizer = Fields(found, fields.path, "arguments.tokenizer")
-    tokenizer.text("name")
-    tokenizer.text("digest")
-    if found["path"] is not None:
-        absolute(tokenizer, "path")
-    else:
-        tokenizer.text("packed")
-
-
-def _check_sources(plan: Planned, fields: Fields) -> None:
-    found = fields.value.get("sources")
-    if not isinstance(found, list) or not 0 < len(found) <= len(plan.inputs):
-        raise fields.error("sources", "a list of files, which are among the inputs")
-    seen: set[str] = set()
-    for number, (pair, each) in enumerate(zip(found, plan.inputs, strict=False)):
-        where = f"sources[{number}]"
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise FormatError(f"field 'arguments.{where}': expected a path and a shard's name", path=fields.path)
-        file, shard = pair
-        if not Path(file).is_absolute() or file != each.path or type(each.version) is not int or each.size is None:
+    arguments = plan.arguments_as(TokenizeArguments, path)
+    formats.as_format(arguments.format)
+    sources = arguments.sources
+    if not 0 < len(sources) <= len(plan.inputs) or len({source.shard for source in sources}) < len(sources):
+        raise FormatError("field 'arguments.sources': expected different files, which are among the inputs", path=path)
+    for i, (source, file) in enumerate(zip(sources, plan.inputs, strict=False)):
+        if str(source.path) != file.path or type(file.version) is not int or file.size is None:
             raise FormatError(
-                f"field 'arguments.{where}': expected the path of input {number}, a local file", path=fields.path
+                f"field 'arguments.sources[{i}]': expected the path of input {i}, a local file", path=path
             )
-        if _SHARD.fullmatch(shard) is None or shard in seen:
-            raise FormatError(
-                f"field 'arguments.{where}': expected a shard's name, found {shard!r:.60}", path=fields.path
-            )
-        seen.add(shard)
-
-
-def _check_pieces(plan: Planned, path: Path) -> None:
-    """Checks that the tasks' pieces cover each source once."""
-    sources = len(plan.arguments["sources"])
-    by_source: list[list[list[int]]] = [[] for _ in range(sources)]
-    for i, task in enumerate(plan.tasks):
-        fields = Fields(dict(task), path, f"tasks[{i}]")
-        fields.integer("bytes", minimum=0)
-        found = fields.value.get("pieces")
-        if not isinstance(found, list) or not all(map(_is_piece, found)) or any(p[0] >= sources for p in found):
-            raise fields.error("pieces", "pieces of sources")
-        for piece in found:
+    by_source: list[list[PieceNumbers]] = [[] for _ in sources]
+    for i, task in enumerate(plan.tasks_as(TokenizeTask, path)):
+        for piece in task.pieces:
+            if piece[0] >= len(sources):
+                raise FormatError(
+                    f"field 'tasks[{i}].pieces': expected pieces of {many(len(sources), 'source')}, found {list(piece)}",
+                    path=path,
+                )
             by_source[piece[0]].append(piece)
-    for source, pieces in enumerate(by_source):
-        size = plan.inputs[source].size
-        pieces.sort(key=lambda piece: piece[1:])
-        if [piece[1:] for piece in pieces] == [[]]:
-            continue
-        kinds = {len(piece) for piece in pieces}
-        tiles = kinds in ({3}, {6}) and pieces[0][1] == 0 and pieces[-1][2] == size
-        joins = tiles and all(a[2] == b[1] and a[4:5] == b[3:4] for a, b in itertools.pairwise(pieces))
-        if not (tiles and joins and pieces[0][3:4] in ([], [0]) and pieces[0][5:] in ([], [0])):
+    for number, pieces in enumerate(by_source):
+        if not _is_whole(pieces, plan.inputs[number].size):
             raise FormatError(
-                f"field 'tasks': expected pieces of source {source} without holes and overlaps", path=path
+                f"field 'tasks': expected pieces of source {number} without holes and overlaps", path=path
             )
 
 
-def _is_piece(piece: Any) -> bool:
-    if not isinstance(piece, list) or len(piece) not in (1, 3, 6):
-        return False
-    if any(type(n) is not int or not 0 <= n < MAX_INT for n in piece):
-        return False
-    return len(piece) == 1 or (piece[1] < piece[2] and (len(piece) == 3 or piece[3] < piece[4]))
+def _is_whole(pieces: list[PieceNumbers], size: int | None) -> bool:
+    """Whether the pieces cover their source once."""
+    pieces.sort(key=lambda piece: piece[1:])
+    if [piece[1:] for piece in pieces] == [()]:
+        return True
+    kinds = {len(piece) for piece in pieces}
+    tiles = kinds in ({3}, {6}) and pieces[0][1] == 0 and pieces[-1][2] == size
+    joins = tiles and all(a[2] == b[1] and a[4:5] == b[3:4] for a, b in itertools.pairwise(pieces))
+    return joins and pieces[0][3:4] in ((), (0,)) and pieces[0][5:] in ((), (0,))

@@ -6,11 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from actshard._json import show
+from actshard._schema import Kind, MismatchError, read_value
+from actshard.errors import FormatError
 
 if TYPE_CHECKING:
     from actshard.plan.data import Planned
 
+Opened = TypeVar("Opened")
 Beat = Callable[[int, int], object]
 """Called by a running task with (units done, total units)."""
 
@@ -31,8 +36,25 @@ class Result:
     value: dict[str, Any]
     seconds: float
 
+    def read(self, kind: type[Kind]) -> Kind:
+        """The value as a dataclass. Raises FormatError if it does not fit."""
+        try:
+            return read_value(kind, self.value)
+        except MismatchError as error:
+            raise self.error(error.described("value")) from error
 
-class Verb(ABC):
+    def error(self, text: str, path: Path | None = None) -> FormatError:
+        """The error for a result, or a file of the task, that the task cannot have written."""
+        remedy = f"remove the folder of task {self.task}, and run it again"
+        return FormatError(f"task {self.task}: {text}; {remedy}", path=path or self.folder)
+
+    def wrong(self, where: str, expected: str, found: Any) -> FormatError:
+        """The error for a value ``where`` that the task cannot have written."""
+        shown = f"{found:,}" if type(found) is int else show(found)
+        return self.error(f"{where}: expected {expected}, found {shown}")
+
+
+class Verb(ABC, Generic[Opened]):
     """Runs the tasks of one kind of plan, and combines their results.
 
     A plan contains all data that an instance needs. Tasks are independent of each other and take no locks, and the files that they
@@ -42,10 +64,21 @@ class Verb(ABC):
     name: ClassVar[str]
     undivided: ClassVar[str] = "files, or examples, that are read or copied whole are larger than a sample of {limit}"
     """Reason that the user sees if :meth:`part` returns None."""
+    _opened: tuple[str, Opened] | None = None
+
+    def open(self, plan: Planned) -> Opened:
+        """Opens what the tasks of a plan share: its dataset, or the list of its files."""
+        raise NotImplementedError
+
+    def opened(self, plan: Planned) -> Opened:
+        """The result of :meth:`open`, which is kept for the next task of the same plan."""
+        if self._opened is None or self._opened[0] != plan.id:
+            self._opened = (plan.id, self.open(plan))
+        return self._opened[1]
 
     @abstractmethod
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
-        """Runs one task and returns its result as JSON values, which must not depend on the machine or the time.
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
+        """Runs one task and returns its result: a dataclass, or JSON values, which must not depend on the machine or the time.
 
         Args:
             plan: the plan.
@@ -58,10 +91,10 @@ class Verb(ABC):
             ActshardError: the message names the input and the row.
         """
 
-    def check_plan(self, plan: Planned, path: Path) -> None:  # noqa: B027 -- optional: tasks find errors, too
+    def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError if the arguments or tasks of a plan that was read from a file are invalid for this kind."""
 
-    def check(self, plan: Planned, results: Sequence[Result]) -> None:  # noqa: B027 -- most verbs have nothing to compare
+    def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if the tasks' results leave gaps or overlap. Called before a commit starts."""
 
     @abstractmethod
@@ -76,7 +109,7 @@ class Verb(ABC):
         """The value of :meth:`commit`, if the plan was committed and its working folder is gone; None if not, or if unknown."""
         return None
 
-    def after(self, plan: Planned) -> None:  # noqa: B027 -- most verbs leave nothing outside of the plan's working folder
+    def after(self, plan: Planned) -> None:
         """Called after the working folder of a committed plan was removed."""
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:

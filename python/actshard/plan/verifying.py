@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from actshard import _arguments, formats
 from actshard._arguments import many
+from actshard._schema import json_values
 from actshard.converting.segments import balanced
 from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
 from actshard.finding import existing_anywhere, find_any
@@ -28,7 +30,7 @@ from actshard.inputs import LOOKED_AT, Input, inputs_of
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.plan import process
-from actshard.plan.checking import arguments_of, divided, read_only
+from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.needs import needs
 from actshard.plan.plan import Plan
@@ -46,10 +48,18 @@ from actshard.plan.reading import (
     work_folder,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.plan.verifying_checks import SMALL, check_scans, check_values, wrong
+from actshard.plan.verifying_checks import (
+    ErrorRecord,
+    FailedScan,
+    LayerScan,
+    VerifyArguments,
+    VerifyResult,
+    check_scans,
+    check_values,
+)
 from actshard.store import Store
 from actshard.verifying import check_format, format_for_layout, of_path
-from actshard.verifying.deep import ODD, add_findings, first_row, joined, scan, together
+from actshard.verifying.deep import add_findings, first_row, joined, scan, together
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
 _CHECKED = 1000
@@ -85,39 +95,31 @@ def verify(
         Errors of :func:`actshard.verify`.
     """
     tasks, deep = _arguments.whole(tasks, "tasks", 1), bool(_arguments.switch(deep, "deep"))
-    where, layout = place(path), described(layout, format)
+    where, files = place(path), described(layout, format)
     root = existing_anywhere(where, None, None)
     check_format(format)
-    if layout is not None:
-        format_for_layout(root, format, layout)  # raises if nothing takes it
-    opened = _opened(where, format, layout) if deep else None
+    if files is not None:
+        format_for_layout(root, format, files)  # raises if nothing takes it
+    opened = _opened(where, format, files) if deep else None
     store, weights, wide = opened or (None, np.zeros(0, np.int64), [])
-    arguments: dict[str, Any] = {
-        "path": where,
-        "format": format,
-        "layout": layout,
-        "deep": deep,
-        "examples": None if store is None else len(weights),
-        "wide": wide,
-    }
+    arguments = VerifyArguments(where, format, files, deep, None if store is None else len(weights), tuple(wide))
     firsts = balanced(weights + _EXAMPLE_WEIGHT, np.arange(len(weights)), tasks) if len(weights) else [0]
     bounds = [*firsts, len(weights)]
-    made: list[dict[str, Any]] = [
-        {"examples": [a, b], "bytes": int(weights[a:b].sum())} for a, b in itertools.pairwise(bounds)
-    ]
+    made = [ExamplesTask(Span(a, b), int(weights[a:b].sum())) for a, b in itertools.pairwise(bounds)]
     inputs = _files(root) if store is None else inputs_of(store)
     if inputs is None:
         raise ArgumentError(NO_LISTING)
     folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
     why = "only the files can be checked" if store is None else f"the dataset has {many(len(weights), 'example')}"
-    predicted = _predicted(store, (where, format, layout), made, wide, inputs)
-    return Plan("verify", arguments, inputs, tuple(made), predicted, folder, notes(len(made), tasks, why, folder))
+    predicted = _predicted(store, (where, format, files), [task.examples for task in made], wide, inputs)
+    noted = notes(len(made), tasks, why, folder)
+    return Plan("verify", json_values(arguments), inputs, tuple(json_values(made)), predicted, folder, noted)
 
 
 def _predicted(
     store: Store | None,
     place: tuple[Any, ...],
-    made: Sequence[Mapping[str, Any]],
+    spans: Sequence[Span],
     wide: Sequence[int],
     inputs: Sequence[Input],
 ) -> Predicted:
@@ -126,7 +128,6 @@ def _predicted(
         return Predicted(0, 0, 0, process.checking(place, inputs if len(inputs) <= _CHECKED else (), __name__))
     row = store.d_model * store.dtype.itemsize
     ends = [np.concatenate([[0], np.cumsum(np.maximum(store.tokens_in(layer), 0))]) * row for layer in store.layers]
-    spans = [task["examples"] for task in made]
     ranges = [[(g, a, b, int(each[b] - each[a])) for g, each in enumerate(ends)] for a, b in spans]
 
     def planned(g: int, a: int, b: int, size: int) -> tuple[int | None, int]:
@@ -150,7 +151,7 @@ def _predicted(
     memory = process.opening(store, place, inputs, __name__, *([] if checks else ["pyarrow"]), check=checks)
     memory += max(found.memory, found.loading) + own
     return Predicted(
-        0, 0, found.read + _of_records(store, inputs), memory, scratch=8 * store.num_examples + columns * len(made)
+        0, 0, found.read + _of_records(store, inputs), memory, scratch=8 * store.num_examples + columns * len(spans)
     )
 
 
@@ -201,80 +202,72 @@ def _files(root: Location) -> tuple[Input, ...] | None:
     return tuple(map(Input.at, found[:: max(1, -(-len(found) // LOOKED_AT))]))
 
 
-class Verifying(Verb):
+class Verifying(Verb[Store]):
     """Runs the tasks of a check."""
 
     name = "verify"
-    _known: tuple[str, Store] | None = None
 
-    def _open(self, plan: Planned) -> Store:
-        if self._known is None or self._known[0] != plan.id:
-            given = plan.arguments
-            self._known = (plan.id, _store(given["path"], given["format"], given["layout"]))
-        return self._known[1]
+    def open(self, plan: Planned) -> Store:
+        """The dataset."""
+        arguments = plan.arguments_as(VerifyArguments)
+        return _store(arguments.path, arguments.format, arguments.layout)
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`verify` does not make."""
-        fields = arguments_of(plan, path)
-        read_only(fields)
-        fields.boolean("deep")
-        wide = fields.value.get("wide")
-        if not isinstance(wide, list) or any(type(x) is not int or x < 0 for x in wide):
-            raise fields.error("wide", "a list of layer indices")
-        examples = fields.value.get("examples")
-        if examples is not None:
-            fields.integer("examples")
-        elif len(plan.tasks) > 1:
-            raise fields.error("examples", "a number: there are several tasks")
-        if divided(plan, "examples", path) != (examples or 0):
-            raise fields.error("examples", "as many examples as the tasks have")
+        examples = plan.arguments_as(VerifyArguments, path).examples
+        spans = [task.examples for task in plan.tasks_as(ExamplesTask, path)]
+        check_spans(spans, "examples", examples or 0, path)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> VerifyResult:
         """Scans the task's examples; task 0 also checks the files."""
-        given, part = plan.arguments, plan.tasks[task]
-        value: dict[str, Any] = {"examples": part["examples"], "bytes": part["bytes"]}
-        whole = given["examples"] is None
-        store = None if whole else self._open(plan)
+        arguments, part = plan.arguments_as(VerifyArguments), plan.tasks_as(ExamplesTask)[task]
+        value = VerifyResult(part.examples, part.bytes)
+        store = None if arguments.examples is None else self.opened(plan)
         if task == 0:
             reached: list[bool] = []
             report = of_path(
-                given["path"],
-                given["format"],
-                deep=given["deep"],
-                layout=given["layout"],
+                arguments.path,
+                arguments.format,
+                deep=arguments.deep,
+                layout=arguments.layout,
                 store=store,
-                values=None if whole else lambda store, report, tell: reached.append(True),
+                values=None if store is None else lambda store, report, tell: reached.append(True),
             )
-            value |= {"report": report.as_dict(), "values": bool(reached)}
+            value = replace(value, report=report.as_dict(), values=bool(reached))
         if store is None:
             return value
-        every, columns, layers = None, np.zeros((len(store.layers), 3, store.d_model), np.uint64), []
+        every, columns = None, np.zeros((len(store.layers), 3, store.d_model), np.uint64)
+        layers: list[LayerScan | FailedScan] = []
         for group, layer in enumerate(store.layers):
             tell(group, len(store.layers))
-            found = scan(store, layer, lambda *_: None, tuple(part["examples"]), group in given["wide"])
+            found = scan(store, layer, lambda *_: None, part.examples, group in arguments.wide)
             if isinstance(found, ActshardError):
                 if isinstance(found, NOT_OF_DATA):
                     raise found
-                layers.append({"error": as_plain(found)})
+                layers.append(FailedScan(ErrorRecord(**as_plain(found))))
                 continue
-            layers.append({name: found[name] for name in SMALL})
+            layers.append(LayerScan(**{field.name: found[field.name] for field in fields(LayerScan)}))
             columns[group] = found["magnitudes"], found["differences"], first_row(found)
             every = together(every, found["hashes"])
         save(folder / COLUMNS, columns)
         save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
-        return {**value, "layers": layers, "units": len(layers)}
+        return replace(value, layers=tuple(layers), units=len(layers))
 
     undivided = "the plan only checks files, which is not measured"
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
         """The first examples of the last task. The check of the files is not measured."""
-        return None if plan.arguments["examples"] is None else shortened(plan.tasks[-1], "examples", limit)
+        return (
+            None
+            if plan.arguments_as(VerifyArguments).examples is None
+            else shortened(plan.tasks[-1], "examples", limit)
+        )
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if a result has other examples than its task, or impossible scans."""
         check_values(plan, results)
-        if plan.arguments["examples"] is not None:
-            check_scans(plan, self._open(plan), results)
+        if plan.arguments_as(VerifyArguments).examples is not None:
+            check_scans(plan, self.opened(plan), results)
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Report:
         """Combines the report about the files with the scans."""
@@ -282,7 +275,7 @@ class Verifying(Verb):
             return over
         try:
             report = Report.of_dict(results[0].value["report"])
-            report.layout = plan.arguments["layout"]
+            report.layout = plan.arguments_as(VerifyArguments).layout
             if results[0].value["values"]:
                 self._add_values(plan, results, report)
         except (LookupError, TypeError, ValueError) as error:
@@ -292,7 +285,7 @@ class Verifying(Verb):
 
     def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
         """Combines the scans task by task, so that only one task's columns are in memory in addition to the combined ones."""
-        store = self._open(plan)
+        store = self.opened(plan)
         made: list[dict[str, Any] | None] = [None] * len(store.layers)
         errors: dict[int, ActshardError] = {}
         every, filled = np.zeros(store.num_examples, np.uint64), 0
@@ -300,18 +293,17 @@ class Verifying(Verb):
             columns = saved(result.folder / COLUMNS, np.uint64, 3)
             if columns.shape != (len(store.layers), 3, store.d_model):
                 raise FormatError(f"expected columns of all layers, found {columns.shape}", path=result.folder)
-            for group, scanned in enumerate(result.value["layers"]):
-                if "error" in scanned:
-                    errors.setdefault(group, from_plain(scanned["error"]))
+            value = result.read(VerifyResult)
+            for group, part in enumerate(value.layers):
+                if isinstance(part, FailedScan):
+                    errors.setdefault(group, from_plain(vars(part.error)))
                     continue
-                magnitudes, differences, first = columns[group]
-                odd = {name: (scanned[name][0], [tuple(p) for p in scanned[name][1]]) for name in ODD}
-                part = {**scanned, **odd, "magnitudes": magnitudes, "differences": differences, "first": first}
-                made[group] = joined(made[group], part)
+                arrays = dict(zip(("magnitudes", "differences", "first"), columns[group], strict=True))
+                made[group] = joined(made[group], vars(part) | arrays)
             hashes = saved(result.folder / HASHES, np.uint64, 1)
-            first, end = plan.tasks[result.task]["examples"]
-            if len(hashes) != end - first and not all("error" in scanned for scanned in result.value["layers"]):
-                raise wrong(result, HASHES, f"{end - first:,} hashes", len(hashes))
+            count = value.examples.end - value.examples.first
+            if len(hashes) != count and not all(isinstance(part, FailedScan) for part in value.layers):
+                raise result.wrong(HASHES, f"{count:,} hashes", len(hashes))
             every[filled : filled + len(hashes)] = hashes[: max(len(every) - filled, 0)]
             filled += len(hashes)
         if not errors and filled != store.num_examples:
@@ -328,7 +320,7 @@ class Verifying(Verb):
             return None
         try:
             made = Report.of_dict(found)
-            made.layout = plan.arguments["layout"]
+            made.layout = plan.arguments_as(VerifyArguments).layout
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error
         return made
