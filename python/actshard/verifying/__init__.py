@@ -17,7 +17,7 @@ from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.format import names_layers
-from actshard.formats.report import NOT_OF_DATA, Finding, Report
+from actshard.formats.report import Finding, Report
 from actshard.location import Location, has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -213,8 +213,7 @@ def _check(
     try:
         store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)
     except ActshardError as error:
-        if not report.errors or isinstance(error, NOT_OF_DATA):
-            report.error(error, root)
+        report.error(error, root)
         return
     for warning in store.warnings:
         report.add(warning.code, root, warning)
