@@ -106,6 +106,9 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         for h in range(wide)
     )
     first = next(place for place in places if place not in existing)
+    if array.complete:
+        report.error(array.missing_chunk(first), array.folder)
+        return
     report.add(
         "chunk-missing",
         array.folder,
@@ -120,4 +123,8 @@ def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:
     if not meta.shape or meta.shape[0] != member.rows:
         report.add("count-claim", meta.metadata, f"shape {list(meta.shape)}", f"{member.rows} entries, one per sample")
         return
-    read_whole(meta)
+    files = meta.stored()
+    read_whole(meta, files=files)
+    missing = meta.first_missing(files)
+    if missing is not None:
+        report.add("chunk-missing", meta.folder, f"{meta.path_of(missing).name} has no file", "a file for every chunk")
