@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Never
+from typing import Never
 
 from actshard.errors import ActshardError
-
-if TYPE_CHECKING:
-    from actshard.location import Location
-
 
 _SHOWN = 5
 
@@ -37,7 +33,7 @@ class Faults:
         raise errors[0]
 
     @contextmanager
-    def noting(self, path: Path | Location) -> Iterator[None]:
+    def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Context manager around a block that raises faults. If faults are collected, the parser continues after the block."""
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -211,14 +212,19 @@ class Collected(Faults):
                 self.errors.append(error)
                 self._report.fault(error, self._report.path)
 
-    def parse(self, path: Path | Location, read: Callable[[], _T]) -> _T | None:
+    def refused(self, error: ActshardError) -> None:
+        """Adds the error of opening the dataset. It is the first fault, unless the check has already found this one."""
+        self._report.error(error, self._report.path)
+        self.errors = self.errors or [error]
+
+    def parse(self, path: str | os.PathLike[str], read: Callable[[], _T]) -> _T | None:
         """Returns what a parser returns. If it raises a fault, adds the fault and returns None."""
         with self.noting(path):
             return read()
         return None
 
     @contextmanager
-    def noting(self, path: Path | Location) -> Iterator[None]:
+    def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Adds the fault that the block raises."""
         try:
             with boundary(path, "check"):

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from actshard.formats.report import Report
-from actshard.formats.saev.read import Dump
+from actshard.formats.saev.read import DumpMetadata
 from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
     """Checks metadata and every shard, as opening does, and looks for shards that are not listed."""
-    dump = report.faults.parse(root, lambda: Dump(root, report.faults))
+    dump = report.faults.parse(root, lambda: DumpMetadata(root, report.faults))
     if dump is None:
         return
     report.count("files", len(dump.shards))

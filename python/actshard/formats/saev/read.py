@@ -83,7 +83,7 @@ def detect(path: Location) -> Evidence:
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
 
 
-class Dump:
+class DumpMetadata:
     """Checked metadata of a dump, and its shards.
 
     Args:
@@ -164,14 +164,13 @@ class Dump:
     def _listed_shards(self, value: list[Any], listing: Location) -> list[tuple[Location, int]]:
         shards: list[tuple[Location, int]] = []
         names: set[Location] = set()
-        total = 0
         for i, entry in enumerate(value):
             with self.faults.noting(listing):
                 fields = Fields(entry, listing, f"[{i}]", self.faults)
                 count = fields.integer(*N_EXAMPLES, minimum=0)
                 shard = self.path / _listed_name(fields, self.path, i, self.warnings)
                 fields.check()
-                expected = max(0, min(self.eps, self.n - total))
+                expected = max(0, min(self.eps, self.n - i * self.eps))
                 if count != expected:
                     text = f"{expected} ({self.n} examples, {self.eps} per shard)"
                     self.faults.add(fields.error(fields.name(*N_EXAMPLES), text, "count-claim"))
@@ -179,7 +178,7 @@ class Dump:
                     raise fields.error("name", "a different file for each shard")
                 names.add(shard)
                 shards.append((shard, count))
-                total += count
+        total = sum(count for _, count in shards)
         if total != self.n and len(shards) == len(value):
             text = (
                 f"expected {self.n} examples in {-(-self.n // self.eps)} shards, found {total} in {len(shards)}: "
@@ -209,7 +208,7 @@ class Dump:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads metadata.json and shards.json, and checks the sizes of all shards."""
-    dump = Dump(path)
+    dump = DumpMetadata(path)
     n, content, metadata = dump.n, dump.content, dump.fields.value
     extras = _extras(path, n, content, dump.warnings)
     shards = [(shard, count) for shard, count in dump.shards if count]
