@@ -26,7 +26,7 @@ __all__ = ["forget_sources"]
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
-    ("_arguments", "_columns", "storage"),
+    ("_arguments", "_columns", "storage", "faults"),
     ("location", "epochs", "ahead", "chosen", "layers"),
     ("_json", "containers"),
     ("_schema",),

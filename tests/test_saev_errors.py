@@ -439,7 +439,7 @@ def test_every_bad_shard_is_named(saev_copy: Copy) -> None:
     for i in (1, 2, 3):
         (path / f"acts{i:06}.bin").unlink()
     with refuses(
-        actshard.MissingFileError, path / "acts000001.bin", r"2 more bad shards: acts000002\.bin, acts000003\.bin"
+        actshard.MissingFileError, path / "acts000001.bin", r"2 more bad files: acts000002\.bin, acts000003\.bin"
     ):
         actshard.open(path)
 

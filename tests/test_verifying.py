@@ -277,6 +277,35 @@ def test_all_findings_and_not_the_first(tmp_path: Path) -> None:
     }
 
 
+def test_the_error_of_opening_is_reported_next_to_other_errors(tmp_path: Path) -> None:
+    path = saev(tmp_path)
+    edit("shards.json", lambda s: s[1].update(name="acts\\000001.bin"))(path)
+    (path / "acts000002.bin").write_bytes(b"")
+    with refuses(actshard.FormatError, path / "shards.json", r"field '\[1\].name'"):
+        actshard.open(path)
+    report = actshard.verify(path)
+    assert {(f.code, f.path.name) for f in report.errors} == {
+        ("metadata", "shards.json"),
+        ("empty-file", "acts000002.bin"),
+    }
+
+
+def test_every_wrong_field_is_reported(tmp_path: Path) -> None:
+    path = saev(tmp_path)
+    edit("metadata.json", lambda m: m.update(d_model="16", layers=[], cls_token=3))(path)
+    found = [finding.found.split("'")[1] for finding in actshard.verify(path).errors]
+    assert found == ["layers", "cls_token", "d_model"]
+
+
+def test_every_wrong_entry_of_a_manifest_is_reported(tmp_path: Path) -> None:
+    path = run(tmp_path)
+    edit("manifest.json", lambda m: [shard.update(n_samples=-1) for shard in m["shards"]] and None)(path)
+    report = actshard.verify(path)
+    assert [f.code for f in report.errors] == ["metadata"] * len(
+        json.loads((path / "manifest.json").read_text())["shards"]
+    )
+
+
 @pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
 def test_deep_looks_at_every_value(tmp_path: Path, format: str) -> None:
     rows = np.random.default_rng(0).standard_normal((6, 2, 3, 8)).astype(np.float32)

@@ -533,3 +533,51 @@ def test_attributes_that_differ_from_the_consolidated_ones_are_a_warning_and_a_f
     with pytest.warns(actshard.ActshardWarning, match="consolidated metadata differ"):
         assert actshard.open(path).layers == (7, 9)
     assert {f.code for f in actshard.verify(path).findings} == {"consolidated-differs"}
+
+
+def written(folder: Path) -> Path:
+    rows = np.random.default_rng(7).standard_normal((4, 2, 5, 3)).astype(np.float32)
+    with actshard.create(folder / "d", "zarr", layers=[0, 1], d_model=3) as writer:
+        writer.append(rows, columns={"label": np.array([1, 0, 1, 0])})
+    return writer.path
+
+
+@pytest.mark.parametrize("gone", [lambda path: path.unlink(), lambda path: path.unlink() or path.symlink_to("nowhere")])
+def test_a_missing_chunk_of_a_store_that_actshard_wrote_is_an_error(tmp_path: Path, io: str, gone: Any) -> None:
+    path = written(tmp_path)
+    chunk = path / "arrays/activations/2.1.0.0"
+    gone(chunk)
+    store = actshard.open(path, io=io)
+    assert store.sequences([2], 0)[0].any()
+    with refuses(actshard.MissingFileError, chunk):
+        store.sequences([2], 1)
+    assert [(f.code, f.path) for f in actshard.verify(path).errors] == [("missing-file", chunk)]
+
+
+@pytest.mark.parametrize("name", ["seq_len", "label"])
+def test_a_missing_chunk_of_values_per_sample_is_an_error(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path)
+    chunk = path / "arrays" / name / "0"
+    chunk.unlink()
+    with refuses(actshard.MissingFileError, chunk):
+        actshard.open(path).read_columns(["label"])
+    assert {(f.code, f.path) for f in actshard.verify(path).errors} == {("missing-file", chunk)}
+
+
+def test_a_missing_chunk_of_lengths_of_another_writer_is_a_warning(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", np.ones((4, 2, 5, 3), np.float32), np.full(4, 5), (1, 1, 5, 3))
+    (path / "arrays/seq_len/0").unlink()
+    with pytest.warns(actshard.ActshardWarning, match="has no file: its samples are read as 0 tokens") as warned:
+        store = actshard.open(path)
+    assert [warning.message.code for warning in warned] == ["chunk-missing"]
+    assert store.token_counts.tolist() == [0] * 4
+    assert "chunk-missing" in actshard.verify(path).codes()
+
+
+def test_stores_of_other_writers_keep_their_fill_values_when_they_are_merged(tmp_path: Path) -> None:
+    parts = [tmp_path / "a", tmp_path / "b"]
+    for part in parts:
+        write_store(part, np.ones((2, 2, 5, 3), np.float32), np.full(2, 5), (1, 1, 5, 3))
+    (parts[1] / "arrays/activations/1.1.0.0").unlink()
+    merged = actshard.merge(tmp_path / "m", parts, physical=True)
+    assert actshard.open(merged).sequences([3], 1)[0].tolist() == np.zeros((5, 3)).tolist()

@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from actshard.errors import FormatError, boundary
+from actshard.faults import RAISE, Faults
 from actshard.location import Location
+
+_T = TypeVar("_T")
 
 MAX_BYTES = 256 << 20
 """Maximum size of a metadata file."""
@@ -100,10 +103,11 @@ def show(value: Any) -> str:
 class Fields:
     """Typed access to the fields of a JSON object.
 
-    Methods take several names for fields that versions of a format name differently; the first name present is used.
+    Methods take several names for fields that versions of a format name differently; the first name present is used. An invalid
+    field is a fault. If faults are collected, the method returns a stand-in, and :meth:`check` ends the parse before it is used.
     """
 
-    def __init__(self, value: Any, path: Path | Location, where: str = "") -> None:
+    def __init__(self, value: Any, path: Path | Location, where: str = "", faults: Faults = RAISE) -> None:
         if not isinstance(value, dict):
             place = f"field '{where}': " if where else ""
             code = "metadata" if where else None
@@ -111,12 +115,25 @@ class Fields:
         self.value: dict[str, Any] = value
         self.path = path
         self.where = where
+        self.faults = faults
+        self._fault: FormatError | None = None
 
-    def error(self, name: str, expected: str) -> FormatError:
+    def check(self) -> None:
+        """Raises the first fault of these fields, if faults are collected and there is one."""
+        if self._fault is not None:
+            raise self._fault
+
+    def refuse(self, error: FormatError, stand_in: _T) -> _T:
+        """Adds a fault of these fields. Returns ``stand_in`` if faults are collected."""
+        self._fault = self._fault or error
+        self.faults.add(error)
+        return stand_in
+
+    def error(self, name: str, expected: str, code: str = "metadata") -> FormatError:
         """Builds the error for a missing or invalid field."""
         dotted = f"{self.where}.{name}" if self.where else name
         found = show(self.value[name]) if name in self.value else "nothing"
-        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path, code="metadata")
+        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path, code=code)
 
     def name(self, *names: str) -> str:
         """Returns the first name that is present, else ``names[0]``, for errors."""
@@ -131,7 +148,7 @@ class Fields:
         name = self.name(*names)
         value = self.value.get(name)
         if type(value) is not int or not minimum <= value < MAX_INT:
-            raise self.error(name, f"an integer of at least {minimum}")
+            return self.refuse(self.error(name, f"an integer of at least {minimum}"), minimum)
         return value
 
     def text(self, *names: str) -> str:
@@ -140,7 +157,7 @@ class Fields:
         value = self.value.get(name)
         # JSON allows lone surrogates; file names cannot contain them.
         if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
-            raise self.error(name, "a string")
+            return self.refuse(self.error(name, "a string"), "")
         return value
 
     def boolean(self, *names: str) -> bool:
@@ -148,7 +165,7 @@ class Fields:
         name = self.name(*names)
         value = self.value.get(name)
         if not isinstance(value, bool):
-            raise self.error(name, "true or false")
+            return self.refuse(self.error(name, "true or false"), False)
         return value
 
     def integers(self, *names: str) -> tuple[int, ...]:
@@ -156,9 +173,9 @@ class Fields:
         name = self.name(*names)
         value = self.value.get(name)
         if not isinstance(value, list) or not value or any(type(x) is not int or abs(x) >= MAX_INT for x in value):
-            raise self.error(name, "a non-empty list of integers")
+            return self.refuse(self.error(name, "a non-empty list of integers"), (0,))
         if len(set(value)) != len(value):
-            raise self.error(name, "distinct integers")
+            return self.refuse(self.error(name, "distinct integers"), (0,))
         return tuple(value)
 
     def items(self, *names: str) -> list[Fields]:
@@ -166,8 +183,8 @@ class Fields:
         name = self.name(*names)
         value = self.value.get(name)
         if not isinstance(value, list):
-            raise self.error(name, "a list of objects")
-        return [Fields(x, self.path, f"{self.where}.{name}[{i}]".lstrip(".")) for i, x in enumerate(value)]
+            return self.refuse(self.error(name, "a list of objects"), [])
+        return [Fields(x, self.path, f"{self.where}.{name}[{i}]".lstrip("."), self.faults) for i, x in enumerate(value)]
 
 
 def lines(stream: IO[bytes], path: Path | Location, limit: int) -> Iterator[tuple[int, bytes]]:

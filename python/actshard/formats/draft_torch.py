@@ -165,16 +165,18 @@ class DraftFolder:
 
         Opening reports damaged files.
         """
+        dataset = report.faults.parse(root, lambda: self.dataset(root, Options.of(root)))
+        if dataset is None:
+            return
+        report.count("files", len(dataset.paths))
+
+        def look(number: int, file: TorchFile | ActshardError) -> None:
+            tell("files", number, len(dataset.paths))
+            if number not in dataset.faults and isinstance(file, TorchFile):
+                with report.noting(file.path):
+                    _check_file(file, dataset.examples[number], report)
+
         with report.noting(root):
-            dataset = self.dataset(root, Options.of(root))
-            report.count("files", len(dataset.paths))
-
-            def look(number: int, file: TorchFile | ActshardError) -> None:
-                tell("files", number, len(dataset.paths))
-                if number not in dataset.faults and isinstance(file, TorchFile):
-                    with report.noting(file.path):
-                        _check_file(file, dataset.examples[number], report)
-
             read_each(dataset.paths, 1 << 30, look)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from actshard._json import show
 from actshard.codes import ERROR, WARNING, findings
@@ -20,7 +21,10 @@ from actshard.errors import (
     boundary,
     place_of,
 )
+from actshard.faults import Faults
 from actshard.location import Location
+
+_T = TypeVar("_T")
 
 NOT_OF_DATA = (ClosedError, InterruptedReadError, NoMemoryError)
 """Errors that are not caused by the files: the store was closed, the read was interrupted, or memory is short. They are raised
@@ -71,9 +75,14 @@ class Report:
     """Numbers of files, examples, rows and bytes that were checked."""
     layout: Any = field(default=None, repr=False, compare=False)
     """The ``layout=`` argument, for formats that use one."""
+    faults: Collected = field(init=False, repr=False, compare=False)
+    """Faults that the format's parser finds. Opening the dataset raises the first of them."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
     _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
     """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""
+
+    def __post_init__(self) -> None:
+        self.faults = Collected(self)
 
     def __repr__(self) -> str:
         counts = collections.Counter(f"{f.severity} {f.code}" for f in self.findings)
@@ -162,12 +171,15 @@ class Report:
         """
         if isinstance(error, NOT_OF_DATA):
             raise error
-        code = code or error.code or "format"
+        if (error.path or place_of(path), code or error.code or "format") not in self._wrong:
+            self.fault(error, path, code)
+
+    def fault(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
+        """Adds an exception as a finding, unless its message was already reported for the same file."""
         where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"
-        if (where, code) in self._wrong or (where, error.detail) in self._wrong:
-            return
-        self.add(code, where, error.detail, place=place)
+        if (where, error.detail) not in self._wrong:
+            self.add(code or error.code or "format", where, error.detail, place=place)
 
     @contextmanager
     def noting(self, path: Path | Location, code: str | None = None) -> Iterator[None]:
@@ -178,11 +190,45 @@ class Report:
         except ActshardError as error:
             self.error(error, path, code)
 
-    def field(self, path: Path | Location, read: Callable[[], Any]) -> Any:
-        """Returns a field's value. If reading it fails, adds a finding and returns None."""
+
+class Collected(Faults):
+    """Adds faults to a report as findings, so that a parser continues after them."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.errors: list[ActshardError] = []
+        """All faults, in the order in which the parser found them."""
+
+    def add(self, *errors: ActshardError) -> None:
+        """Adds each fault as a finding.
+
+        Raises:
+            The error itself, if it is one of :data:`NOT_OF_DATA`.
+        """
+        for error in errors:
+            if isinstance(error, NOT_OF_DATA):
+                raise error
+            if not any(error is other for other in self.errors):
+                self.errors.append(error)
+                self._report.fault(error, self._report.path)
+
+    def refused(self, error: ActshardError) -> None:
+        """Adds the error of opening the dataset. It is the first fault, unless the check has already found this one."""
+        self._report.error(error, self._report.path)
+        self.errors = self.errors or [error]
+
+    def parse(self, path: str | os.PathLike[str], read: Callable[[], _T]) -> _T | None:
+        """Returns what a parser returns. If it raises a fault, adds the fault and returns None."""
+        with self.noting(path):
+            return read()
+        return None
+
+    @contextmanager
+    def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Adds the fault that the block raises."""
         try:
             with boundary(path, "check"):
-                return read()
+                yield
         except ActshardError as error:
-            self.error(error, path, "metadata")
-            return None
+            error.path = error.path or place_of(path)
+            self.add(error)

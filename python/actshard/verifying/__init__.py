@@ -17,7 +17,7 @@ from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.formats.format import names_layers
-from actshard.formats.report import NOT_OF_DATA, Finding, Report
+from actshard.formats.report import Finding, Report
 from actshard.location import Location, has_options
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -193,12 +193,10 @@ def _check(
 ) -> None:
     if not root.lists:
         report.add("not-listed", root, "a folder on a web server")
-    if format is None:
-        root, format = _find(root)
-    elif format in formats.of_tokens():
-        root = find_cache(root)
-    elif not is_cache_itself(root):
-        check_finished(root, format, described=_describes(report.layout))
+    dataset = report.faults.parse(root, lambda: _dataset_at(root, format, described=_describes(report.layout)))
+    if dataset is None:
+        return
+    root, format = dataset
     report.path, report.format = root.place, format
     root.list_below()
     known = formats.get(format)
@@ -213,8 +211,7 @@ def _check(
     try:
         store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)
     except ActshardError as error:
-        if not report.errors or isinstance(error, NOT_OF_DATA):
-            report.error(error, root)
+        report.faults.refused(error)
         return
     for warning in store.warnings:
         report.add(warning.code, root, warning)
@@ -223,6 +220,21 @@ def _check(
         from actshard.verifying.deep import check_values
 
         (values or check_values)(store, report, tell)
+
+
+def _dataset_at(root: Location, format: str | None, *, described: bool) -> tuple[Location, str]:
+    """The dataset's location and format.
+
+    Raises:
+        UnfinishedError, UnknownFormatError: there is no finished dataset, or its format is unknown.
+    """
+    if format is None:
+        return _find(root)
+    if format in formats.of_tokens():
+        return find_cache(root), format
+    if not is_cache_itself(root):
+        check_finished(root, format, described=described)
+    return root, format
 
 
 def _find(root: Location) -> tuple[Location, str]:

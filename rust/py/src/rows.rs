@@ -50,7 +50,8 @@ fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
 
 /// A chunked array, as passed to [`Rows::chunked`]: folder, metadata file, prefix and separator of chunk names, shape, chunk
 /// shape, fill element, whether byte-swapped, and the decoder, if chunks are encoded.
-type ChunkArrayTuple = (NamedPlace, NamedPlace, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
+type ChunkArrayTuple =
+    (NamedPlace, NamedPlace, String, String, [u64; 4], [u64; 4], Option<Vec<u8>>, bool, Option<DecodedBy>);
 
 /// The decoder of an array's chunks.
 #[derive(FromPyObject)]

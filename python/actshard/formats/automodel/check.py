@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ActshardError
-from actshard.formats.automodel.files import MANIFEST, WEIGHTS, DraftManifest, StackedTensor, header_of, shards_of
+from actshard.formats.automodel.files import WEIGHTS, DraftManifest, StackedTensor
 from actshard.formats.automodel.read import StackedCache
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
@@ -23,28 +22,22 @@ _AT_ONCE = 1 << 22
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks the manifest, the list of shards, every header, token ids, masks, and the indices of a top-k distribution."""
-    try:
-        manifest = DraftManifest.of(root)
-    except ActshardError as error:
-        report.error(error, root / MANIFEST, error.code or "metadata")
-        return
-    shards: list[Location] = []
-    with report.noting(root):
-        shards = shards_of(root, manifest)
-    for number, shard in enumerate(shards):
+    cache = report.faults.parse(root, lambda: StackedCache(root, Options.of(root), report.faults))
+    shards, headers = ([], []) if cache is None else (cache.shards, cache.headers)
+    for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
         tell("shards", number, len(shards))
-        with report.noting(shard):
-            report.count("files")
+        report.count("files")
+        if header and cache is not None:
             report.count("bytes", shard.regular().size)
-            header = header_of(shard, manifest, number)
-            if manifest.top_k:
-                _check_indices(shard, header["target_probs_indices"], manifest, report)
-    if report.ok:
+            if cache.manifest.top_k:
+                with report.noting(shard):
+                    _check_indices(shard, header["target_probs_indices"], cache.manifest, report)
+    if report.ok and cache is not None:
         with report.noting(root):
-            cache = StackedCache(root, Options.of(root))
             vocabulary = cache.manifest.fields.value.get("target_vocab_size")
             most = vocabulary if type(vocabulary) is int and 0 < vocabulary < 1 << 31 else 1 << 31
-            check_token_values(cache.columns, report, lambda example: shards[example // manifest.shard_size], most)
+            size = cache.manifest.shard_size
+            check_token_values(cache.columns, report, lambda example: shards[example // size], most)
     for name in WEIGHTS:
         if (root / name).exists():
             with report.noting(root / name):

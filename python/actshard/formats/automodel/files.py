@@ -16,6 +16,7 @@ from typing import Any
 import actshard._native as _native
 from actshard._json import Fields, read_json
 from actshard.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
+from actshard.faults import RAISE, Faults
 from actshard.formats.per_token import LAST, layer_names
 from actshard.location import Location
 
@@ -76,7 +77,7 @@ class DraftManifest:
     """``draft_vocab_size`` of an EAGLE-3 cache, else 0."""
 
     @classmethod
-    def of(cls, root: Location) -> DraftManifest:
+    def of(cls, root: Location, faults: Faults = RAISE) -> DraftManifest:
         """Reads and checks the manifest.
 
         Raises:
@@ -85,7 +86,7 @@ class DraftManifest:
             UnfinishedError: the writer has not finished.
         """
         path = root / MANIFEST
-        return cls.parsed(Fields(read_json(path), path))
+        return cls.parsed(Fields(read_json(path), path, faults=faults))
 
     @classmethod
     def parsed(cls, fields: Fields) -> DraftManifest:
@@ -95,6 +96,7 @@ class DraftManifest:
         if kind is None:
             raise FormatError("expected the manifest of an EAGLE-3 or DSpark cache", path=path, code="metadata")
         version = fields.integer("format_version")
+        fields.check()
         if version != _VERSIONS[kind]:
             raise UnsupportedError(
                 f"field 'format_version': expected {_VERSIONS[kind]}, as of {kind}, found {version}", path=path
@@ -106,6 +108,7 @@ class DraftManifest:
                 path=path,
             )
         dtype = fields.text("dtype")
+        fields.check()
         if dtype not in DTYPES:
             raise UnsupportedError(fields.error("dtype", " or ".join(DTYPES)).detail, path=path)
         made = cls(
@@ -120,12 +123,14 @@ class DraftManifest:
             top=fields.integer("target_probs_topk", minimum=0) if kind == "eagle3" else 0,
             draft=fields.integer("draft_vocab_size") if kind == "eagle3" else 0,
         )
+        fields.check()
         return made._with_width()
 
     def _with_width(self) -> DraftManifest:
         """The width of a layer: the total width by the number of layers."""
         fields, name = self.fields, _WIDTH[self.kind]
         total = fields.integer(name)
+        fields.check()
         width, rest = divmod(total, len(self.layer_ids))
         if rest:
             raise fields.error(name, f"a multiple of {len(self.layer_ids)}, the number of layers")

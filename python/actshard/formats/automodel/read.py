@@ -19,7 +19,16 @@ from actshard._json import read_json
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import FormatError
-from actshard.formats.automodel.files import COLUMNS, MANIFEST, DraftManifest, header_of, kind_of, shards_of
+from actshard.faults import RAISE, Faults
+from actshard.formats.automodel.files import (
+    COLUMNS,
+    MANIFEST,
+    DraftManifest,
+    StackedTensor,
+    header_of,
+    kind_of,
+    shards_of,
+)
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import TokenColumns
 from actshard.formats.tables import picked
@@ -48,14 +57,26 @@ def detect(path: Location) -> Evidence:
 
 
 class StackedCache:
-    """An opened cache: manifest and headers of shards."""
+    """An opened cache: manifest and headers of shards.
 
-    def __init__(self, path: Location, options: Options) -> None:
+    Args:
+        path: the cache's folder.
+        options: options of reading.
+        faults: receives the faults of the manifest and of each shard's header.
+    """
+
+    def __init__(self, path: Location, options: Options, faults: Faults = RAISE) -> None:
         self.path = path
         self.io = options.io
-        self.manifest = DraftManifest.of(path)
+        self.manifest = DraftManifest.of(path, faults)
         self.shards = shards_of(path, self.manifest)
-        self.headers = [header_of(shard, self.manifest, number) for number, shard in enumerate(self.shards)]
+        self.headers: list[dict[str, StackedTensor]] = []
+        """Tensors of each shard; none of a shard with a fault."""
+        for number, shard in enumerate(self.shards):
+            header: dict[str, StackedTensor] = {}
+            with faults.noting(shard):
+                header = header_of(shard, self.manifest, number)
+            self.headers.append(header)
         n = self.manifest.num_examples
         self._shard = (np.arange(n) // self.manifest.shard_size).astype(np.uint32)
         self._row = (np.arange(n) % self.manifest.shard_size).astype(np.uint64)

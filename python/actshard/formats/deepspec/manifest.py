@@ -19,6 +19,7 @@ import numpy as np
 
 from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, UnsupportedError
+from actshard.faults import RAISE, Faults
 from actshard.formats.per_token import LAST, layer_names
 from actshard.location import Location
 
@@ -64,29 +65,32 @@ class Manifest:
     shard_names: tuple[str, ...]
 
     @classmethod
-    def of(cls, root: Location) -> Manifest:
+    def of(cls, root: Location, faults: Faults = RAISE) -> Manifest:
         """Reads and checks the manifest.
 
         Raises:
             FormatError, UnsupportedError: a field is missing or invalid, or the version is not supported.
         """
         path = root / MANIFEST
-        fields = Fields(read_json(path), path)
+        fields = Fields(read_json(path), path, faults=faults)
         version = fields.integer("version")
+        fields.check()
         if version not in _RECORDS:
             raise UnsupportedError(f"field 'version': expected 2, 3 or 4, found {version}", path=path)
         record = fields.integer("index_record_size")
+        fields.check()
         if record not in _RECORDS[version]:
             sizes = " or ".join(map(str, _RECORDS[version]))
             raise fields.error("index_record_size", f"{sizes}, as of version {version}")
         for name, dtype in DTYPES.items():
             if fields.text(name) != dtype:
-                raise UnsupportedError(fields.error(name, f'"{dtype}"').detail, path=path)
+                fields.check()
+                faults.add(UnsupportedError(fields.error(name, f'"{dtype}"').detail, path=path))
         width, layers = fields.integer("hidden_size"), _layers(fields)
         if width * ITEMSIZE * (len(layers) + 1) >= 1 << 32:
             raise fields.error("hidden_size", "less than 4 GiB of states per token")
         indexes, split = _ranks(fields) if version > 2 else ((INDEX,), "contiguous")
-        return cls(
+        manifest = cls(
             fields,
             version,
             num_examples=fields.integer("num_samples", minimum=0),
@@ -98,6 +102,8 @@ class Manifest:
             split=split,
             shard_names=_shards(fields),
         )
+        fields.check()
+        return manifest
 
     @property
     def value(self) -> dict[str, Any]:

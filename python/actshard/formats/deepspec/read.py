@@ -17,12 +17,14 @@ from actshard._json import read_json
 from actshard._native import IndexRecords, Rows
 from actshard.codes import Remark
 from actshard.errors import FormatError, MissingFileError, UnfinishedError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.deepspec.manifest import COLUMNS, MANIFEST, TEMPORARY, Manifest
 from actshard.formats.per_token import TokenColumns
 from actshard.location import Location
 
 _LOOKED_FOR = "a folder with a manifest.json that has target_layer_ids and index_record_size"
+LOST = 1 << 61
 _FEW = 4096
 """At most this many rank folders of an unfinished cache are examined."""
 
@@ -70,18 +72,33 @@ def check_whole(path: Location) -> None:
 
 
 class TargetCache:
-    """An opened cache: manifest, sizes, rows."""
+    """An opened cache: manifest, sizes, rows.
 
-    def __init__(self, path: Location) -> None:
+    Args:
+        path: the cache's folder.
+        faults: receives the faults of the manifest, and of the sizes of shards and index files.
+    """
+
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
         check_whole(path)
         self.path = path
-        self.manifest = Manifest.of(path)
+        self.manifest = Manifest.of(path, faults)
         path.look_into()
         self.shards = [path / name for name in self.manifest.shard_names]
         self.indexes = [path / name for name in self.manifest.index_names]
-        self.sizes = [shard.regular().size for shard in self.shards]
-        for index in self.indexes:
-            self._check_index(index)
+        self.sizes: list[int] = []
+        """Sizes of shards; :data:`LOST` of a shard with a fault, so that it is one finding, not one per example."""
+        for shard in self.shards:
+            size = LOST
+            with faults.noting(shard):
+                size = shard.regular().size
+            self.sizes.append(size)
+        self.ranks: list[tuple[int, Location]] = []
+        """Index files without faults, each with its number."""
+        for rank, index in enumerate(self.indexes):
+            with faults.noting(index):
+                self._check_index(index)
+                self.ranks.append((rank, index))
 
     def _check_index(self, index: Location) -> None:
         found, manifest = index.regular().size, self.manifest

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from actshard._json import read_json
-from actshard.errors import ActshardError
 from actshard.formats.format import Tell
-from actshard.formats.hallulens.files import Config, SampleArray, lines
-from actshard.formats.hallulens.read import Sample, sample_of
+from actshard.formats.hallulens.files import SampleArray
+from actshard.formats.hallulens.read import Capture, Sample
 from actshard.formats.report import Report
 from actshard.location import Location
 
@@ -19,26 +18,18 @@ _SHOWN = 20
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks sizes of arrays, lines of meta.jsonl, and that both contain the same lengths."""
-    try:
-        config = Config.of(root)
-    except ActshardError as error:
-        report.error(error, root / "config.json", "metadata")
+    capture = report.faults.parse(root, lambda: Capture(root, report.faults))
+    if capture is None:
         return
-    arrays = config.arrays(root)
-    samples = _samples(root, report)
+    arrays, samples = capture.arrays, capture.samples
+    report.count("samples", len(samples))
     rows: dict[str, int] = {}
     for number, (name, array) in enumerate(arrays.items()):
         tell("arrays", number, len(arrays))
-        if not array.exists():
-            if array.path.name not in config.skipped:
-                report.add(
-                    "missing-file", array.path, "nothing", "the array, or its name in config.json's _skipped_arrays"
-                )
-            continue
         report.count("files")
         with report.noting(array.path):
             report.count("bytes", array.size())
-            rows[name] = array.rows(config.allocated)
+            rows[name] = array.rows(capture.config.allocated)
     fewest = min(rows.values(), default=None)
     beyond = [] if fewest is None else [sample for sample in samples if sample.row >= fewest]
     for sample in beyond[:_SHOWN]:
@@ -55,29 +46,6 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         if name in rows:
             _check_lengths(root, arrays[name], inside, report)
     _check_results(root, len(samples), report)
-
-
-def _samples(root: Location, report: Report) -> list[Sample]:
-    path = root / "meta.jsonl"
-    made: list[Sample] = []
-    seen: dict[int, int] = {}
-    with report.noting(path):
-        for number, line in lines(path, []):
-            with report.noting(path):
-                sample = sample_of(number, line, path)
-                if sample.row in seen:
-                    report.add(
-                        "duplicate-sample",
-                        path,
-                        f"sample_index {sample.row} as in line {seen[sample.row]}",
-                        "a different row for every sample",
-                        f"line {number}",
-                    )
-                    continue
-                seen[sample.row] = number
-                made.append(sample)
-    report.count("samples", len(made))
-    return made
 
 
 def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], report: Report) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, read_lines
 from actshard.errors import FormatError, MissingFileError, TruncatedFileError, boundary
+from actshard.faults import RAISE, Faults
 from actshard.location import Location
 from actshard.storage import Stat
 
@@ -123,9 +124,9 @@ class Config:
     allocated: int
 
     @classmethod
-    def of(cls, path: Location) -> Config:
+    def of(cls, path: Location, faults: Faults = RAISE) -> Config:
         """Reads and checks ``config.json``."""
-        fields = Fields(read_json(path / "config.json"), path / "config.json")
+        fields = Fields(read_json(path / "config.json"), path / "config.json", faults=faults)
         if fields.text("storage_format") != STORAGE:
             raise fields.error("storage_format", f'"{STORAGE}"')
         made = cls(
@@ -138,6 +139,7 @@ class Config:
             top=fields.integer("response_logprobs_top_k", minimum=0),
             allocated=fields.integer("n_samples", minimum=0),
         )
+        fields.check()
         if any(
             size >= 1 << 31 for size in (made.blocks, made.width, made.prompt, made.response, made.attended, made.top)
         ):

@@ -24,6 +24,7 @@ from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hallulens.files import (
     ATTENTION,
@@ -86,18 +87,24 @@ def sample_of(number: int, line: dict[str, Any], path: Location) -> Sample:
 
 
 class Capture:
-    """A capture's committed samples and arrays."""
+    """A capture's committed samples and arrays.
 
-    def __init__(self, path: Location) -> None:
+    Args:
+        path: the capture's folder.
+        faults: receives the faults of config.json, of each line of meta.jsonl, and of the sizes of hidden states.
+    """
+
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
         self.path = path
         self.warnings: list[Remark] = []
-        self.config = Config.of(path)
-        self.arrays = {name: array for name, array in self.config.arrays(path).items() if array.exists()}
-        self.samples = self._committed()
+        self.config = Config.of(path, faults)
+        self.arrays = self._find_arrays()
+        self.samples = self._committed(faults)
         self.numbers = np.array([sample.row for sample in self.samples], np.int64)
         for name in (PROMPT, RESPONSE):
             if name in self.arrays:
-                self._check_rows(self.arrays[name])
+                with faults.noting(self.arrays[name].path):
+                    self._check_rows(self.arrays[name])
         declared = self.config.fields.value.get("dtype")
         if declared not in (None, "float16"):
             self.warnings.append(
@@ -105,20 +112,31 @@ class Capture:
             )
         self._find_scores()
 
-    def _committed(self) -> list[Sample]:
+    def _find_arrays(self) -> dict[str, SampleArray]:
+        """The arrays that exist. Warns of those that are not declared as omitted."""
+        arrays = self.config.arrays(self.path)
+        for array in arrays.values():
+            name = array.path.name
+            if not array.exists() and name not in self.config.skipped:
+                text = f"{name}: expected the array, or its name in config.json's _skipped_arrays, found neither"
+                self.warnings.append(Remark("missing-file", text))
+        return {name: array for name, array in arrays.items() if array.exists()}
+
+    def _committed(self, faults: Faults) -> list[Sample]:
         path = self.path / "meta.jsonl"
         torn: list[int] = []
-        samples = [sample_of(number, line, path) for number, line in lines(path, torn)]
+        samples: dict[int, Sample] = {}
+        with faults.noting(path):
+            for number, line in lines(path, torn):
+                with faults.noting(path):
+                    sample = sample_of(number, line, path)
+                    if sample.row in samples:
+                        text = f"lines {samples[sample.row].number} and {number}: both have sample_index {sample.row}"
+                        raise FormatError(text, path=path, code="duplicate-sample")
+                    samples[sample.row] = sample
         if torn:
             self._warn_of_torn(path, torn[0])
-        seen: dict[int, int] = {}
-        for sample in samples:
-            if sample.row in seen:
-                raise FormatError(
-                    f"lines {seen[sample.row]} and {sample.number}: both have sample_index {sample.row}", path=path
-                )
-            seen[sample.row] = sample.number
-        return samples
+        return list(samples.values())
 
     def _warn_of_torn(self, path: Location, offset: int) -> None:
         self.warnings.append(
@@ -136,6 +154,7 @@ class Capture:
             raise FormatError(
                 f"line {at.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, found {at.row}",
                 path=self.path / "meta.jsonl",
+                code="address-out-of-range",
             )
         return rows
 

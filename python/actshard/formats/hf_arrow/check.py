@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from actshard.errors import ActshardError
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
 from actshard.formats.hf_arrow.read import Directory
@@ -14,26 +13,26 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks all headers, the offsets of every batch, all other columns, and the counts in dataset_info.json."""
-    try:
-        found = Directory(root)
-    except ActshardError as error:
-        report.error(error, root)
+    directory = report.faults.parse(root, lambda: Directory(root))
+    if directory is None:
         return
-    contents = found.contents(Options.of(root))
-    report.count("files", len(found.files))
-    _check_offsets(found, contents.rows, report, tell)
-    for number, name in enumerate(found.column_names):
-        tell("columns", number, len(found.column_names))
+    contents = directory.contents(Options.of(root))
+    report.count("files", len(directory.files))
+    _check_offsets(directory, contents.rows, report, tell)
+    for number, name in enumerate(directory.column_names):
+        tell("columns", number, len(directory.column_names))
         with report.noting(root):
-            for _ in found.batches([name]):
+            for _ in directory.batches([name]):
                 pass
-    splits = found.info.get("splits")
-    split = found.state.value.get("_split")
+    splits = directory.info.get("splits")
+    split = directory.state.value.get("_split")
     declared: Any = splits.get(split) if isinstance(splits, dict) else None
     n = declared.get("num_examples") if isinstance(declared, dict) else None
-    if type(n) is int and n != found.num_examples:
+    if type(n) is int and n != directory.num_examples:
         place = f"field 'splits.{split}.num_examples'"
-        report.add("count-claim", root / "dataset_info.json", n, f"{found.num_examples}, as in the Arrow files", place)
+        report.add(
+            "count-claim", root / "dataset_info.json", n, f"{directory.num_examples}, as in the Arrow files", place
+        )
 
 
 def _check_offsets(found: Directory, rows: Any, report: Report, tell: Tell) -> None:

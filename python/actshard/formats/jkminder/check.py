@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from actshard._arguments import stored
-from actshard.errors import ActshardError
 from actshard.formats.format import Tell
 from actshard.formats.jkminder.files import CONFIG
 from actshard.formats.jkminder.read import ActivationCache
@@ -17,13 +16,11 @@ _SHARD = re.compile(r"shard_([0-9]+)\.memmap")
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks sizes of shards, totals, equal shards in all layers, tokens, and bounds of sequences."""
-    try:
-        found = ActivationCache(root)
-    except ActshardError as error:
-        report.error(error, root)
+    cache = report.faults.parse(root, lambda: ActivationCache(root))
+    if cache is None:
         return
-    for number, layer in enumerate(found.layers):
-        tell("layers", number, len(found.layers))
+    for number, layer in enumerate(cache.layers):
+        tell("layers", number, len(cache.layers))
         row = layer.d_model * stored(layer.dtype).itemsize
         for shard in layer.shards:
             report.count("files")
@@ -34,12 +31,12 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                     code = "truncated" if size < need else "too-long"
                     report.add(code, shard.path, f"{size} bytes", f"{need}, as its .meta states")
         total = layer.config.value.get("total_size")
-        if total != found.total:
+        if total != cache.total:
             report.add(
                 "count-claim",
                 layer.path / CONFIG,
                 total,
-                f"{found.total}, the rows of its shards",
+                f"{cache.total}, the rows of its shards",
                 "field 'total_size'",
             )
         with report.noting(layer.path):

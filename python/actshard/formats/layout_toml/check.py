@@ -22,10 +22,8 @@ _LEAST = 1024
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks the description, every file against it, and sizes of torch files; if deep, also checksums of archives."""
-    try:
-        described = description.read(root, report.layout)
-    except ActshardError as error:
-        report.error(error, root / NAME, "metadata")
+    described = report.faults.parse(root / NAME, lambda: description.read(root, report.layout))
+    if described is None:
         return
     part = described.activations
     assert part.files is not None

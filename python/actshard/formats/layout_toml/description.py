@@ -244,8 +244,8 @@ class DescriptionReader:
         line = self._line(table, key, number)
         message = f"line {line}: {where}: {text}" if line else f"{where}: {text}"
         if self.source is None:
-            return ArgumentError(f"layout: {message}")
-        return FormatError(message, path=self.source)
+            return ArgumentError(f"layout: {message}", code="metadata")
+        return FormatError(message, path=self.source, code="metadata")
 
     def _line(self, table: str, key: str, number: int) -> int | None:
         """The line of a key, which TOML's parser does not report."""
@@ -477,6 +477,6 @@ def read(root: Location, layout: Any = None) -> Description:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         if source is None:
-            raise ArgumentError(f"layout: expected TOML: {error}") from error
-        raise FormatError(f"expected TOML: {error}", path=source) from error
+            raise ArgumentError(f"layout: expected TOML: {error}", code="metadata") from error
+        raise FormatError(f"expected TOML: {error}", path=source, code="metadata") from error
     return DescriptionReader(root, source, text).description(values)

@@ -18,14 +18,8 @@ _AT_ONCE = 1 << 21
 
 def check(root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
     """Checks the ledger, arrays, frames and rows; with ``report.deep`` every value."""
-    with report.noting(root / ledgers.NAME):
-        ledgers.read(root)
-    if report.errors:
-        return
-    try:
-        cache = TokenCache(root, memory=0)
-    except ActshardError as error:
-        report.error(error, root)
+    cache = report.faults.parse(root, lambda: TokenCache(root, memory=0))
+    if cache is None:
         return
     for warning in cache.warnings:
         report.add(warning.code, root / ledgers.NAME, warning)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ActshardError
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
 from actshard.formats.llamascopium.files import TOKENS, Chunk
@@ -18,30 +17,28 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Parses all chunks. Compares tokens and masks between hook points, and the number of objects with that of sequences."""
-    try:
-        found = ChunkFolder(root)
-    except ActshardError as error:
-        report.error(error, root)
+    folder = report.faults.parse(root, lambda: ChunkFolder(root))
+    if folder is None:
         return
     options = Options.of(root)
-    report.count("files", sum(len(chunks) for chunks in found.hooks))
-    for number, chunk in enumerate(found.first):
-        tell("chunks", number, len(found.first))
+    report.count("files", sum(len(chunks) for chunks in folder.hooks))
+    for number, chunk in enumerate(folder.first):
+        tell("chunks", number, len(folder.first))
         with report.noting(chunk.path):
             chunk.objects()
-        for name in found.per_token:
+        for name in folder.per_token:
             with report.noting(chunk.path):
                 own = _values(chunk, name, options)
                 if name != TOKENS and own.size and not np.isin(own, (0, 1)).all():
                     report.add("mask-value", chunk.path, sorted(set(own.tolist()))[-1], "0 or 1", f"tensor '{name}'")
-                for hook, chunks in zip(found.names[1:], found.hooks[1:], strict=True):
+                for hook, chunks in zip(folder.names[1:], folder.hooks[1:], strict=True):
                     other = chunks[number]
                     if name in other.arrays and not np.array_equal(own, _values(other, name, options)):
                         report.add(
                             "claim",
                             other.path,
                             f"other values in {hook}",
-                            f"the values in {found.names[0]}",
+                            f"the values in {folder.names[0]}",
                             f"tensor '{name}'",
                         )
 

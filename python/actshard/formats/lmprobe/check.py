@@ -8,39 +8,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard._native as _native
 from actshard._arguments import many
 from actshard._json import Fields
-from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.lmprobe.index import TOKEN_LISTS, int64_of, lists_of
-from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction
+from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction, tensor_of, tensors_in
 from actshard.formats.report import Report
 from actshard.location import Location
-
-_FEW = 8
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
     """Checks the index's metadata, the header of every tensor file and every address."""
-    try:
-        dataset = Extraction(root, "auto")
-    except ActshardError as error:
-        report.error(error, root)
+    dataset = report.faults.parse(root, lambda: Extraction(root, "auto"))
+    if dataset is None:
         return
+    index = dataset.parts[0]
     named: set[Location] = set()
-    hidden = report.field(dataset.parts[0], lambda: dataset.hidden)
-    if hidden is not None:
-        with report.noting(dataset.parts[0]):
+    if (hidden := report.faults.parse(index, lambda: dataset.hidden)) is not None:
+        with report.noting(index):
             _check_hidden(dataset, hidden, named, report, tell)
-    logits = report.field(dataset.parts[0], lambda: dataset.logits_fields)
-    if logits is not None:
-        with report.noting(dataset.parts[0]):
+    if (logits := report.faults.parse(index, lambda: dataset.logits_fields)) is not None:
+        with report.noting(index):
             _check_logits(dataset, logits, named, report)
-    router = report.field(dataset.parts[0], lambda: dataset.router_fields)
-    if router is not None:
-        with report.noting(dataset.parts[0]):
+    if (router := report.faults.parse(index, lambda: dataset.router_fields)) is not None:
+        with report.noting(index):
             _check_router(dataset, router, named, report)
-    with report.noting(dataset.parts[0]):
+    with report.noting(index):
         _check_columns(dataset, report)
         _check_texts(dataset, report)
     folder = dataset.root / "tensors"
@@ -55,34 +47,24 @@ def _tensors(path: Location, report: Report, named: set[Location]) -> dict[str, 
     """Dtypes and shapes of a file's tensors. If they cannot be read, adds a finding and returns None."""
     named.add(path)
     report.count("files")
-    try:
-        tensors = _native.safetensors_header(path)[0]
+    with report.noting(path):
+        tensors = tensors_in(path)
         report.count("bytes", path.stat().size)
-    except MissingFileError:
-        report.add("missing-file", path, "nothing", "a tensor file")
-        return None
-    except ActshardError as error:
-        report.error(error, path)
-        return None
-    return {name: (dtype, shape) for name, dtype, shape, _, _ in tensors}
+        return tensors
+    return None
 
 
 def _check_tensor(
     path: Location, key: str, tensors: dict[str, tuple[str, list[int]]] | None, rows: int, report: Report
 ) -> tuple[str, int] | None:
     """Checks a 2-D tensor with this number of rows. Returns its dtype and width."""
-    if tensors is None:
-        return None
-    if key not in tensors:
-        report.add("tensor", path, f"tensors {sorted(tensors)[:_FEW]}", f"a tensor '{key}'")
-        return None
-    dtype, shape = tensors[key]
-    if len(shape) != 2 or shape[1] == 0:
-        report.add("tensor", path, f"shape {shape}", "(rows, width)", f"tensor '{key}'")
-        return None
-    if shape[0] != rows:
-        report.add("tensor", path, f"{shape[0]} rows", f"{rows}, as in the descriptor", f"tensor '{key}'")
-    return dtype, shape[1]
+    if tensors is not None:
+        with report.noting(path):
+            dtype, shape = tensor_of(path, tensors, key, "width")
+            if shape[0] != rows:
+                report.add("tensor", path, f"{shape[0]} rows", f"{rows}, as in the descriptor", f"tensor '{key}'")
+            return dtype, shape[1]
+    return None
 
 
 def _claims(
@@ -106,9 +88,9 @@ def _claims(
     claimed = fields.value.get("dtype")
     if real is not None and claimed is not None and claimed != str(real):
         report.add("dtype-claim", fields.path, str(real), str(claimed), f"field '{fields.where}.dtype'")
-    if fields.has(width_field) and fields.value[width_field] != width:
-        code = "tensor" if width_field == "dim" else "count-claim"
-        report.add(code, fields.path, width, f"{fields.value[width_field]}", f"field '{fields.where}.{width_field}'")
+    if width_field != "dim" and fields.has(width_field) and fields.value[width_field] != width:
+        place = f"field '{fields.where}.{width_field}'"
+        report.add("count-claim", fields.path, width, f"{fields.value[width_field]}", place)
     if real is not None and fields.has("row_bytes"):
         true = width * real.itemsize if row_bytes is None else row_bytes
         if fields.value["row_bytes"] != true:
@@ -312,9 +294,7 @@ def _check_logits(dataset: Extraction, fields: Fields, named: set[Location], rep
 
         kind = NUMPY_BY_NAME.get(values[0][0])
         _claims(fields, values, "k", None if kind is None else values[0][1] * (kind.itemsize + 4), report)
-    columns = ("shard_index_logits", "row_offset_logits")
-    if columns[0] not in dataset.names and dataset.hidden is None:
-        columns = ("shard_index", "row_offset")
+    columns = dataset.logits_columns
     if any(name not in dataset.names for name in columns):
         report.add("metadata", dataset.parts[0], "neither column", f"columns {columns[0]} and {columns[1]}")
         return

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -235,10 +235,7 @@ class Extraction(Index):
         shards = self._shard_count(fields)
         paths = self.files_of(fields, shards)
         there, keys = self.logits_keys(paths)
-        # A dataset without hidden states may use the general address columns for logits.
-        columns = ("shard_index_logits", "row_offset_logits")
-        if columns[0] not in self.names and self.hidden is None:
-            columns = ("shard_index", "row_offset")
+        columns = self.logits_columns
         made, widths = [], []
         for key in keys:
             files = [(path, key) for path in paths]
@@ -255,6 +252,12 @@ class Extraction(Index):
                 path=there,
             )
         return Logits(*made)
+
+    @property
+    def logits_columns(self) -> tuple[str, str]:
+        """The address columns of logits. Without hidden states, the general columns may have this role."""
+        columns = ("shard_index_logits", "row_offset_logits")
+        return columns if columns[0] in self.names or self.hidden is not None else ("shard_index", "row_offset")
 
     def logits_keys(self, paths: list[Location]) -> tuple[Location, tuple[str, str]]:
         """The first existing file, and the names of its tensors."""
@@ -373,14 +376,11 @@ class Extraction(Index):
         """Dtype and row width from the first existing file. Files may be missing in partial downloads."""
         path, tensors = _first_there([path for path, _ in files])
         key = next(key for file, key in files if file == path)
-        if key not in tensors:
-            raise FormatError(f"expected a tensor named '{key}', found {sorted(tensors)[:8]}", path=path)
-        dtype, shape = tensors[key]
-        if len(shape) != 2 or shape[1] == 0:
-            raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {width_field})", path=path)
+        dtype, shape = tensor_of(path, tensors, key, width_field)
         # With positions="all", a logits row is longer than k; the header is correct.
         if width_field == "dim" and fields.has("dim") and shape[1] != fields.integer("dim"):
-            raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {fields.integer('dim')})", path=path)
+            text = f"tensor '{key}' has shape {shape}, expected (rows, {fields.integer('dim')})"
+            raise FormatError(text, path=path, code="tensor")
         return dtype, shape[1]
 
     def _numpy(self, name: str, fields: Fields) -> np.dtype[Any]:
@@ -390,13 +390,33 @@ class Extraction(Index):
         return dtype
 
 
+def tensor_of(
+    path: Location, tensors: Mapping[str, tuple[str, list[int]]], key: str, width: str
+) -> tuple[str, list[int]]:
+    """Dtype and shape of a 2-D tensor.
+
+    Raises:
+        FormatError: the file has no such tensor, or it has no rows and columns.
+    """
+    if key not in tensors:
+        raise FormatError(f"expected a tensor named '{key}', found {sorted(tensors)[:8]}", path=path, code="tensor")
+    dtype, shape = tensors[key]
+    if len(shape) != 2 or shape[1] == 0:
+        raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {width})", path=path, code="tensor")
+    return dtype, shape
+
+
+def tensors_in(path: Location) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of each tensor of a file."""
+    return {name: (dtype, shape) for name, dtype, shape, _, _ in _native.safetensors_header(path)[0]}
+
+
 def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
     """The first existing file, with dtype and shape of each of its tensors."""
     for path in paths:
         try:
-            tensors = _native.safetensors_header(path)[0]
+            return path, tensors_in(path)
         except MissingFileError:
             continue
-        return path, {name: (dtype, shape) for name, dtype, shape, _, _ in tensors}
     others = f" (nor any other of {len(paths)} tensor files)" if len(paths) > 1 else ""
     raise MissingFileError(f"expected a file, found nothing{others}", path=paths[0])

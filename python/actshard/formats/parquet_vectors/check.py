@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from actshard.errors import ActshardError
 from actshard.formats.format import Tell
 from actshard.formats.parquet_vectors.files import sidecar
 from actshard.formats.parquet_vectors.read import ParquetDataset
@@ -12,21 +11,19 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Decodes every row group, and compares NLA's description with the file."""
-    try:
-        found = ParquetDataset(root)
-    except ActshardError as error:
-        report.error(error, root)
+    dataset = report.faults.parse(root, lambda: ParquetDataset(root))
+    if dataset is None:
         return
-    report.count("files", len(found.files))
-    for number, ((file, group), first) in enumerate(zip(found.groups, found.firsts.tolist(), strict=False)):
-        tell("row groups", number, len(found.groups))
-        lengths = found.lengths_in(number)
-        for column in found.columns_found:
+    report.count("files", len(dataset.files))
+    for number, ((file, group), first) in enumerate(zip(dataset.groups, dataset.firsts.tolist(), strict=False)):
+        tell("row groups", number, len(dataset.groups))
+        lengths = dataset.lengths_in(number)
+        for column in dataset.columns_found:
             with report.noting(file.path):
-                file.decode(group, column, first, lengths, found.d_model)
+                file.decode(group, column, first, lengths, dataset.d_model)
         with report.noting(file.path):
-            file.read(group, list(found.column_names))
-    _check_description(found, report)
+            file.read(group, list(dataset.column_names))
+    _check_description(dataset, report)
 
 
 def _check_description(found: ParquetDataset, report: Report) -> None:

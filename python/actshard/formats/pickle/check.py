@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from actshard._json import Fields, read_json
 from actshard._native import Rows
 from actshard.errors import ActshardError
 from actshard.formats.contents import Options
-from actshard.formats.pickle.read import machines_in, shard_of
+from actshard.formats.pickle.read import ListedShard, machines_in, shards_of
 from actshard.formats.report import Report
 from actshard.location import Location
 
@@ -25,21 +26,20 @@ def check(root: Location, report: Report, tell: Any) -> None:
     types: dict[str, Location] = {}
     for folder in folders:
         path = folder / "metadata.json"
-        try:
-            metadata = Fields(read_json(path), path)
-            entries = metadata.items("shards")
-        except ActshardError as error:
-            report.error(error, path)
+        metadata = report.faults.parse(path, partial(_metadata_of, path))
+        if metadata is None:
             continue
         for name in _REQUIRED:
             if name not in metadata.value:
                 report.add("metadata", path, "nothing", "a required field", f"field '{name}'")
-        listed: set[str] = set()
-        samples = 0
-        for i, entry in enumerate(entries):
-            tell("shards", i, len(entries))
-            count = _check_shard(folder, metadata, entry, listed, seen, widths, types, report)
-            samples += count or 0
+        options = Options("mmap")
+        parse = partial(shards_of, folder, metadata, options, [], report.faults)
+        shards = report.faults.parse(path, parse) or []
+        for i, shard in enumerate(shards):
+            tell("shards", i, len(shards))
+            _check_shard(shard, seen, widths, types, report)
+        # The names of entries with faults, too.
+        listed = {entry.value.get("filename") for entry in metadata.items("shards")}
         names = [entry.name for entry in folder.entries()] if folder.lists else []
         present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
         for stray in sorted(present - listed):
@@ -64,25 +64,19 @@ def check(root: Location, report: Report, tell: Any) -> None:
         report.add("mixed-dtypes", other, second_type, f"{first_type}, as in {one.name}")
 
 
+def _metadata_of(path: Location) -> Fields:
+    metadata = Fields(read_json(path), path)
+    metadata.items("shards")
+    return metadata
+
+
 def _check_shard(
-    folder: Location,
-    metadata: Fields,
-    entry: Fields,
-    listed: set[str],
+    spec: ListedShard,
     seen: dict[int, list[Location]],
     widths: dict[int, Location],
     types: dict[str, Location],
     report: Report,
-) -> int | None:
-    path = entry.path
-    try:
-        spec = shard_of(folder, metadata, entry, listed, Options("mmap"))
-    except ActshardError as error:
-        report.error(error, path, "metadata")
-        name = entry.value.get("filename")
-        if isinstance(name, str):
-            listed.add(name)
-        return None
+) -> None:
     report.count("files")
     shard = spec.path
     size = None
@@ -100,14 +94,12 @@ def _check_shard(
             [native], layers=list(spec.layers), decoded_memory=Options("pread").decoded_memory, io="pread"
         )
         if not spec.samples:
-            return 0
+            return
         for sample in rows.samples(0):
             seen[sample].append(shard)
         widths.setdefault(rows.width, shard)
         for dtype in rows.stored_types(0, None):
             types.setdefault(str(dtype), shard)
         report.count("samples", len(rows.records(0)))
-        return spec.samples
     except ActshardError as error:
         report.error(error, shard)
-        return None

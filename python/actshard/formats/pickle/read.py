@@ -28,6 +28,7 @@ from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, NotStoredError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import plain, table_of
 from actshard.location import Location
@@ -157,7 +158,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     order: dict[int, None] = {}
     for folder, fields in zip(machines, metadata, strict=True):
         own: list[Remark] = []
-        listed = _shards(folder, fields, options, own)
+        listed = shards_of(folder, fields, options, own)
         _check_statistics(fields, listed, own)
         warnings += [w.within(folder.name) for w in own] if len(machines) > 1 else own
         shards += listed
@@ -237,8 +238,10 @@ def _config(metadata: Fields) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _shards(folder: Location, metadata: Fields, options: Options, warnings: list[Remark]) -> list[ListedShard]:
-    """The shards listed in a metadata.json."""
+def shards_of(
+    folder: Location, metadata: Fields, options: Options, warnings: list[Remark], faults: Faults = RAISE
+) -> list[ListedShard]:
+    """The shards listed in a metadata.json. ``faults`` receives the faults of each entry."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
         warnings.append(
@@ -252,9 +255,10 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
     names: set[str] = set()
     unchecked = 0
     for fields in metadata.items("shards"):
-        shard = shard_of(folder, metadata, fields, names, options)
-        unchecked += options.checksums and shard.sha256 is None
-        made.append(shard)
+        with faults.noting(fields.path):
+            shard = _shard_of(folder, metadata, fields, names, options)
+            unchecked += options.checksums and shard.sha256 is None
+            made.append(shard)
     if unchecked:
         warnings.append(
             Remark(
@@ -264,7 +268,7 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
     return made
 
 
-def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> ListedShard:
+def _shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> ListedShard:
     """Checks one entry of the shard list and adds its file name to ``names``."""
     name = fields.text("filename")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():

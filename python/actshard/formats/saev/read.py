@@ -39,6 +39,7 @@ from actshard.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.location import Location
 
@@ -53,6 +54,8 @@ BUDGET = ("max_tokens_per_shard", "patches_per_shard", "max_patches_per_shard", 
 FAMILY = ("family", "vit_family", "model_family", "model_org")
 CHECKPOINT = ("ckpt", "vit_ckpt", "model_ckpt", "model")
 
+_MOST_SHARDS = 1 << 20
+"""Maximum number of shards of a dump without a list of them."""
 LAST_KNOWN = (2, 1)
 ITEMSIZE = 4
 LABELS = "labels.bin"
@@ -80,91 +83,184 @@ def detect(path: Location) -> Evidence:
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
 
 
+class DumpMetadata:
+    """Checked metadata of a dump, and its shards.
+
+    Args:
+        path: the dump's folder.
+        faults: receives the faults of metadata.json, of shards.json, and of the sizes of shards.
+    """
+
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
+        self.path = path
+        self.faults = faults
+        self.fields = fields = Fields(read_json(path / "metadata.json"), path / "metadata.json", faults=faults)
+        self.warnings: list[Remark] = []
+        self.protocol = _protocol(fields, self.warnings)
+        if fields.has("dtype") and fields.text("dtype") != "float32":
+            faults.add(
+                UnsupportedError(
+                    f"field 'dtype': saev defines only \"float32\", found {show(fields.value['dtype'])}",
+                    path=fields.path,
+                )
+            )
+        self.layers = _layers(fields, self.warnings)
+        self.n = fields.integer(*N_EXAMPLES)
+        self.content = fields.integer(*CONTENT_TOKENS)
+        # Older metadata, with `n_layers` for `layers`, lack the field; those models all had a CLS token.
+        self.cls = fields.boolean("cls_token") if "cls_token" in fields.value or "layers" in fields.value else True
+        self.tokens = self.content + self.cls
+        self.d_model = fields.integer(*D_MODEL)
+        budget = fields.integer(*BUDGET)
+        self.model = "/".join(fields.text(*names) for names in (FAMILY, CHECKPOINT) if fields.has(*names))
+        fields.check()
+        self.per_example = self.tokens * len(self.layers)
+        self.eps = budget // self.per_example
+        """Examples per shard."""
+        if self.eps == 0:
+            expected = f"at least tokens x layers = {self.tokens} x {len(self.layers)} = {self.per_example}"
+            faults.refuse(fields.error(fields.name(*BUDGET), expected))
+        self.example_bytes = self.per_example * self.d_model * ITEMSIZE
+        if self.example_bytes * max(self.eps, self.n) >= 1 << 62:
+            sizes = f"{self.n} examples x {len(self.layers)} layers x {self.tokens} tokens x {self.d_model}"
+            faults.refuse(FormatError(f"{sizes} exceeds 2^62 bytes", path=fields.path))
+        self.shards = self._list_shards()
+        """The shard files in order, each with its number of examples."""
+        self.bytes = self._check_sizes()
+        _check_hash(path, fields.value, self.warnings)
+
+    def _list_shards(self) -> list[tuple[Location, int]]:
+        listing = self.path / "shards.json"
+        if not listing.exists():
+            if self.protocol is not None:  # shards.json came on 2025-06-18, a day before the protocol field
+                names = [entry.name for entry in self.path.entries("acts*.bin")] if self.path.lists else []
+                self.faults.add(
+                    MissingFileError(
+                        f"expected a list of shards, found none, only {len(names)} acts files {names[:5]}: "
+                        "the dump is unfinished or a file was lost; create it again",
+                        path=listing,
+                    )
+                )
+            return self._usual_shards()
+        with self.faults.noting(listing):
+            value = read_json(listing)
+            if isinstance(value, list):
+                return self._listed_shards(value, listing)
+            raise FormatError("expected a list of shards", path=listing)
+        return self._usual_shards()
+
+    def _usual_shards(self) -> list[tuple[Location, int]]:
+        """The shards of a dump without a list of them: they are numbered."""
+        expected = -(-self.n // self.eps)
+        present = len(self.path.entries("acts*.bin")) if self.path.lists else expected
+        if present < expected:
+            missing = next(shard for i in range(expected) if not (shard := self.path / _name(i)).exists())
+            self.faults.add(MissingFileError(f"expected {expected} shards, found {present}", path=missing))
+        elif expected > _MOST_SHARDS:
+            self.faults.refuse(self.fields.error(self.fields.name(*N_EXAMPLES), f"at most {_MOST_SHARDS} shards"))
+        shards = [(self.path / _name(i), min(self.eps, self.n - i * self.eps)) for i in range(min(present, expected))]
+        return shards if present >= expected else [(shard, count) for shard, count in shards if shard.exists()]
+
+    def _listed_shards(self, value: list[Any], listing: Location) -> list[tuple[Location, int]]:
+        shards: list[tuple[Location, int]] = []
+        names: set[Location] = set()
+        for i, entry in enumerate(value):
+            with self.faults.noting(listing):
+                fields = Fields(entry, listing, f"[{i}]", self.faults)
+                count = fields.integer(*N_EXAMPLES, minimum=0)
+                shard = self.path / _listed_name(fields, self.path, i, self.warnings)
+                fields.check()
+                expected = max(0, min(self.eps, self.n - i * self.eps))
+                if count != expected:
+                    text = f"{expected} ({self.n} examples, {self.eps} per shard)"
+                    self.faults.add(fields.error(fields.name(*N_EXAMPLES), text, "count-claim"))
+                if shard in names:
+                    raise fields.error("name", "a different file for each shard")
+                names.add(shard)
+                shards.append((shard, count))
+        total = sum(count for _, count in shards)
+        if total != self.n and len(shards) == len(value):
+            text = (
+                f"expected {self.n} examples in {-(-self.n // self.eps)} shards, found {total} in {len(shards)}: "
+                "the dump was interrupted; complete it"
+            )
+            self.faults.add(FormatError(text, path=listing))
+        return shards
+
+    def _check_sizes(self) -> int:
+        """Checks that every listed file is a regular file of a valid size. Returns the bytes of all."""
+        problems: list[ActshardError] = []
+        last = max((i for i, (_, count) in enumerate(self.shards) if count), default=0)
+        size = 0
+        for i, (shard, count) in enumerate(self.shards):
+            if count:
+                try:
+                    size += _size_of_shard(shard, count, self.eps, self.example_bytes, is_last=i == last)
+                except ActshardError as error:
+                    problems.append(error)
+            elif not shard.exists():
+                # saev leaves a shard of zeros if the examples fill the shards exactly. It is never read.
+                self.warnings.append(Remark("layout", f"{shard.name} is missing; it contains no examples"))
+        if problems:
+            self.faults.add(*problems)
+        return size
+
+
 def open(path: Location, options: Options) -> Contents:
     """Reads metadata.json and shards.json, and checks the sizes of all shards."""
-    fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
-    warnings: list[Remark] = []
-
-    protocol = _protocol(fields, warnings)
-    if fields.has("dtype") and fields.text("dtype") != "float32":
-        raise UnsupportedError(
-            f"field 'dtype': saev defines only \"float32\", found {show(fields.value['dtype'])}", path=fields.path
-        )
-    layers = _layers(fields, warnings)
-    n = fields.integer(*N_EXAMPLES)
-    content = fields.integer(*CONTENT_TOKENS)
-    # Older metadata, with `n_layers` for `layers`, lack the field; those models all had a CLS token.
-    cls = fields.boolean("cls_token") if "cls_token" in fields.value or "layers" in fields.value else True
-    tokens = content + cls
-    d_model = fields.integer(*D_MODEL)
-    budget = fields.integer(*BUDGET)
-    per_example = tokens * len(layers)
-    eps = budget // per_example
-    if eps == 0:
-        raise fields.error(fields.name(*BUDGET), f"at least tokens x layers = {tokens} x {len(layers)} = {per_example}")
-    example_bytes = per_example * d_model * ITEMSIZE
-    if example_bytes * max(eps, n) >= 1 << 62:
-        raise FormatError(
-            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} exceeds 2^62 bytes",
-            path=fields.path,
-        )
-
-    shards = _shards(path, n, eps, protocol, warnings)
-    _check_shards(shards, eps, example_bytes, warnings)
-    _check_hash(path, fields.value, warnings)
-    extras = _extras(path, n, content, warnings)
+    dump = DumpMetadata(path)
+    n, content, metadata = dump.n, dump.content, dump.fields.value
+    extras = _extras(path, n, content, dump.warnings)
+    shards = [(shard, count) for shard, count in dump.shards if count]
     rows = Rows.strided(
-        [(shard, count * per_example) for shard, count in shards if count],
+        [(shard, count * dump.per_example) for shard, count in shards],
         num_examples=n,
-        examples_per_file=eps,
-        num_groups=len(layers),
-        num_tokens=tokens,
-        width=d_model,
+        examples_per_file=dump.eps,
+        num_groups=len(dump.layers),
+        num_tokens=dump.tokens,
+        width=dump.d_model,
         dtype="F32",
         descr=np.dtype(np.float32),
         io=options.io,
     )
-    model = "/".join(fields.text(*names) for names in (FAMILY, CHECKPOINT) if fields.has(*names))
-    provenance = {
-        key: fields.value[key]
-        for key in ("protocol", "dataset", "pixel_agg", "data")
-        if fields.value.get(key) is not None
-    }
+    known = ("protocol", "dataset", "pixel_agg", "data")
     return Contents(
         format="saev",
         path=path.place,
-        metadata=fields.value,
-        layers=layers,
-        d_model=d_model,
+        metadata=metadata,
+        layers=dump.layers,
+        d_model=dump.d_model,
         dtype=np.dtype(np.float32),
         num_examples=n,
-        token_counts=lambda: np.broadcast_to(np.int64(tokens), (n,)),
+        token_counts=lambda: np.broadcast_to(np.int64(dump.tokens), (n,)),
         rows=rows,
         column_names=("example_idx",),
-        tokens_each=tokens,
+        tokens_each=dump.tokens,
         content_lengths=lambda: _content_lengths(path / LENGTHS, n, content),
-        columns=lambda names: _columns(path, n, names, [shard for shard, count in shards if count]),
-        files=lambda: [shard.place for shard, _ in shards],
-        model=model or None,
-        provenance=provenance,
+        columns=lambda names: _columns(path, n, names, [shard for shard, _ in shards]),
+        files=lambda: [shard.place for shard, _ in dump.shards],
+        model=dump.model or None,
+        provenance={key: metadata[key] for key in known if metadata.get(key) is not None},
         extras=extras,
-        special_tokens=int(cls),
-        warnings=tuple(warnings),
+        special_tokens=int(dump.cls),
+        warnings=tuple(dump.warnings),
         labels=lambda: _labels(path / LABELS, n, content),
     )
 
 
 def _extras(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
     """Names of the data stored in addition to the shards."""
-    extras = {
-        what: found
-        for name, what in ((LABELS, "patch labels"), (LENGTHS, "lengths before padding"))
-        if (found := (path / name).found()) is not None and found.kind == "file"
-    }
-    if (found := extras.get("patch labels")) is not None and found.size != n * content:
-        warnings.append(
-            Remark("truncated", f"labels.bin: expected {n} x {content} = {n * content} bytes, found {found.size}")
-        )
+    extras = []
+    for name, what, sizes, need in (
+        (LABELS, "patch labels", f"{n} x {content}", n * content),
+        (LENGTHS, "lengths before padding", f"{n} x 4", n * 4),
+    ):
+        state = (path / name).found()
+        if state is not None and state.kind == "file":
+            extras.append(what)
+            if state.size != need:
+                code = "truncated" if state.size < need else "too-long"
+                warnings.append(Remark(code, f"{name}: expected {sizes} = {need} bytes, found {state.size}"))
     return tuple(extras)
 
 
@@ -174,7 +270,7 @@ def _protocol(fields: Fields, warnings: list[Remark]) -> str | None:
     protocol = fields.text("protocol")
     numbers = re.fullmatch(r"(\d{1,6})\.(\d{1,6})(?:\.\d{1,6})?", protocol)
     if numbers is None:
-        raise fields.error("protocol", 'a version such as "2.1"')
+        return fields.refuse(fields.error("protocol", 'a version such as "2.1"'), protocol)
     version = (int(numbers[1]), int(numbers[2]))
     if version[0] > LAST_KNOWN[0]:
         warnings.append(
@@ -196,7 +292,7 @@ def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
         # October to November 2024: only the number of last layers was recorded; readers counted from the end.
         count = fields.integer("n_layers")
         if count > 100_000:
-            raise fields.error("n_layers", "a number of layers")
+            return fields.refuse(fields.error("n_layers", "a number of layers"), (0,))
         return tuple(range(-count, 0))
     layers = fields.integers("layers")
     if list(layers) != sorted(layers):
@@ -210,51 +306,6 @@ def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
     return layers
 
 
-def _shards(
-    path: Location, n: int, eps: int, protocol: str | None, warnings: list[Remark]
-) -> list[tuple[Location, int]]:
-    """The shard files in order, each with its number of examples."""
-    listing = path / "shards.json"
-    expected = -(-n // eps)
-    if not listing.exists():
-        if protocol is None:  # shards.json came on 2025-06-18, a day before the protocol field
-            present = len(path.entries("acts*.bin")) if path.lists else expected
-            if present < expected:
-                missing = next(shard for i in range(expected) if not (shard := path / _name(i)).exists())
-                raise MissingFileError(f"expected {expected} shards, found {present}", path=missing)
-            return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
-        found = [entry.name for entry in path.entries("acts*.bin")] if path.lists else []
-        raise MissingFileError(
-            f"expected a list of shards, found none, only {len(found)} acts files {found[:5]}: "
-            "the dump is unfinished or a file was lost; create it again",
-            path=listing,
-        )
-    value = read_json(listing)
-    if not isinstance(value, list):
-        raise FormatError("expected a list of shards", path=listing)
-    shards: list[tuple[Location, int]] = []
-    names: set[Location] = set()
-    total = 0
-    for i, entry in enumerate(value):
-        fields = Fields(entry, listing, f"[{i}]")
-        count = fields.integer(*N_EXAMPLES, minimum=0)
-        wanted = min(eps, n - total)
-        if count != wanted:
-            raise fields.error(fields.name(*N_EXAMPLES), f"{wanted} ({n} examples, {eps} per shard)")
-        shard = path / _listed_name(fields, path, i, warnings)
-        if shard in names:
-            raise fields.error("name", "a different file for each shard")
-        names.add(shard)
-        shards.append((shard, count))
-        total += count
-    if total != n:
-        raise FormatError(
-            f"expected {n} examples in {expected} shards, found {total} in {len(shards)}: the dump was interrupted; complete it",
-            path=listing,
-        )
-    return shards
-
-
 def _name(index: int) -> str:
     return f"acts{index:06}.bin"
 
@@ -262,7 +313,7 @@ def _name(index: int) -> str:
 def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Remark]) -> str:
     name = fields.text("name")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
-        raise fields.error("name", "the name of a file in this folder")
+        return fields.refuse(fields.error("name", "the name of a file in this folder"), _name(index))
     usual = _name(index)
     if name == usual:
         return name
@@ -274,56 +325,26 @@ def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Rema
     return chosen
 
 
-def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_bytes: int, warnings: list[Remark]) -> None:
-    """Checks that every listed file is a regular file of a valid size. Raises the first error, with the number of others."""
-    problems: list[ActshardError] = []
-    last = max(i for i, (_, count) in enumerate(shards) if count)
-    for i, (shard, count) in enumerate(shards):
-        if count == 0:
-            # saev leaves a shard of zeros if the examples fill the shards exactly. It is never read.
-            if not shard.exists():
-                warnings.append(Remark("layout", f"{shard.name} is missing; it contains no examples"))
-            continue
-        need, full = count * example_bytes, eps * example_bytes
-        try:
-            found = shard.stat()
-        except ActshardError as error:
-            problems.append(error)
-            continue
-        if found.kind != "file":
-            what = "a folder" if found.kind == "folder" else "a special file"
-            problems.append(NotAFileError(f"expected a regular file, found {what}", path=shard))
-        elif found.size == 0:
-            problems.append(
-                TruncatedFileError(
-                    f"expected {need} bytes, found an empty file", path=shard, offset=0, code="empty-file"
-                )
-            )
-        elif found.size < need:
-            problems.append(
-                TruncatedFileError(
-                    f"expected {'at least ' if i == last else ''}{need} bytes ({count} examples of {example_bytes}), "
-                    f"found {found.size}",
-                    path=shard,
-                    offset=found.size,
-                )
-            )
-        elif found.size > full:
-            problems.append(
-                FormatError(
-                    f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.size}: "
-                    "the metadata do not match the shards",
-                    path=shard,
-                    offset=full,
-                )
-            )
-    if problems:
-        first = problems[0]
-        if len(problems) > 1:
-            others = [p.path.name for p in problems[1:] if p.path is not None]
-            shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            first.detail += f" (and {len(others)} more bad shards: {shown})"
-        raise first
+def _size_of_shard(shard: Location, count: int, eps: int, example_bytes: int, *, is_last: bool) -> int:
+    need, full = count * example_bytes, eps * example_bytes
+    found = shard.stat()
+    if found.kind != "file":
+        what = "a folder" if found.kind == "folder" else "a special file"
+        raise NotAFileError(f"expected a regular file, found {what}", path=shard)
+    if found.size == 0:
+        raise TruncatedFileError(f"expected {need} bytes, found an empty file", path=shard, offset=0, code="empty-file")
+    if found.size < need:
+        text = f"expected {'at least ' if is_last else ''}{need} bytes ({count} examples of {example_bytes})"
+        raise TruncatedFileError(f"{text}, found {found.size}", path=shard, offset=found.size)
+    if found.size > full:
+        raise FormatError(
+            f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.size}: "
+            "the metadata do not match the shards",
+            path=shard,
+            offset=full,
+            code="too-long",
+        )
+    return found.size
 
 
 def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:

@@ -21,6 +21,9 @@ from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location, read_ahead, read_together
 
+WRITER = "actshard"
+"""First word of the attribute "written_by" of stores that this package wrote."""
+
 MOST_UNSTORED = 256 << 20
 """Memory limit in bytes for fill values of missing chunks in a store's small arrays."""
 
@@ -127,7 +130,13 @@ class ZarrStore:
         if self.version == 3 and isinstance(value, dict) and value.get("node_type") == "group":
             return None
         fields = Fields(value, own, "" if own.name != ".zmetadata" else key)
-        return _parsed(self.path, node, self.version, fields)
+        return _parsed(self.path, node, self.version, fields, complete=self.is_complete)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the store's writer stores every chunk. For other writers, a missing chunk has the fill value."""
+        writer = self.attributes.get("written_by")
+        return isinstance(writer, str) and writer.startswith(f"{WRITER} ")
 
     def names(self, group: str) -> list[str]:
         """Names of the arrays in a group. Lists the group's folder, but no chunks.
@@ -155,7 +164,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMeta:
+def _parsed(store: Location, node: str, version: int, fields: Fields, *, complete: bool) -> ArrayMeta:
     """Parses an array's metadata with the core.
 
     Raises:
@@ -198,6 +207,7 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
         tuple(found.codecs),
         tuple(found.outer),
         own,
+        complete,
     )
 
 

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from actshard._json import Fields, exists, read_json
-from actshard.errors import ActshardError, UnsupportedError
+from actshard.errors import UnsupportedError
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
 from actshard.formats.zarr.meta import ArrayMeta
-from actshard.formats.zarr.read import is_group, stores_in
+from actshard.formats.zarr.read import stores_in, stores_of
 from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
     """Checks every store of a run: metadata, lengths, chunk files, lines of text."""
-    stores: list[Location] = []
-    with report.noting(root):
-        stores = _stores(root, report)
-    for number, store in enumerate(stores):
-        tell("stores", number, 0)
-        with report.noting(store):
-            _check_store(store, root, report)
+    parsed = report.faults.parse(root, lambda: stores_of(root, report.faults))
+    members = [] if parsed is None else parsed[0]
+    for number, member in enumerate(members):
+        tell("stores", number, len(members))
+        with report.noting(member.path):
+            _check_store(member, root, report)
+    if parsed is not None and parsed[2]:
+        listed = {root / shard["path"] for shard in parsed[1]["shards"] if isinstance(shard.get("path"), str)}
+        for store in stores_in(root / "shards"):
+            if store not in listed:
+                report.add("unlisted-file", store, "a store that manifest.json does not list")
 
 
-def _check_store(store: Location, root: Location, report: Report) -> None:
-    member = Member(store)
+def _check_store(member: Member, root: Location, report: Report) -> None:
+    store = member.path
     for array in member.arrays:
         with report.noting(array.metadata):
             _check_chunks(array, member, report)
@@ -49,62 +50,6 @@ def _check_store(store: Location, root: Location, report: Report) -> None:
                 lines = by_i(path, member.rows)
                 if len(lines) < member.n:
                     report.add("count-claim", path, f"{len(lines)} lines", f"{member.n}, one per sample")
-
-
-def _stores(root: Location, report: Report) -> list[Location]:
-    """The stores listed in a run's manifest, or the store itself."""
-    if is_group(root):
-        return [root]
-    listing = root / "manifest.json"
-    present = stores_in(root / "shards")
-    if not exists(listing):
-        return present or [root]
-    made: list[Location] = []
-    named: set[Location] = set()
-    start = 0
-    try:
-        manifest = Fields(read_json(listing), listing)
-        entries = manifest.items("shards")
-    except ActshardError as error:
-        report.error(error, listing, "metadata")
-        return present
-    for fields in entries:
-        name = report.field(listing, partial(fields.text, "path"))
-        if name is None:
-            continue
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts or not relative.parts or "\0" in name:
-            report.add("metadata", listing, name, "a path inside the run's folder", f"field '{fields.where}.path'")
-            continue
-        store = root / name
-        if store in named:
-            report.add(
-                "duplicate-sample", listing, name, "a different store for each shard", f"field '{fields.where}.path'"
-            )
-            continue
-        named.add(store)
-        if store.kind() == "folder":
-            made.append(store)
-        else:
-            report.add("missing-file", store, "nothing", "a Zarr store, which manifest.json lists")
-        n = report.field(listing, partial(fields.integer, "n_samples", minimum=0)) if fields.has("n_samples") else None
-        if fields.has("start") and fields.value["start"] != start:
-            report.add(
-                "metadata",
-                listing,
-                fields.value["start"],
-                f"{start}, the number of samples before",
-                f"field '{fields.where}.start'",
-            )
-        start += n or 0
-    if manifest.has("n_samples") and manifest.value["n_samples"] != start:
-        report.add(
-            "metadata", listing, manifest.value["n_samples"], f"{start}, the sum over the shards", "field 'n_samples'"
-        )
-    for stray in present:
-        if stray not in named:
-            report.add("unlisted-file", stray, "a store that manifest.json does not list")
-    return made
 
 
 def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
@@ -161,6 +106,9 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         for h in range(wide)
     )
     first = next(place for place in places if place not in existing)
+    if array.complete:
+        report.error(array.missing_chunk(first), array.folder)
+        return
     report.add(
         "chunk-missing",
         array.folder,
@@ -175,4 +123,8 @@ def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:
     if not meta.shape or meta.shape[0] != member.rows:
         report.add("count-claim", meta.metadata, f"shape {list(meta.shape)}", f"{member.rows} entries, one per sample")
         return
-    read_whole(meta)
+    files = meta.stored()
+    read_whole(meta, files=files)
+    missing = meta.first_missing(files)
+    if missing is not None:
+        report.add("chunk-missing", meta.folder, f"{meta.path_of(missing).name} has no file", "a file for every chunk")

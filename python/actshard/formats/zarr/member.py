@@ -190,6 +190,9 @@ class Member:
         if meta.dtype is None or meta.dtype.kind not in "iu":
             raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
         files = meta.stored()
+        if meta.fill == 0 and (missing := meta.first_missing(files)) is not None:
+            text = f"arrays/{name}: chunk {meta.path_of(missing).name} has no file: its samples are read as 0 tokens"
+            self.warnings.append(Remark("chunk-missing", text))
         if (same := read_constant(meta, files)) is not None and self.lines is None:
             if not 0 <= same <= longest:
                 raise meta.error(f"expected lengths of 0 to {longest}, found {same}, and no chunks", field="fill_value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class ArrayMeta:
     """Shape of a file: a chunk, or a shard."""
     json: bytes
     """The metadata as read, without attributes."""
+    complete: bool
+    """Whether the store's writer stores every chunk of stored tokens: a missing chunk is then an error, not a fill value."""
 
     @property
     def folder(self) -> Location:
@@ -139,10 +141,27 @@ class ArrayMeta:
         value = json_object(path)
         return json_mapping(value, "attributes", path) if path.name == "zarr.json" else value
 
-    def fill_bytes(self) -> bytes:
-        """The fill value as the bytes of one element, in native byte order."""
+    def fill_bytes(self) -> bytes | None:
+        """The fill value as the bytes of one element, in native byte order; None if a missing chunk is an error."""
+        if self.complete:
+            return None
         assert self.dtype is not None
         return np.array([self.fill], self.dtype).tobytes()
+
+    def first_missing(self, present: Container[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The first position of the grid that is not present. Visits at most one more than those present."""
+        return next((at for at in itertools.product(*map(range, self.grid)) if at not in present), None)
+
+    def check_chunks(self, present: Container[tuple[int, ...]]) -> None:
+        """Raises MissingFileError if the array is complete and a chunk of its grid is not present."""
+        missing = self.first_missing(present) if self.complete else None
+        if missing is not None:
+            raise self.missing_chunk(missing)
+
+    def missing_chunk(self, place: tuple[int, ...]) -> MissingFileError:
+        """The error of a complete array for a chunk without a file."""
+        text = "expected a chunk, found nothing: its writer stores every chunk; restore the file"
+        return MissingFileError(text, path=self.path_of(place))
 
     def error(self, what: str, field: str | None = None) -> FormatError:
         """An error about the array's metadata or one field of them."""
@@ -170,7 +189,8 @@ def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
 
     Raises:
         NotAFileError, FileAccessError, UnsupportedError: as in :meth:`ArrayMeta.chunk_files`.
-        MissingFileError, FormatError: a chunk does not exist, and the array's metadata have disappeared or were replaced.
+        MissingFileError, FormatError: a chunk does not exist, and the array is complete, or its metadata have disappeared or were
+            replaced.
     """
     named = [array._named() for array in arrays]
     paths = [path for each in named if each for path in each.values()]
@@ -182,10 +202,12 @@ def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
     for array, names in zip(arrays, named, strict=True):
         if names is None:
             found.append(array.chunk_files())
+            array.check_chunks(found[-1])
             continue
         present = {at: n for at, path in names.items() if (n := size[path]) is not None}
         if len(present) < len(names):
             array.metadata.check_still_there()
+        array.check_chunks(present)
         found.append(present)
     return found
 

@@ -46,6 +46,7 @@ from actshard.errors import (
     NotStoredError,
     UnsupportedError,
 )
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
@@ -137,15 +138,8 @@ def stores_in(folder: Location) -> list[Location]:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads metadata and lengths. Never lists chunk files."""
-    if is_group(path):
-        members = [Member(path)]
-        metadata: dict[str, Any] = members[0].metadata
-        manifest = False
-    else:
-        members, metadata, manifest = _run(path)
+    members, metadata, manifest = stores_of(path)
     first = members[0]
-    for member in members[1:]:
-        first.check_alike(member)
     arrays = [a for m in members for a in m.arrays]
     assert first.arrays[0].dtype is not None
     dtype = first.arrays[0].dtype
@@ -248,7 +242,7 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
 
 def members_of(path: Location) -> list[Location]:
     """The stores of a run in order, or the store itself."""
-    return [path] if is_group(path) else [m.path for m in _run(path)[0]]
+    return [path] if is_group(path) else [m.path for m in stores_of(path)[0]]
 
 
 def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]) -> NDArray[np.uint32]:
@@ -261,47 +255,75 @@ def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]
     )
 
 
-def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
-    """The stores of a run in order, its metadata, and whether it has a manifest."""
+def stores_of(path: Location, faults: Faults = RAISE) -> tuple[list[Member], dict[str, Any], bool]:
+    """The stores of a dataset in order, its metadata, and whether it has a manifest.
+
+    Args:
+        path: a store, or a run.
+        faults: receives faults of the manifest and of each store.
+    """
     listing = path / "manifest.json"
-    if not exists(listing):
+    if is_group(path):
+        member = Member(path)
+        return [member], member.metadata, False
+    if exists(listing):
+        manifest = Fields(read_json(listing), listing, faults=faults)
+        members = _listed_stores(path, manifest, faults)
+        metadata = manifest.value
+    else:
         stores = stores_in(path / "shards")
         if not stores and not path.lists:
             raise UnsupportedError(_UNLISTED, path=path)
         if not stores:
             raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
-        members = [Member(store) for store in stores]
-        return members, {"shards": [s.relative_to(path) for s in stores], **members[0].metadata}, False
-    manifest = Fields(read_json(listing), listing)
+        members = []
+        for store in stores:
+            with faults.noting(store):
+                members.append(Member(store))
+        metadata = {"shards": [s.relative_to(path) for s in stores], **(members[0].metadata if members else {})}
+    for member in members[1:]:
+        with faults.noting(member.path):
+            members[0].check_alike(member)
+    return members, metadata, exists(listing)
+
+
+def _listed_stores(path: Location, manifest: Fields, faults: Faults) -> list[Member]:
     members = []
-    seen: set[Location] = set()
+    names: set[Location] = set()
     start = 0
-    for fields in manifest.items("shards"):
-        name = fields.text("path")
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts or not name.isprintable() or not relative.parts:
-            raise fields.error("path", "a path inside the run's folder")
-        store = path / name
-        if store in seen:
-            raise fields.error("path", "a different store for each shard")
-        seen.add(store)
-        if store.lists and store.kind() != "folder":
-            raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found none", path=store)
-        member = Member(store)
-        if fields.has("n_samples"):
-            n = fields.integer("n_samples", minimum=0)
-            if n > member.n:
-                raise fields.error("n_samples", f"at most {member.n}, which {name} has")
-            member.keep(n)
-        if fields.has("start") and fields.integer("start", minimum=0) != start:
-            raise fields.error("start", f"{start}, the number of samples before")
-        start += member.n
-        members.append(member)
-    if not members:
+    entries = manifest.items("shards")
+    manifest.check()
+    for fields in entries:
+        with faults.noting(fields.path):
+            name = fields.text("path")
+            fields.check()
+            relative = PurePosixPath(name)
+            if relative.is_absolute() or ".." in relative.parts or not name.isprintable() or not relative.parts:
+                raise fields.error("path", "a path inside the run's folder")
+            store = path / name
+            if store in names:
+                raise fields.error("path", "a different store for each shard", "duplicate-sample")
+            names.add(store)
+            if store.lists and store.kind() != "folder":
+                text = f"expected a Zarr store, which {manifest.path.name} lists, found none"
+                raise MissingFileError(text, path=store)
+            member = Member(store)
+            if fields.has("n_samples"):
+                n = fields.integer("n_samples", minimum=0)
+                fields.check()
+                if n > member.n:
+                    raise fields.error("n_samples", f"at most {member.n}, which {name} has")
+                member.keep(n)
+            members.append(member)
+            # After a store without a sample count, later starts are unknown.
+            if len(members) == len(names) and fields.has("start") and fields.integer("start", minimum=0) != start:
+                faults.add(fields.error("start", f"{start}, the number of samples before"))
+            start += member.n
+    if not entries:
         raise manifest.error("shards", "at least one shard")
-    if manifest.has("n_samples") and manifest.integer("n_samples", minimum=0) != start:
-        raise manifest.error("n_samples", f"{start}, the sum over the shards")
-    return members, manifest.value, True
+    if len(members) == len(entries) and manifest.has("n_samples") and manifest.integer("n_samples", minimum=0) != start:
+        faults.add(manifest.error("n_samples", f"{start}, the sum over the shards"))
+    return members
 
 
 class _LaterNames(Sequence[str]):

@@ -29,6 +29,7 @@ from actshard.formats.target import (
     positive,
     uniform,
 )
+from actshard.formats.zarr.arrays import WRITER
 from actshard.formats.zarr.member import ACTIVATIONS
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
 from actshard.work import make_folder, sync_folders, write_json
@@ -217,7 +218,7 @@ class ZarrTarget(Target):
             "activation_chunks": [1, 1, self.chunk, self.spec.d_model],
             "layers": list(self.spec.layers),
             "created_at": self.created,
-            "written_by": f"actshard {_native.build_info()['version']}",
+            "written_by": f"{WRITER} {_native.build_info()['version']}",
             **self.spec.metadata,
         }
         write_store(self.root, arrays, attributes)

@@ -2,7 +2,7 @@
 //!
 //! A store of a million chunks opens as fast as one of ten, because nothing is listed: a chunk's name follows from its
 //! number. Plain chunks (C order, no compression) are files like any other; only the requested rows are read. A missing
-//! chunk has the fill value. Other chunks are decoded whole by [`coded`](crate::arrays::coded), and cached within a memory
+//! chunk has the fill value, unless the writer stores every chunk. Other chunks are decoded whole by [`coded`](crate::arrays::coded), and cached within a memory
 //! budget.
 //!
 //! Inner chunks of local shards that contain plain numbers are read in place as well. If a checksum follows them, it is
@@ -63,8 +63,8 @@ pub struct ChunkArray {
     pub shape: [u64; 4],
     /// The shape of every chunk.
     pub chunk: [u64; 4],
-    /// The element of missing chunks.
-    pub fill: Vec<u8>,
+    /// The element of missing chunks. `None`: the writer stores every chunk, and a missing one is an error.
+    pub fill: Option<Vec<u8>>,
     /// The encoding of chunks.
     pub content: Content,
 }
@@ -141,7 +141,7 @@ impl ChunkFiles {
                     array.shape, array.chunk
                 )));
             };
-            if dtype.size() != Some(array.fill.len()) {
+            if array.fill.as_ref().is_some_and(|fill| dtype.size() != Some(fill.len())) {
                 return Err(refuse("expected a fill value of one element, found another size".to_string()));
             }
             if array.shape[3] != width {
@@ -292,7 +292,7 @@ impl ChunkFiles {
             // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
-        Ok(self.opened(array, grid, indices, location, found))
+        self.opened(array, grid, indices, location, found)
     }
 
     fn opened(
@@ -302,7 +302,7 @@ impl ChunkFiles {
         indices: [u64; 4],
         location: Location,
         found: FoundChunk,
-    ) -> OpenFile {
+    ) -> Result<OpenFile> {
         let mut swapped = matches!(array.content, Content::Plain { swapped: true });
         let mut start = 0;
         let body = match found {
@@ -313,10 +313,16 @@ impl ChunkFiles {
                 Body::Shared(source)
             }
             FoundChunk::Decoded(block) => Body::Decoded(location, block),
-            FoundChunk::Absent => Body::Fill(location, array.fill.clone()),
+            FoundChunk::Absent => match &array.fill {
+                Some(fill) => Body::Fill(location, fill.clone()),
+                None => {
+                    let detail = "expected a chunk, found nothing: its writer stores every chunk; restore the file";
+                    return Err(Error::new(Kind::NotFound, detail).at(&location));
+                }
+            },
         };
         let place = self.place(grid, indices, swapped);
-        OpenFile::new(body, Place { start, end: start + place.end, ..place })
+        Ok(OpenFile::new(body, Place { start, end: start + place.end, ..place }))
     }
 
     /// Chunks of one array of a slow store.
@@ -346,7 +352,7 @@ impl ChunkFiles {
             threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
         }
         let each = indices.into_iter().zip(locations).zip(found);
-        Ok(each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect())
+        each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect()
     }
 }
 
@@ -418,7 +424,7 @@ impl Files for ChunkFiles {
         }
         let block = self.decoded.get(self.key(file))?;
         let found = FoundChunk::Decoded(block);
-        Some(Arc::new(self.opened(array, grid, indices, array.location(indices), found)))
+        self.opened(array, grid, indices, array.location(indices), found).ok().map(Arc::new)
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

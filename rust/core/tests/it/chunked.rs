@@ -84,7 +84,7 @@ impl Made {
             naming: Naming::v2(separator == "/"),
             shape: self.shape,
             chunk: self.chunk,
-            fill: FILL.to_le_bytes().to_vec(),
+            fill: Some(FILL.to_le_bytes().to_vec()),
             content: Content::Plain { swapped: self.swapped },
         }
     }
@@ -152,7 +152,7 @@ impl Made {
             naming: Naming::default_of(true),
             shape: self.shape,
             chunk: self.chunk,
-            fill: FILL.to_le_bytes().to_vec(),
+            fill: Some(FILL.to_le_bytes().to_vec()),
             content: Content::Coded(Box::new(CodedArray::of(store, &folder.into(), metadata.as_bytes(), true))),
         }
     }
@@ -278,6 +278,18 @@ proptest! {
 }
 
 /// Past the end of one dimension lies the next index of the dimension before it: other rows, not fill values.
+#[test]
+fn a_missing_chunk_without_a_fill_value_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = Made { shape: [2, 1, 3, 4], chunk: [1, 1, 3, 4], holes: 0, swapped: false, slashes: false, seed: 1 };
+    let (files, layout) = opened(ChunkArray { fill: None, ..made.write(folder.path()) });
+    let missing = folder.path().join("1.0.0.0");
+    fs::remove_file(&missing).unwrap();
+    assert_eq!(rows(&files, &layout, &[0], 3, 4).unwrap()[0], made.value([0, 0, 0, 0]));
+    let error = rows(&files, &layout, &[1], 3, 4).unwrap_err();
+    assert_eq!((error.kind, error.location.unwrap().path().unwrap()), (Kind::NotFound, missing.as_path()));
+}
+
 #[test]
 fn lengths_and_counts_above_the_array_are_refused() {
     let folder = tempfile::tempdir().unwrap();

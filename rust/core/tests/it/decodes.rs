@@ -95,7 +95,7 @@ impl Made {
             naming: Naming::v2(false),
             shape: shape.array,
             chunk: shape.chunk,
-            fill: FILL.to_ne_bytes().to_vec(),
+            fill: Some(FILL.to_ne_bytes().to_vec()),
             content: Content::Coded(Box::new(Counting { shape: shape.clone(), made: Arc::clone(&made) })),
         };
         let files = ChunkFiles::new(vec![array], shape.array[3], DType::U32, budget, Io::Pread).unwrap();
@@ -214,7 +214,7 @@ impl Coded {
             naming: Naming::v2(false),
             shape,
             chunk,
-            fill: vec![0; 4],
+            fill: Some(vec![0; 4]),
             content: Content::Coded(decoder),
         };
         let files = ChunkFiles::new(vec![array], shape[3], DType::U32, 0, Io::Pread).unwrap();

@@ -141,7 +141,7 @@ impl Made {
             naming,
             shape,
             chunk,
-            fill: FILL.to_le_bytes().to_vec(),
+            fill: Some(FILL.to_le_bytes().to_vec()),
             content,
         };
         ChunkFiles::of(store, vec![array], self.shape[3], DType::U32, decoded_memory)
@@ -257,7 +257,7 @@ fn indexes_of_few_shards_are_held_at_once() {
         naming: Naming::default_of(true),
         shape: [n, 1, 1, 8],
         chunk: [1, 1, 1, 8],
-        fill: vec![0; 4],
+        fill: Some(vec![0; 4]),
         content: Content::Coded(Box::new(coded)),
     };
     let files = ChunkFiles::of(far, vec![array], 8, DType::U32, 1 << 20).unwrap();
