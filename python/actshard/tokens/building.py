@@ -410,7 +410,8 @@ def consolidate(
         cache = _native.BlockCache(0)
         for name in fields:
             for part in parts:
-                writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache))
+                shard = _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True)
+                writers.extend(name, shard)
         writers.finish()
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):

@@ -34,6 +34,7 @@ class Ledger:
         layout: ``"consolidated"``: one array per field; ``"sharded"``: one array per field and shard.
         metadata: ``{"preprocessor_metadata": ...}``: the preprocessing options.
         extra: keys unknown to Levanter, such as actshard's own.
+        version: size and time of change (ns) of the local file that was read.
     """
 
     total_num_rows: int
@@ -45,6 +46,12 @@ class Ledger:
     layout: str = CONSOLIDATED
     metadata: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    version: tuple[int, int] | None = field(default=None, compare=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every file of an array exists. actshard writes them all; Levanter leaves out files of zeros."""
+        return OURS in self.extra
 
     @property
     def preprocessor(self) -> dict[str, Any]:
@@ -101,7 +108,8 @@ def read(folder: Path | Location) -> Ledger:
         FormatError: the ledger is inconsistent; the message names the field.
     """
     path = Location.at(folder) / NAME
-    if path.found("look into") is None:
+    stat = path.found("look into")  # before its content: a later change is an error of the first read
+    if stat is None:
         raise MissingFileError(f"expected a token cache with a {NAME}, found none", path=folder)
     fields = Fields(read_json(path), path)
     finished = fields.boolean("is_finished") if "is_finished" in fields.value else False
@@ -123,6 +131,7 @@ def read(folder: Path | Location) -> Ledger:
         layout=layout,
         metadata=_metadata(fields),
         extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
+        version=(stat.size, stat.modified) if path.is_local else None,
     )
     if layout == SHARDED:
         _check_sharded(ledger, path)

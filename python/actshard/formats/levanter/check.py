@@ -28,6 +28,8 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
         report.error(error, root)
         return
     for warning in cache.warnings:
+        if warning.code == "chunk-missing":  # reported below, for shards too
+            continue
         report.add(warning.code, root / ledgers.NAME, warning)
     _leftovers(cache, report)
     for done, name in enumerate(cache.fields):
