@@ -366,10 +366,10 @@ CALLS: tuple[Code, ...] = (
     Code(
         "no-example-chosen",
         WARNING,
-        "A selection or a stream is empty.",
-        "No rows are read.",
-        "check keep=, ignore_labels=, min_token= and max_norm=, or the length of a token dataset's examples; compare a column of "
-        "store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
+        "A selection, a stream, or a dataset's share of a mixture is empty.",
+        "No rows of it are read.",
+        "check keep=, ignore_labels=, min_token= and max_norm=, the length of examples, or block_size of a mixture; compare a "
+        "column of store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
     ),
     Code(
         "state-without-dataset",

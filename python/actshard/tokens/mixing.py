@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.errors import ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
 from actshard.tokens.stream import Examples, Streamed
@@ -114,6 +114,8 @@ class Mixture(Streamed):
             if length <= 0 and stop_strategy != "first_exhausted":
                 raise ArgumentError(f"dataset '{name}' is empty and cannot be repeated; give it weight 0")
         self._counts = np.array([self._counts_per_block(w) for w in normal], dtype=np.int64)
+        self._weights = normal
+        self._warn_of_no_examples()
         blocks = np.diff(np.array(self._starts, dtype=np.int64)) // block_size
         before = np.cumsum(self._counts[:-1] * blocks[:, None], axis=0)
         self._before = np.concatenate([np.zeros((1, len(self.names)), np.int64), before])
@@ -124,6 +126,27 @@ class Mixture(Streamed):
         counts = [int(weights.get(name, 0) * self.block_size) for name in self.names]
         counts[int(np.argmax(counts))] += self.block_size - sum(counts)
         return counts
+
+    @property
+    def shares(self) -> list[dict[str, tuple[float, float]]]:
+        """For each stage and dataset: the normalized weight, and the fraction of examples, a multiple of 1 / block_size."""
+        return [
+            {
+                name: (weights.get(name, 0.0), int(n) / self.block_size)
+                for name, n in zip(self.names, counts, strict=True)
+            }
+            for weights, counts in zip(self._weights, self._counts, strict=True)
+        ]
+
+    def _warn_of_no_examples(self) -> None:
+        for start, stage in zip(self._starts, self.shares, strict=True):
+            for name, (weight, share) in stage.items():
+                if weight > 0 and not share:
+                    warn(
+                        f"dataset '{name}' gets no example from example {start:,} on: its weight {weight:.3g} is less than one in "
+                        f"block_size={self.block_size}; pass a larger block_size",
+                        code="no-example-chosen",
+                    )
 
     def __len__(self) -> int:
         if self._length is None:
@@ -262,7 +285,7 @@ def _checked_starts(starts: list[int], block_size: int) -> list[int]:
 
 def _normalized(weights: Mapping[str, float], datasets: Mapping[str, Any]) -> dict[str, float]:
     for name, weight in weights.items():
-        if name not in datasets:
+        if name not in datasets and weight != 0:
             raise ArgumentError(f"weights: unknown dataset '{name}'; expected one of {', '.join(datasets)}")
         if not 0 <= weight <= sys.float_info.max:
             raise ArgumentError(f"the weight of '{name}' must be finite and at least 0, not {weight}")

@@ -381,8 +381,8 @@ class PrebuiltProcessor(Processor):
                 )
             with np.errstate(over="ignore"):
                 row[key] = weights.astype(np.float32)
-            if np.isinf(row[key]).any() and weights.dtype.kind == "f" and not np.isinf(weights).any():
-                raise _BadRecordError(f"field '{key}': expected float32 weights, found {np.abs(weights).max()}")
+            if not (finite := np.isfinite(row[key])).all():
+                raise _BadRecordError(f"field '{key}': expected finite float32 weights, found {weights[~finite][0]}")
         return row, []
 
     @staticmethod

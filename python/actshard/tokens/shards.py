@@ -98,6 +98,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
 
     Raises:
         FormatError: a record is unusable (file and line are given), unless bad records are skipped.
+        ChangedInputError: the source changed while it was read.
     """
     with boundary(task.staged, "make"):
         remove(task.staged)
@@ -105,6 +106,8 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     process.now = None if task.now is None else time.struct_time(task.now)
     writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
     counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
+    if isinstance(source, Source):
+        source.check_version()
     counts.problems = [str(problem.error(source.path)) for problem in counts.unusable]
     complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
     tell(counts)
@@ -240,7 +243,7 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
 def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
     """A task as JSON-compatible values, for another process."""
     return {
-        "source": {"path": os.fspath(source.path), "shard": source.shard},
+        "source": {"path": os.fspath(source.path), "shard": source.shard, "version": source.version},
         "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
     }
 
@@ -292,7 +295,10 @@ def main() -> None:
         with boundary(None, "begin"):
             process = _process(orders.next() or {})
         while (given := orders.next()) is not None:
-            source = Source(Path(given["source"]["path"]), given["source"]["shard"])
+            version = given["source"]["version"]
+            source = Source(
+                Path(given["source"]["path"]), given["source"]["shard"], None if version is None else tuple(version)
+            )
             task = _task(given["task"])
             with boundary(task.folder, "build"):
                 build_shard(source, process, task, lambda counts: send(counts.as_dict()))
