@@ -449,6 +449,13 @@ CALLS: tuple[Code, ...] = (
         "build the cache with a tokenizer that names its eos token",
     ),
     Code(
+        "cache-settings",
+        WARNING,
+        "A token cache was built with another tokenizer or format than the configuration's.",
+        "Token ids and document boundaries are those of the cache.",
+        "set the configuration's tokenizer and format to those of the cache, or build the cache again with overwrite=True",
+    ),
+    Code(
         "unknown-revision",
         WARNING,
         "The hub does not return the commit of a dataset.",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import itertools
 import json
 import lzma
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tests.tokens.conftest import GOLDEN, GPT2, write_lines
+from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
+from actshard.compat import levanter
 from actshard.tokens import processing, shards, templates
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
@@ -224,3 +228,185 @@ def test_zstd_with_a_long_window_is_unsupported(tmp_path: Path) -> None:
     with pytest.raises(actshard.UnsupportedError, match="--long") as raised:
         tokens.build_cache(path, tmp_path / "c", format="prebuilt")
     assert raised.value.path == path
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+
+def lengths_of(n: int, first: int = 0) -> list[dict[str, np.ndarray]]:
+    return [{"input_ids": np.full(4, first + i, np.int32)} for i in range(n)]
+
+
+def windows(path: Path, n: int, first: int = 0) -> tokens.TokenSeqDataset:
+    with tokens.CacheWriter(path, {"input_ids": np.int32}) as writer:
+        writer.append(lengths_of(n, first))
+    return tokens.TokenSeqDataset(tokens.open_cache(path), 4)
+
+
+class TestStates:
+    """Guarantee: a state resumes only where the same examples were read, and there for any number of ranks."""
+
+    @pytest.fixture
+    def datasets(self, tmp_path: Path) -> dict[str, tokens.TokenSeqDataset]:
+        return {"a": windows(tmp_path / "a", 50), "b": windows(tmp_path / "b", 30, 1000)}
+
+    @staticmethod
+    def mixture(datasets: Any, *stages: tuple[int, dict[str, float]], **options: Any) -> tokens.Mixture:
+        examples = {name: tokens.CausalLmDataset(dataset) for name, dataset in datasets.items()}
+        return tokens.Mixture(examples, list(stages), **{"block_size": 16, "key": 1, **options})
+
+    @pytest.mark.parametrize("position", [0, 3, 8])
+    def test_a_state_of_a_mixture_is_refused_by_one_that_differs_before_it(self, datasets: Any, position: int) -> None:
+        begin = (0, {"a": 0.5, "b": 0.5})
+        stream = self.mixture(datasets, begin, (16 * 4, {"a": 0.75, "b": 0.25})).stream(8)
+        loop = iter(stream)
+        for _ in range(position):
+            next(loop)
+        state = stream.state_dict()
+        accepted = [
+            self.mixture(datasets, begin, (16 * 4, {"a": 0.75, "b": 0.25})),
+            self.mixture(datasets, begin, (16 * 4, {"a": 0.25, "b": 0.75})),  # from the state on
+            self.mixture(datasets, begin, (16 * 4, {"a": 0.75, "b": 0.25}), (16 * 8, {"a": 1})),
+        ]
+        for other in accepted:
+            other.stream(8).load_state_dict(state)
+        refused = [
+            self.mixture(datasets, (0, {"a": 0.25, "b": 0.75}), (16 * 4, {"a": 0.75, "b": 0.25})),
+            self.mixture(datasets, begin, (16 * 4, {"a": 0.75, "b": 0.25}), key=2),
+            self.mixture(datasets, begin, (16 * 4, {"a": 0.75, "b": 0.25}), block_size=32),
+            *([self.mixture(datasets, begin, (16 * 2, {"a": 0.75, "b": 0.25}))] if position > 4 else []),
+        ]
+        for other in refused:
+            with pytest.raises(actshard.ArgumentError, match="whose batches differ"):
+                other.stream(8).load_state_dict(state)
+
+    def test_a_state_is_refused_by_a_cache_of_other_documents(self, datasets: Any, tmp_path: Path) -> None:
+        state = datasets["a"].stream(4).state_dict()
+        rows = lengths_of(50)
+        rows[33]["input_ids"][2] = 7  # no sample of the dataset contains it
+        with tokens.CacheWriter(tmp_path / "other", {"input_ids": np.int32}) as writer:
+            writer.append(rows)
+        other = tokens.TokenSeqDataset(tokens.open_cache(tmp_path / "other"), 4)
+        with pytest.raises(actshard.ArgumentError, match="another dataset"):
+            other.stream(4).load_state_dict(state)
+        windows(tmp_path / "moved", 50).stream(4).load_state_dict(state)
+        order = tokens.permutation("feistel", 50, 1)
+        state = tokens.Permuted(datasets["a"], order).stream(4).state_dict()
+        with pytest.raises(actshard.ArgumentError, match="order"):
+            tokens.Permuted(datasets["a"], tokens.permutation("feistel", 50, 2)).stream(4).load_state_dict(state)
+
+    @pytest.mark.parametrize(("size", "ranks"), [(4, 3), (12, 1), (3, 4), (2, 6)])
+    @pytest.mark.parametrize("shuffle", [None, "feistel"])
+    def test_other_ranks_with_as_many_examples_per_batch_go_on_where_it_stopped(
+        self, datasets: Any, size: int, ranks: int, shuffle: Any
+    ) -> None:
+        def read(size: int, ranks: int, state: Any, batches: int | None) -> tuple[list[int], Any]:
+            """First tokens of batches of all ranks, and the state after them."""
+            streams = [datasets["a"].stream(size, shuffle=shuffle, rank=r, world_size=ranks) for r in range(ranks)]
+            if state is not None:
+                for stream in streams:
+                    stream.load_state_dict(state)
+            loops = [iter(stream) for stream in streams]
+            count = len(streams[0]) - (0 if state is None else state["batch"]) if batches is None else batches
+            examples = [int(row[0]) for _ in range(count) for loop in loops for row in next(loop)]
+            return examples, streams[0].state_dict()
+
+        before, state = read(6, 2, None, 2)
+        after, _ = read(size, ranks, state, None)
+        assert len(before) == 24
+        assert sorted(before + after) == list(range(50))
+
+    def test_a_state_in_the_short_batches_at_the_end_needs_as_many_ranks(self, datasets: Any) -> None:
+        dataset = tokens.mixing.Sliced(datasets["a"], 0, 25)
+        stream = dataset.stream(6, world_size=2)
+        loop = iter(stream)
+        next(loop), next(loop)
+        state = stream.state_dict()
+        dataset.stream(6, world_size=2, rank=1).load_state_dict(state)
+        with pytest.raises(actshard.ArgumentError, match="examples_read: 23 in the state, 21 here"):
+            dataset.stream(3, world_size=4).load_state_dict(state)
+        with pytest.raises(actshard.ArgumentError, match="examples_per_batch: 12 in the state, 24 here"):
+            dataset.stream(6, world_size=4).load_state_dict(state)
+
+
+# -- ledgers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["consolidated", "sharded", "written"])
+@pytest.mark.parametrize("file", ["input_ids/data/c/0", "input_ids/offsets/c/0"])
+def test_zeroed_bytes_of_plain_data_fail_a_deep_check(layout: str, file: str, tmp_path: Path) -> None:
+    if layout == "written":
+        windows(tmp_path / "c", 50, 1)
+    else:
+        sources = [write_lines(tmp_path / f"{i}.jsonl", [{"input_ids": [5, 6, 7, 8]}] * 9) for i in range(2)]
+        tokens.build_cache(sources, tmp_path / "c", format="prebuilt", layout=layout)
+    assert actshard.verify(tmp_path / "c", deep=True).ok
+    path = next(p for p in sorted((tmp_path / "c").rglob("0")) if p.match(file))
+    data = bytearray(path.read_bytes())
+    data[16 + 9] = 1  # the second byte of a token, or of the end of a row
+    path.write_bytes(data)
+    report = actshard.verify(tmp_path / "c", deep=True)
+    assert "checksum" in report.codes()
+    assert any(Path(finding.path or "") == path for finding in report.errors)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"dtype": "int32"}, "dtype"),
+        ({"format": {"type": "text", "special_tokens": "if_missing"}}, "format.special_tokens"),
+        ({"on_error": "skip"}, "on_error"),
+        ({"dtype": "uint16", "enforce_bos": False}, "append_bos true instead of false|dtype"),
+    ],
+)
+def test_a_cache_that_was_built_differently_names_the_part(change: dict[str, Any], parts: str, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    tokens.build_cache(source, tmp_path / "c", GOLDEN / GPT2)
+    with pytest.raises(actshard.ExistsError, match=parts):
+        tokens.build_cache(source, tmp_path / "c", GOLDEN / GPT2, **change)
+
+
+def test_a_tokenizer_that_changed_is_named(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    shutil.copytree(GOLDEN / GPT2, tmp_path / "tokenizer")
+    tokens.build_cache(source, tmp_path / "c", tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer/tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(actshard.ExistsError, match="built with other settings: tokenizer;"):
+        tokens.build_cache(source, tmp_path / "c", tmp_path / "tokenizer")
+
+
+class TestConfiguration:
+    """Guarantee: a configuration's caches are those that it describes, or it warns."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> tokens.LmDataConfig:
+        source = write_lines(tmp_path / "a.jsonl", TEXTS * 20)
+        component = tokens.DatasetComponent(tokens.UrlDatasetSourceConfig((str(source),)))
+        config = tokens.LmDataConfig(
+            str(GOLDEN / GPT2), cache_dir=str(tmp_path / "caches"), components={"a": component}
+        )
+        config.build()
+        return config
+
+    def test_a_cache_of_the_same_tokenizer_at_another_path_is_no_difference(self, config: Any, tmp_path: Path) -> None:
+        shutil.copytree(GOLDEN / GPT2, tmp_path / "copy")
+        moved = dataclasses.replace(config, tokenizer=str(tmp_path / "copy"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(moved.train_sets(4)["a"]) == len(config.train_sets(4)["a"])
+        form = levanter.TextLmDatasetFormat()
+        levanter.load_lm_dataset_cache(tmp_path / "caches/a/train", form, str(tmp_path / "copy"))
+
+    @pytest.mark.parametrize(
+        "change", [{"enforce_eos": False}, {"tokenizer": str(GOLDEN / LLAMA)}, {"format": "if_missing"}]
+    )
+    def test_a_cache_that_was_built_differently_is_a_warning(self, config: Any, change: dict[str, Any]) -> None:
+        if "format" in change:
+            form = tokens.TextFormat(special_tokens="if_missing")
+            change = {"components": {"a": dataclasses.replace(config.components["a"], format=form)}}
+        changed = dataclasses.replace(config, **change)
+        with pytest.warns(actshard.ActshardWarning, match="the cache was built with"):
+            changed.train_sets(4)

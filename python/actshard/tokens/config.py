@@ -37,7 +37,9 @@ from actshard.tokens.components import (
     known_options,
 )
 from actshard.tokens.formats import (
+    FORMATS,
     PrebuiltFormat,
+    as_format,
     check_types,
     known,
     nearest,
@@ -52,6 +54,8 @@ from actshard.tokens.orders import (
     prng_key,
     split,
 )
+from actshard.tokens.processing import processor
+from actshard.tokens.recipe import parts_of, settings_difference
 from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.walking import refuse_taken
@@ -339,15 +343,29 @@ class LmDataConfig:
                 continue
             if which != "train" and not ledgers.exists(self.cache_path(name, which)):
                 continue
+            cache = self.open(name, which)
+            self._warn_of_difference(component, cache)
             made[name] = dataset_for_component(
                 component,
-                self.open(name, which),
+                cache,
                 seq_len,
                 eos_id=self.the_tokenizer.eos_id,
                 block_cross_document_attention=self.block_cross_document_attention,
                 loss_mask_padding=self.loss_mask_padding,
             )
         return made
+
+    def _warn_of_difference(self, component: DatasetComponent, cache: TokenCache) -> None:
+        """Warns if a cache was built with another tokenizer or format than the configuration's."""
+        if type(component.format) not in FORMATS.values():  # of another package: cannot be built here
+            return
+        form = as_format(component.format)
+        tokenizer = None if isinstance(form, PrebuiltFormat) else self.the_tokenizer
+        process = processor(form, tokenizer, enforce_eos=self.enforce_eos)
+        parts = parts_of(form, None if tokenizer is None else tokenizer.digest(), {})
+        differs = settings_difference(cache.ledger, parts, process.metadata())
+        if differs is not None:
+            warn(f"{cache.path}: the cache was built with {differs}, as in the configuration", code="cache-settings")
 
     def train_sets(
         self, seq_len: int, *, key: int | Key | NDArray[Any] = 0, batch_size: int | None = None

@@ -211,6 +211,11 @@ class CausalLmDataset(Streamed):
         if eos_id is not None and block_cross_document_attention:
             _warn_of_no_eos(windows.cache, eos_id)
 
+    @property
+    def cache(self) -> TokenCache:
+        """The cache of the windows."""
+        return self.windows.cache
+
     def __len__(self) -> int:
         return len(self.windows)
 

@@ -16,7 +16,7 @@ from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
-from actshard.tokens.stream import Examples, Streamed
+from actshard.tokens.stream import Examples, Streamed, recipe_of, short_digest
 
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_MIXTURE_BLOCK = 2048
@@ -37,6 +37,10 @@ class Permuted(Streamed):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
+        return {"order": short_digest(self.order.made_of), "dataset": recipe_of(self.dataset)}
+
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """The examples at these positions of the permuted order."""
         return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
@@ -52,6 +56,10 @@ class Sliced(Streamed):
 
     def __len__(self) -> int:
         return self._length
+
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
+        return {"start": self.start, "length": self._length, "dataset": recipe_of(self.dataset)}
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """Examples by index relative to ``start``."""
@@ -137,6 +145,16 @@ class Mixture(Streamed):
             }
             for weights, counts in zip(self._weights, self._counts, strict=True)
         ]
+
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`. Stages are numbers of examples per block."""
+        stages = [
+            [start, [[name, int(n)] for name, n in zip(self.names, counts, strict=True) if n]]
+            for start, counts in zip(self._starts, self._counts, strict=True)
+        ]
+        datasets = {name: d if isinstance(d, int) else recipe_of(d) for name, d in self._datasets.items()}
+        order = short_digest([self.block_size, self._key, self.stop_strategy])
+        return {"order": order, "stages": stages, "datasets": datasets}
 
     def _warn_of_no_examples(self) -> None:
         for start, stage in zip(self._starts, self.shares, strict=True):

@@ -27,6 +27,7 @@ from actshard.tokens import components, formats
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
 from actshard.tokens.processing import WEIGHTS
+from actshard.tokens.recipe import parts_of, settings_difference
 
 LmDatasetFormatBase = formats.FormatBase
 TextLmDatasetFormat = formats.TextFormat
@@ -184,16 +185,15 @@ def load_lm_dataset_cache(
 
     Raises:
         MissingFileError: there is no cache.
-        ExistsError: it was built with other settings; the message names the first that differs.
+        ExistsError: it was built with other settings; the message names them.
     """
     cache = open_cache(cache_dir)
     build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
-    expected, found = build.process.metadata(), cache.ledger.preprocessor
-    for key, value in expected.items():
-        if found and found.get(key) != value:
-            raise ExistsError(
-                f"was built with other settings: {key}: expected {value!r}, found {found.get(key)!r}", path=cache.path
-            )
+    # A name of a tokenizer is no difference: Levanter records the hub's, and a local copy has a path.
+    metadata = {key: value for key, value in build.process.metadata().items() if key != "tokenizer"}
+    differs = settings_difference(cache.ledger, parts_of(build.format, build.recipe.tokenizer, {}), metadata)
+    if differs is not None:
+        raise ExistsError(f"was built with {differs}", path=cache.path)
     return TreeCache(cache)
 
 
