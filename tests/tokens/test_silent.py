@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bz2
 import dataclasses
 import itertools
@@ -399,6 +400,56 @@ class TestConfiguration:
             assert len(moved.train_sets(4)["a"]) == len(config.train_sets(4)["a"])
         form = levanter.TextLmDatasetFormat()
         levanter.load_lm_dataset_cache(tmp_path / "caches/a/train", form, str(tmp_path / "copy"))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"num_validation_sequences": {"a": -5}}, "num_validation_sequences.a: expected a number of at least 0"),
+            ({"num_validation_sequences": {"A": 5}}, "num_validation_sequences: unknown component 'A'"),
+            ({"max_train_batches": {"a": -5}}, "max_train_batches.a: expected a number of at least 0"),
+            ({"max_train_batches": {"aa": 5}}, "max_train_batches: unknown component 'aa'"),
+            ({"train_weights": [(0, {"a": 1}), (2048, {"b": 1})]}, "train_weights: unknown component 'b'"),
+            ({"target_budget": 0, "experiment_budget": 0}, "target_budget: "),
+            ({"target_budget": 10, "experiment_budget": -1}, "experiment_budget: "),
+            ({"target_budget": 10, "experiment_budget": 11}, "experiment_budget: expected at most target_budget=10"),
+            ({"target_budget": 9, "experiment_budget": 3, "max_train_batches": {"a": 1}}, "together with budgets"),
+            (
+                {"target_budget": 9, "experiment_budget": 3, "num_validation_sequences": {"a": 1}},
+                "together with budgets",
+            ),
+            ({"mixture_block_size": 0}, "mixture_block_size"),
+            ({"mixture_block_size": 1 << 16}, "mixture_block_size"),
+            ({"permutation_type": "fiestel"}, "permutation_type: expected feistel or linear"),
+            ({"shuffle": {"io_block_size": 0}}, "shuffle.io_block_size"),
+            ({"shuffle": {"window_blocks": -1}}, "shuffle.window_blocks"),
+            ({"shuffle": {"perm_type": "x"}}, "shuffle.perm_type"),
+        ],
+    )
+    def test_settings_out_of_range_are_refused_when_the_configuration_is_read(
+        self, settings: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(actshard.ArgumentError, match=message):
+            tokens.LmDataConfig.from_dict({"components": {"a": {}}, **settings})
+
+    def test_validation_examples_are_held_out_of_components_without_a_weight(self, config: Any) -> None:
+        changed = dataclasses.replace(config, train_weights={"a": 0.0}, num_validation_sequences={"a": 3})
+        assert len(changed.validation_sets(4)["a"]) == 3
+
+    def test_levanters_evaluation_has_tagged_sets(self, config: Any, tmp_path: Path) -> None:
+        component = dataclasses.replace(config.components["a"], tags=("en", "web"))
+        changed = levanter.LmDataConfig(
+            config.tokenizer,
+            cache_dir=config.cache_dir,
+            components={"a": component},
+            num_validation_sequences={"a": 3},
+        )
+        ((examples, tags),) = changed.tagged_eval_sets(4)
+        assert tags == ["en", "web", "a"]
+        assert asyncio.run(examples.async_len()) == 3
+        assert list(changed.sources) == ["a"]
+        assert changed.tagged_eval_grug_sets(seq_len=4)[0][1] == tags
+        assert asyncio.run(changed.validation_grug_sets(seq_len=4)["a"].async_len()) == 3
+        assert asyncio.run(changed.train_grug_sets(seq_len=4)["a"].async_len()) > 3
 
     @pytest.mark.parametrize(
         "change", [{"enforce_eos": False}, {"tokenizer": str(GOLDEN / LLAMA)}, {"format": "if_missing"}]

@@ -20,6 +20,7 @@ from actshard.tokens.stream import Examples, Streamed, recipe_of, short_digest
 
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_MIXTURE_BLOCK = 2048
+MOST_MIXTURE_BLOCK = (1 << 16) - 1
 _MOST = (1 << 62) - 1
 """The largest index of an endless mixture."""
 _whole = partial(_arguments.whole, wrong_type=ArgumentTypeError)
@@ -99,7 +100,7 @@ class Mixture(Streamed):
     ) -> None:
         if not isinstance(stop_strategy, str) or stop_strategy not in STOP_STRATEGIES:
             raise ArgumentError(f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {stop_strategy!r}")
-        block_size = _whole(block_size, "block_size", 1, (1 << 16) - 1)
+        block_size = _whole(block_size, "block_size", 1, MOST_MIXTURE_BLOCK)
         if not isinstance(datasets, Mapping):
             raise ArgumentTypeError(f"datasets: expected datasets by name, found {type(datasets).__name__}")
         for name, dataset in datasets.items():

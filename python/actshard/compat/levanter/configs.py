@@ -91,6 +91,28 @@ class LmDataConfig(tokens.LmDataConfig):
         """Returns the validation examples of each component as asynchronous datasets."""
         return {name: Prepared(one) for name, one in super().validation_sets(length_of(Pos)).items()}
 
+    def tagged_eval_sets(self, Pos: Any) -> list[tuple[Any, list[str]]]:  # noqa: N803 -- Levanter's name
+        """Returns the validation examples of each component, with its tags and its name."""
+        return [(one, [*(self.components[name].tags or ()), name]) for name, one in self.validation_sets(Pos).items()]
+
+    def train_grug_sets(self, *, seq_len: int, initial_batch_size: int | None = None, key: Any = 0) -> Any:
+        """:meth:`train_sets` by length instead of axis."""
+        return self.train_sets(seq_len, initial_batch_size=initial_batch_size, key=key)
+
+    def validation_grug_sets(self, *, seq_len: int) -> Any:
+        """:meth:`validation_sets` by length instead of axis."""
+        return self.validation_sets(seq_len)
+
+    def tagged_eval_grug_sets(self, *, seq_len: int) -> list[tuple[Any, list[str]]]:
+        """:meth:`tagged_eval_sets` by length instead of axis."""
+        return self.tagged_eval_sets(seq_len)
+
+    @property
+    def sources(self) -> dict[str, components.DatasetSourceConfigBase]:
+        """The sources by component, of components that have one."""
+        sources = {name: component.source for name, component in self.components.items()}
+        return {name: source for name, source in sources.items() if source is not None}
+
     def build_caches(self, split: str) -> dict[str, TreeCache]:
         """Builds the missing caches of a split, and opens all of its caches."""
         made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
