@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
@@ -461,3 +463,65 @@ class TestConfiguration:
         changed = dataclasses.replace(config, **change)
         with pytest.warns(actshard.ActshardWarning, match="the cache was built with"):
             changed.train_sets(4)
+
+
+# -- prebuilt rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["list", "large_list", "sliced"])
+def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path: Path) -> None:
+    ids = [[], [1, 2, 3], [70_000], list(range(500)), []]
+    weights = [[], [0.5, 0, 1], [2.5], [i / 7 for i in range(500)], []]
+    make = pa.large_list if kind == "large_list" else pa.list_
+    table = pa.table(
+        {
+            "other": list("abcde"),
+            "loss_weights": pa.array(weights, make(pa.float64())),
+            "input_ids": pa.array(ids, make(pa.int32())),
+        }
+    )
+    first = 1 if kind == "sliced" else 0
+    pq.write_table(table.slice(first), tmp_path / "a.parquet", row_group_size=2)
+    records = [{"input_ids": i, "loss_weights": w} for i, w in zip(ids, weights, strict=True)][first:]
+    form = {"type": "prebuilt", "loss_weights_key": "loss_weights"}
+    caches = [
+        tokens.build_cache(source, tmp_path / source.stem / source.suffix[1:], format=form)
+        for source in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", records))
+    ]
+    for field in ("input_ids", "loss_weights"):
+        assert rows(caches[0], field) == rows(caches[1], field)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([[1, 2], [3, None]]), "row 2: .*expected"),
+        (pa.array([[1], None]), "row 2: .*expected a list of numbers"),
+        (pa.array([[1], [-1]]), "row 2: .*expected ids from 0"),
+        (pa.array([[True], [False]]), "row 1: .*true or false"),
+        (pa.array([[1.0], [2.0]]), "row 1: .*expected integers, found float64"),
+        (pa.array([["1"], ["2"]]), "row 1: .*expected numbers"),
+    ],
+)
+def test_lists_of_parquet_files_that_are_no_ids_are_errors_with_their_row(
+    column: Any, message: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
+    with pytest.raises(actshard.FormatError, match=message):
+        tokens.build_cache(tmp_path / "a.parquet", tmp_path / "c", format="prebuilt")
+
+
+@pytest.mark.parametrize("ids", ["[1, true]", "[false]", "[true, 500]"])
+def test_booleans_are_no_ids(ids: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
+    with pytest.raises(actshard.FormatError, match="found true or false"):
+        tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "c", format="prebuilt")
+
+
+def test_a_tokenizer_is_serialized_once_for_its_digest() -> None:
+    tokenizer = tokens.load_tokenizer(GOLDEN / GPT2)
+    digest = tokenizer.digest()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "as_dict", lambda self: pytest.fail("serialized again"))
+        assert tokenizer.digest() == digest
+    assert tokens.load_tokenizer(tokenizer, eos_token=tokenizer.bos_token or tokenizer.eos_token).digest()

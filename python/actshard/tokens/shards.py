@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 import actshard._native as _native
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
@@ -207,6 +209,8 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
             for value in record.values():
                 if isinstance(value, str):
                     chars += len(value)
+                elif isinstance(value, np.ndarray):
+                    chars += value.nbytes
                 elif isinstance(value, list):
                     # Messages or numbers: a rough estimate is enough to limit a batch.
                     chars += len(value) * 100
@@ -219,6 +223,9 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
 
 def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
     """Yields batches with their token ids. Later batches are read and prepared while one is encoded."""
+    if process.tokenizer is None:
+        yield from ((prepared, []) for prepared in batches)
+        return
     waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
     # Two threads: one encodes while the other converts ids to Python integers.
     with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:

@@ -6,6 +6,7 @@ import bz2
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -384,11 +385,26 @@ def parquet_rows(
                     number += 1
                     yield number, {}
                 continue
-            for record in batch.to_pylist():
+            for values in zip(*map(_values, batch.columns), strict=True):
                 number += 1
-                yield number, record
+                yield number, dict(zip(batch.schema.names, values, strict=True))
     except pa.ArrowException as error:
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+
+
+def _values(column: Any) -> Iterable[Any]:
+    """The values of a column. Lists of numbers are numpy arrays: a Python object per number would take most of a build's time."""
+    import pyarrow as pa
+
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or column.null_count:
+        return list(column.to_pylist())
+    flat = column.flatten()
+    if flat.null_count or not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
+        return list(column.to_pylist())
+    numbers = flat.to_numpy(zero_copy_only=False)
+    ends = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
+    return [numbers[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
