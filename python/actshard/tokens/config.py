@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from actshard._arguments import local_path, many, whole
 from actshard._json import show
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
     FormatError,
     MissingExtraError,
@@ -404,9 +405,12 @@ class LmDataConfig:
             return
         form = as_format(component.format)
         tokenizer = None if isinstance(form, PrebuiltFormat) else self.the_tokenizer
-        process = processor(form, tokenizer, enforce_eos=self.enforce_eos)
+        try:
+            metadata = processor(form, tokenizer, enforce_eos=self.enforce_eos).metadata()
+        except ActshardError:  # for example without a chat template: caches can be read, not built
+            metadata = {}
         parts = parts_of(form, None if tokenizer is None else tokenizer.digest(), {})
-        differs = settings_difference(cache.ledger, parts, process.metadata())
+        differs = settings_difference(cache.ledger, parts, metadata)
         if differs is not None:
             warn(f"{cache.path}: the cache was built with {differs}, as in the configuration", code="cache-settings")
 

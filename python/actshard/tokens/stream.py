@@ -31,7 +31,7 @@ _ENDLESS = 1 << 20
 """Endless datasets are identified by examples below this index."""
 
 
-Recipe = str | dict[str, Any]
+DatasetRecipe = str | dict[str, Any]
 """Identifies the examples of a dataset, as JSON values."""
 
 
@@ -131,7 +131,7 @@ class TokenStream(Epochs[Any]):
         self._order = self._first_order()
         self._ordered: tuple[int, Permutation | None] = (0, self._order)
         self._batches = self._shared()
-        self._recipe: Recipe | None = None
+        self._recipe: DatasetRecipe | None = None
         if not self.num_examples:
             self._warn_of_nothing()
         super().__init__(_arguments.whole(epoch, "epoch"))
@@ -210,7 +210,7 @@ class TokenStream(Epochs[Any]):
         recipe = self._dataset_recipe()
         return recipe if isinstance(recipe, str) else short_digest(recipe)
 
-    def _dataset_recipe(self) -> Recipe:
+    def _dataset_recipe(self) -> DatasetRecipe:
         if self._recipe is None:
             self._recipe = recipe_of(self.dataset)
         return self._recipe
@@ -299,7 +299,7 @@ class _TokenLoop(Loop[Any]):
         return found
 
 
-def recipe_of(dataset: Any) -> Recipe:
+def recipe_of(dataset: Any) -> DatasetRecipe:
     """Identifies a dataset's examples as JSON values.
 
     What its ``recipe`` method returns; or a digest of its length, a few examples, and the checksums or counts of its cache.
@@ -332,7 +332,7 @@ def short_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _before(recipe: Recipe, position: int) -> Recipe:
+def _before(recipe: DatasetRecipe, position: int) -> DatasetRecipe:
     """A recipe's part that determines the examples before a position: a mixture's stages may be added after it."""
     if not isinstance(recipe, dict) or "stages" not in recipe:
         return recipe
