@@ -249,6 +249,14 @@ def no_eos(folder: Path, patch: pytest.MonkeyPatch) -> None:
     tokens.build_cache(folder / "a.jsonl", folder / "c", _tokenizer(folder))
 
 
+def other_tokenizer(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "a.jsonl").write_text('{"text": "a a a"}\n')
+    tokens.build_cache(folder / "a.jsonl", folder / "c/train", _tokenizer(folder), enforce_eos=False)
+    component = tokens.DatasetComponent(cache_dir=str(folder / "c"))
+    tokenizer = str(Path(__file__).parent / "golden/levanter/tokenizers/bpe_gpt2style")
+    tokens.LmDataConfig(tokenizer=tokenizer, components={"a": component}).train_sets(2)
+
+
 def _tokenizer(folder: Path) -> Path:
     from tokenizers import Tokenizer, models
 
@@ -306,6 +314,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,
     "no-eos": no_eos,
+    "cache-settings": other_tokenizer,
     "unknown-revision": unknown_revision,
     "unused-setting": lambda folder, patch: tokens.LmDataConfig(chat_template="x"),
     "records-skipped": skipped,

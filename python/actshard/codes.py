@@ -366,10 +366,10 @@ CALLS: tuple[Code, ...] = (
     Code(
         "no-example-chosen",
         WARNING,
-        "A selection or a stream is empty.",
-        "No rows are read.",
-        "check keep=, ignore_labels=, min_token= and max_norm=, or the length of a token dataset's examples; compare a column of "
-        "store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
+        "A selection, a stream, or a dataset's share of a mixture is empty.",
+        "No rows of it are read.",
+        "check keep=, ignore_labels=, min_token= and max_norm=, the length of examples, or block_size of a mixture; compare a "
+        "column of store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
     ),
     Code(
         "state-without-dataset",
@@ -447,6 +447,13 @@ CALLS: tuple[Code, ...] = (
         "Documents are stored without an eos token.",
         "Boundaries between documents are lost in windows.",
         "build the cache with a tokenizer that names its eos token",
+    ),
+    Code(
+        "cache-settings",
+        WARNING,
+        "A token cache was built with another tokenizer or format than the configuration's.",
+        "Token ids and document boundaries are those of the cache.",
+        "set the configuration's tokenizer and format to those of the cache, or build the cache again with overwrite=True",
     ),
     Code(
         "unknown-revision",

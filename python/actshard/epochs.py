@@ -108,6 +108,10 @@ class Epochs(ABC, Generic[B]):
         Whoever holds a batch longer, on a device or in another thread or process, copies it then.
         """
 
+    def _settings_at(self, batch: int) -> dict[str, Any]:
+        """Everything that determines the batches of an epoch before ``batch``, if that is less than :meth:`_settings`."""
+        return self._settings()
+
     def _added(self, saved: dict[str, Any]) -> set[str]:
         """Settings that a state of an older release lacks."""
         return set()
@@ -152,7 +156,7 @@ class Epochs(ABC, Generic[B]):
         """:meth:`state_dict` of this process's own loop, without the check for workers. Internal."""
         self._turn_if_idle()
         pending = self._resume if self._resume is not None else self._step
-        return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
+        return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings_at(pending)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved state: the next loop reads the rest of that epoch.
@@ -169,7 +173,8 @@ class Epochs(ABC, Generic[B]):
             or not isinstance(state.get("settings"), dict)
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
-        own, saved = self._settings(), state["settings"]
+        epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
+        own, saved = self._settings_at(batch), state["settings"]
         added = self._added(saved)
         names: set[str] = (own.keys() | saved.keys()) - added
         differ = [k for k in names if own.get(k) != saved.get(k)]
@@ -177,7 +182,6 @@ class Epochs(ABC, Generic[B]):
             what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: own.get(k) for k in differ}))
             which = "another dataset" if differ == ["dataset"] else "another stream"
             raise ArgumentError(f"load_state_dict: the state belongs to {which}, whose batches differ ({what})")
-        epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
         count = self._count()
         if count is not None and batch > count:
             raise ArgumentError(f"load_state_dict: batch: expected at most {count}, found {batch}")

@@ -307,7 +307,7 @@ class LockedError(ActshardError, BlockingIOError):
 
 
 class ChangedInputError(ActshardError, ValueError):
-    """An input file of a plan changed after the plan was made."""
+    """An input file changed after the plan was made, or while a token cache was built from it."""
 
     kind = "changed_input"
 

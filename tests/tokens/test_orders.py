@@ -100,6 +100,7 @@ def test_mixtures_are_levanters(name: str) -> None:
     assert np.array_equal(mixture.locate(shuffled)[1], wanted[shuffled][:, 1])
 
 
+@pytest.mark.filterwarnings("ignore:dataset .* gets no example")  # of blocks of one example
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 60), st.floats(0.05, 5)), min_size=1),
     st.integers(1, 40),

@@ -304,7 +304,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[actshard.ActshardError], 
         actshard.MissingFileError,
         "expected a file",
     ),
-    "no offsets": (lambda c: (c / OFFSETS).unlink(), actshard.FormatError, "offsets contain none"),
+    "no offsets": (lambda c: (c / OFFSETS).unlink(), actshard.MissingFileError, "missing"),
+    "no data": (lambda c: (c / DATA).unlink(), actshard.MissingFileError, "missing"),
     "cut data": (lambda c: os.truncate(c / DATA, 5000), actshard.TruncatedFileError, "index"),
     "data without its end": (
         lambda c: os.truncate(c / DATA, (c / DATA).stat().st_size - 8),
@@ -443,11 +444,21 @@ def test_a_shard_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
             windows.get_batch([len(windows) - 1])
 
 
-def test_missing_chunks_read_as_zeros_and_are_told(tmp_path: Path) -> None:
+def without_own_key(cache: Path) -> None:
+    """Makes the ledger that of another writer."""
+    path = cache / "shard_ledger.json"
+    ledger = json.loads(path.read_text())
+    ledger.pop("actshard", None)
+    path.write_text(json.dumps(ledger))
+
+
+def test_missing_chunks_of_another_writer_read_as_zeros_with_a_warning(tmp_path: Path) -> None:
     """tensorstore omits chunks of zeros, so all masks of a long stretch may be missing."""
     write(tmp_path / "c", [np.zeros(5000, np.int64)])
     (tmp_path / "c" / DATA).unlink()
-    cache = tokens.open_cache(tmp_path / "c")
+    without_own_key(tmp_path / "c")
+    with pytest.warns(actshard.ActshardWarning, match="is missing; the rows read as zeros"):
+        cache = tokens.open_cache(tmp_path / "c")
     assert not cache[0]["input_ids"].any()
     assert len(cache[0]["input_ids"]) == 5000
     assert actshard.verify(tmp_path / "c").codes() == {"chunk-missing"}

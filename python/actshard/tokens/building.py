@@ -121,6 +121,7 @@ def build_cache(
         ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way,
             or the path refers to a dataset of activations.
         LockedError: another process is building the cache.
+        ChangedInputError: a source changed while it was read.
         UnfinishedError: tasks of a plan are building a cache there (:func:`actshard.plan.tokenize`).
         MissingFileError, ArgumentError, MissingExtraError: missing sources, invalid options, missing libraries.
     """
@@ -195,7 +196,10 @@ class Build:
             self.tokenizer = load_tokenizer(tokenizer)
         self.options = options.of_rows()
         self.process: Processor = processor_of(self.format, self.tokenizer, self.options)
-        self.sources = expand(sources)
+        # One version of each file for the whole build: it is in the ledger, and compared when the file was read.
+        self.sources: list[AnySource] = [
+            source.at_version() if isinstance(source, Source) else source for source in expand(sources)
+        ]
         self._tell = progress
         self.built = False
         self.skipped: dict[str, int] = {}
@@ -410,7 +414,8 @@ def consolidate(
         cache = _native.BlockCache(0)
         for name in fields:
             for part in parts:
-                writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache))
+                shard = _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True)
+                writers.extend(name, shard)
         writers.finish()
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):
@@ -431,12 +436,31 @@ def warn_of_skipped(out: Path, skipped: Mapping[str, int], files: int, problems:
 
 
 def warn_of_no_eos(out: Path, format: formats.RowFormat, tokenizer: Tokenizer | None, enforce_eos: bool) -> None:
-    """Warns if texts should end with eos and the tokenizer has none."""
-    known = tokenizer is None or tokenizer.eos_id is not None or tokenizer.backend is None
-    if known or not enforce_eos or not isinstance(format, TextFormat | SupervisedFormat):
+    """Warns if rows should contain special tokens and the tokenizer has none, or does not produce them."""
+    if tokenizer is None or tokenizer.backend is None:
         return
+    if isinstance(format, formats.ChatFormat):
+        template = format.chat_template or tokenizer.chat_template or ""
+        names = [name for name in ("bos", "eos") if f"{name}_token" in template]
+        broken = [
+            name for name in names if getattr(tokenizer, f"{name}_id") is not None and not tokenizer.has_special(name)
+        ]
+        if broken:
+            errors.warn(
+                f"{out}: the tokenizer encodes its {' and '.join(broken)} token as ordinary text, so conversations are stored "
+                "without it; add it to added_tokens of tokenizer.json",
+                code="no-eos",
+            )
+        return
+    if not enforce_eos or not isinstance(format, TextFormat | SupervisedFormat) or tokenizer.has_special("eos"):
+        return
+    why = (
+        "has no eos token"
+        if tokenizer.eos_id is None
+        else f"encodes its eos token {tokenizer.eos_token!r} as ordinary text"
+    )
     errors.warn(
-        f"{out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
+        f"{out}: the tokenizer {why}, so documents are stored without one, and windows cannot separate "
         "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
         "this is intended",
         code="no-eos",

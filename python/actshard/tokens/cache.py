@@ -20,6 +20,7 @@ from actshard.errors import (
     ArgumentError,
     FileAccessError,
     FormatError,
+    MissingFileError,
     NotStoredError,
     OutOfRangeError,
     UnfinishedError,
@@ -46,8 +47,9 @@ def open_cache(
 ) -> TokenCache:
     """Opens a token cache that Levanter or actshard wrote.
 
-    Reads consolidated and sharded caches, those of ``SerialCacheWriter``, and older versions (``docs/formats/levanter.md``). A
-    ``data`` array is not accessed before its rows are requested.
+    Reads consolidated and sharded caches, those of ``SerialCacheWriter``, and older versions (``docs/formats/levanter.md``). No
+    data are read before their rows are requested. If a local cache is replaced or removed while it is open, reads return its old
+    rows, or raise FormatError.
 
     Args:
         path: the folder that contains ``shard_ledger.json``, or its parent if that contains a single split; or the URL of
@@ -59,7 +61,7 @@ def open_cache(
         cache: size or folder of a cache on disk for a remote store, as for :func:`actshard.open`.
 
     Raises:
-        MissingFileError: there is no cache.
+        MissingFileError: there is no cache, or a file of a cache that actshard wrote is missing.
         UnfinishedError: its writer has not finished, or it is being uploaded to its bucket.
         FormatError: the ledger or an array is invalid.
         FileAccessError: the store cannot be read.
@@ -123,16 +125,20 @@ class TokenCache:
         return (_reopen, (root, io, memory, None if root.is_local else self.ledger))
 
     def _open(self, name: str) -> _native.TokenField:
+        parts: list[tuple[str | os.PathLike[str], tuple[int, int] | None]]
         if self.ledger.layout == ledgers.SHARDED:
             rows, counts = self.ledger.shard_rows, self.ledger.field_counts_by_shard
-            parts: list[tuple[str | os.PathLike[str], tuple[int, int] | None]] = [
+            parts = [
                 (self.path / shard / name, (rows[shard], counts.get(shard, {}).get(name, 0)))
                 for shard in self.ledger.finished_shards
                 if rows[shard]
             ]
-            return _native.TokenField(parts, self.io, self._memory)
-        counted = (self.ledger.total_num_rows, self.ledger.field_counts[name]) if self._is_lazy else None
-        return _native.TokenField([(self.path / name, counted)], self.io, self._memory)
+        else:
+            counted = (self.ledger.total_num_rows, self.ledger.field_counts[name]) if self._is_lazy else None
+            parts = [(self.path / name, counted)]
+        version = self.ledger.version
+        state = None if version is None else (self.path / ledgers.NAME, *version)
+        return _native.TokenField(parts, self.io, self._memory, state, is_complete=self.ledger.is_complete)
 
     def _agreed_rows(self) -> int:
         counted = self.ledger.total_num_rows
@@ -158,8 +164,26 @@ class TokenCache:
             if name in self._fields and self._fields[name].num_elements != elements:
                 held = self._fields[name].num_elements
                 notes.append(f"the ledger counts {elements} elements of {name}, but the last row ends at {held}")
-        self.warnings = tuple(Remark("count-claim", note) for note in notes)
+        self.warnings = tuple(Remark("count-claim", note) for note in notes) + self._missing_files()
         return rows
+
+    def _missing_files(self) -> tuple[Remark, ...]:
+        """Warnings of missing files, which read as zeros. Shards are checked when they are read.
+
+        Raises:
+            MissingFileError: the ledger is that of a writer which leaves out no file.
+        """
+        if not Location.at(self.path).is_local:
+            return ()
+        remarks = []
+        for path, files in (missing for field in self._fields.values() for missing in field.missing_files()):
+            count = "is missing" if files == 1 else f"and {_arguments.many(files - 1, 'more file')} are missing"
+            if self.ledger.is_complete:
+                raise MissingFileError(
+                    f"the file {count}, so the cache is incomplete: copy it again, or build it again", path=path
+                )
+            remarks.append(Remark("chunk-missing", f"{path} {count}; the rows read as zeros"))
+        return tuple(remarks)
 
     def __repr__(self) -> str:
         return f"TokenCache({str(self.path)!r}, rows={self._rows:,}, fields={', '.join(self.fields)})"

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from actshard._arguments import local_path, many
+from actshard._arguments import local_path, many, whole
 from actshard._json import show
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
     FormatError,
     MissingExtraError,
@@ -37,13 +38,22 @@ from actshard.tokens.components import (
     known_options,
 )
 from actshard.tokens.formats import (
+    FORMATS,
     PrebuiltFormat,
+    as_format,
     check_types,
     known,
     nearest,
     within,
 )
-from actshard.tokens.mixing import DEFAULT_MIXTURE_BLOCK, STOP_STRATEGIES, Mixture, Permuted, Sliced
+from actshard.tokens.mixing import (
+    DEFAULT_MIXTURE_BLOCK,
+    MOST_MIXTURE_BLOCK,
+    STOP_STRATEGIES,
+    Mixture,
+    Permuted,
+    Sliced,
+)
 from actshard.tokens.orders import (
     DEFAULT_IO_BLOCK,
     DEFAULT_WINDOW_BLOCKS,
@@ -52,11 +62,14 @@ from actshard.tokens.orders import (
     prng_key,
     split,
 )
+from actshard.tokens.processing import processor
+from actshard.tokens.recipe import parts_of, settings_difference
 from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.walking import refuse_taken
 
 SPLITS = ("train", "validation")
+PERMUTATIONS = ("feistel", "linear")
 _OPTIONS = [f.name for f in fields(BuildOptions) if f.name != "enforce_eos"]
 
 
@@ -70,6 +83,10 @@ class BlockShuffleConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.perm_type not in PERMUTATIONS:
+            raise ArgumentError(f"perm_type: expected {' or '.join(PERMUTATIONS)}, found {self.perm_type!r}")
+        for name in ("io_block_size", "window_blocks"):
+            whole(getattr(self, name), name, 1)
 
 
 @dataclass(frozen=True)
@@ -154,17 +171,44 @@ class LmDataConfig:
             )
         if self.components and self.train_weights is None:
             object.__setattr__(self, "train_weights", dict.fromkeys(self.components, 1.0))
-        for weights in self._stages():
-            for name, weight in weights.items():
-                if not 0 <= weight <= sys.float_info.max:
-                    raise ArgumentError(f"train_weights.{name}: expected a number of at least 0, found {weight}")
-                if name not in self.components:
-                    raise ArgumentError(f"train_weights: unknown component '{name}'{nearest(name, self.components)}")
+        self._check_names()
+        self._check_ranges()
         if self.chat_template is not None:
             warn(
                 "data.chat_template is ignored, as in Levanter; set it in a component's format",
                 code="unused-setting",
             )
+
+    def _check_names(self) -> None:
+        """Checks names and values of all settings by component."""
+        settings = [("train_weights", stage, sys.float_info.max) for stage in self._stages()]
+        settings += [
+            (name, getattr(self, name) or {}, 1 << 62) for name in ("max_train_batches", "num_validation_sequences")
+        ]
+        for field_name, values, most in settings:
+            for name, value in values.items():
+                if name not in self.components:
+                    raise ArgumentError(f"{field_name}: unknown component '{name}'{nearest(name, self.components)}")
+                if not 0 <= value <= most:
+                    raise ArgumentError(f"{field_name}.{name}: expected a number of at least 0, found {value}")
+
+    def _check_ranges(self) -> None:
+        if self.permutation_type not in PERMUTATIONS:
+            raise ArgumentError(
+                f"permutation_type: expected {' or '.join(PERMUTATIONS)}, found {self.permutation_type!r}"
+            )
+        whole(self.mixture_block_size, "mixture_block_size", 1, MOST_MIXTURE_BLOCK)
+        budgets = (self.experiment_budget, self.target_budget)
+        if None not in budgets:
+            whole(self.target_budget, "target_budget", 1)
+            whole(self.experiment_budget, "experiment_budget", 0)
+            if (self.experiment_budget or 0) > (self.target_budget or 0):
+                raise ArgumentError(
+                    f"experiment_budget: expected at most target_budget={self.target_budget}, found {self.experiment_budget}"
+                )
+            others = [name for name in ("max_train_batches", "num_validation_sequences") if getattr(self, name)]
+            if others:
+                raise ArgumentError(f"{others[0]}: expected none together with budgets, as in Levanter")
 
     def _stages(self) -> list[Mapping[str, float]]:
         weights = self.train_weights
@@ -332,22 +376,43 @@ class LmDataConfig:
         """Opens a component's cache."""
         return open_cache(self.cache_path(name, split))
 
-    def _datasets(self, which: str, seq_len: int) -> dict[str, Examples]:
+    def _datasets(self, which: str, seq_len: int, names: Iterable[str] | None = None) -> dict[str, Examples]:
+        """Examples of a split by component: of these; by default of those with a weight, or with a validation cache."""
         made: dict[str, Examples] = {}
-        for name, component in self.components.items():
-            if (which == "train" and not self._has_weight(name)) or (component.flat_cache and which != "train"):
+        if names is None:
+            names = [name for name in self.components if which != "train" or self._has_weight(name)]
+        for name in names:
+            component = self.components[name]
+            if component.flat_cache and which != "train":
                 continue
             if which != "train" and not ledgers.exists(self.cache_path(name, which)):
                 continue
+            cache = self.open(name, which)
+            self._warn_of_difference(component, cache)
             made[name] = dataset_for_component(
                 component,
-                self.open(name, which),
+                cache,
                 seq_len,
                 eos_id=self.the_tokenizer.eos_id,
                 block_cross_document_attention=self.block_cross_document_attention,
                 loss_mask_padding=self.loss_mask_padding,
             )
         return made
+
+    def _warn_of_difference(self, component: DatasetComponent, cache: TokenCache) -> None:
+        """Warns if a cache was built with another tokenizer or format than the configuration's."""
+        if type(component.format) not in FORMATS.values():  # of another package: cannot be built here
+            return
+        form = as_format(component.format)
+        tokenizer = None if isinstance(form, PrebuiltFormat) else self.the_tokenizer
+        try:
+            metadata = processor(form, tokenizer, enforce_eos=self.enforce_eos).metadata()
+        except ActshardError:  # for example without a chat template: caches can be read, not built
+            metadata = {}
+        parts = parts_of(form, None if tokenizer is None else tokenizer.digest(), {})
+        differs = settings_difference(cache.ledger, parts, metadata)
+        if differs is not None:
+            warn(f"{cache.path}: the cache was built with {differs}, as in the configuration", code="cache-settings")
 
     def train_sets(
         self, seq_len: int, *, key: int | Key | NDArray[Any] = 0, batch_size: int | None = None
@@ -369,10 +434,6 @@ class LmDataConfig:
                 current, sub = split(current)
                 made[name] = self._shuffled(dataset, sub)
         if self.experiment_budget is not None and self.target_budget is not None:
-            if self.experiment_budget > self.target_budget:
-                raise ArgumentError(
-                    f"experiment_budget {self.experiment_budget} exceeds target_budget {self.target_budget}"
-                )
             ratio = self.experiment_budget / self.target_budget
             made = {name: Sliced(dataset, 0, int(len(dataset) * ratio)) for name, dataset in made.items()}
         for name, batches in (self.max_train_batches or {}).items():
@@ -418,7 +479,7 @@ class LmDataConfig:
             weights = [(step * batch_size, stage) for step, stage in weights]
         return Mixture(
             self.train_sets(seq_len, key=shuffle, batch_size=batch_size),
-            weights if not isinstance(weights, Mapping) else {n: w for n, w in weights.items() if w > 0},
+            weights,
             block_size=self.mixture_block_size,
             key=mix,
             stop_strategy=self.stop_strategy,
@@ -428,7 +489,7 @@ class LmDataConfig:
         """Validation examples by component."""
         made = self._datasets("validation", seq_len)
         if self.num_validation_sequences:
-            train = self._datasets("train", seq_len)
+            train = self._datasets("train", seq_len, self.num_validation_sequences)
             for name, held in self.num_validation_sequences.items():
                 made[name] = self._trainval(train[name], held)[1]
         return made

@@ -211,6 +211,11 @@ class CausalLmDataset(Streamed):
         if eos_id is not None and block_cross_document_attention:
             _warn_of_no_eos(windows.cache, eos_id)
 
+    @property
+    def cache(self) -> TokenCache:
+        """The cache of the windows."""
+        return self.windows.cache
+
     def __len__(self) -> int:
         return len(self.windows)
 
@@ -279,10 +284,13 @@ class _Packed(Streamed):
         keys = [input_ids_key] + [key for key in (loss_key, *self._also(cache)) if key and key != input_ids_key]
         empty = _field_or_empty(cache, input_ids_key) is None
         fields = [] if empty else [cache.field(key) for key in dict.fromkeys(keys)]
-        if len(fields) > 1 and len({f.num_elements for f in fields}) == 1:
-            # Fields with equal row lengths need only one plan. Lengths are compared only if the totals are equal.
-            fields = fields[:1] if _equally_long(fields) else fields
-        flat = _native.pack_rows(fields, self.max_length, self.max_segments, self.slice_strategy)
+        if len({f.num_elements for f in fields}) > 1 or not _equally_long(fields):
+            raise FormatError(
+                f"the rows of {' and '.join(repr(key) for key in dict.fromkeys(keys))} have different lengths, so their values "
+                "belong to other tokens; `actshard verify` names the first row",
+                path=cache.path,
+            )
+        flat = _native.pack_rows(fields[:1], self.max_length, self.max_segments, self.slice_strategy)
         self.pack_ranges: NDArray[np.int64] = flat.reshape(-1, 2)
         """Start and end row of each example, end exclusive: (n, 2) int64."""
 
@@ -321,6 +329,8 @@ class _Packed(Streamed):
 
 
 def _equally_long(fields: list[_native.TokenField]) -> bool:
+    if len(fields) < 2:
+        return True
     first, rows = fields[0], fields[0].num_rows
     return all(
         np.array_equal(first.bounds(at, min(1 << 18, rows - at)), other.bounds(at, min(1 << 18, rows - at)))

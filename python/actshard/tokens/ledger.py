@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,6 +35,7 @@ class Ledger:
         layout: ``"consolidated"``: one array per field; ``"sharded"``: one array per field and shard.
         metadata: ``{"preprocessor_metadata": ...}``: the preprocessing options.
         extra: keys unknown to Levanter, such as actshard's own.
+        version: size and time of change (ns) of the local file that was read.
     """
 
     total_num_rows: int
@@ -45,6 +47,12 @@ class Ledger:
     layout: str = CONSOLIDATED
     metadata: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    version: tuple[int, int] | None = field(default=None, compare=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every file of an array exists. actshard writes all files of rows; Levanter leaves out files of zeros."""
+        return OURS in self.extra and self.total_num_rows > 0
 
     @property
     def preprocessor(self) -> dict[str, Any]:
@@ -67,14 +75,45 @@ class Ledger:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes the ledger into a cache's folder, atomically.
+        """Writes the ledger into a cache's folder, atomically; actshard's own with the checksums of the files that are there.
 
         Raises:
             DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
-        write_bytes(folder / NAME, json.dumps(self.as_dict()).encode())
+        ledger = self
+        if OURS in self.extra:
+            own = {**self.extra[OURS], "checksums": checksums(Location.at(folder), self)}
+            ledger = replace(self, extra={**self.extra, OURS: own})
+        write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
+
+    @property
+    def checksums(self) -> dict[str, int]:
+        """CRC-32 of each data file, by its path in the cache; for a sharded cache that of each shard's ledger. Empty if unknown."""
+        own = self.extra.get(OURS)
+        stored = own.get("checksums") if isinstance(own, dict) else None
+        return {str(path): crc for path, crc in stored.items() if type(crc) is int} if isinstance(stored, dict) else {}
 
 
+def checksums(folder: Location, ledger: Ledger) -> dict[str, int]:
+    """CRC-32 of each data file of a cache, by its path; for a sharded cache that of each shard's checksums."""
+    if ledger.layout == SHARDED:
+        inner = {shard: read(folder / shard).checksums for shard in ledger.finished_shards}
+        return {shard: zlib.crc32(json.dumps(sums, sort_keys=True).encode()) for shard, sums in inner.items()}
+    arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in ("offsets", "data", "shapes")]
+    present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
+    files = (file for array in present for file, _ in array.files() if file.name != "zarr.json")
+    return {file.relative_to(folder): _crc(file) for file in files}
+
+
+def _crc(file: Location) -> int:
+    crc = 0
+    with file.open("read") as stream:
+        while block := stream.read(_AT_ONCE):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+_AT_ONCE = 1 << 22
 _KNOWN = {
     "total_num_rows",
     "shard_rows",
@@ -101,7 +140,8 @@ def read(folder: Path | Location) -> Ledger:
         FormatError: the ledger is inconsistent; the message names the field.
     """
     path = Location.at(folder) / NAME
-    if path.found("look into") is None:
+    stat = path.found("look into")  # before its content: a later change is an error of the first read
+    if stat is None:
         raise MissingFileError(f"expected a token cache with a {NAME}, found none", path=folder)
     fields = Fields(read_json(path), path)
     finished = fields.boolean("is_finished") if "is_finished" in fields.value else False
@@ -123,6 +163,7 @@ def read(folder: Path | Location) -> Ledger:
         layout=layout,
         metadata=_metadata(fields),
         extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
+        version=(stat.size, stat.modified) if path.is_local else None,
     )
     if layout == SHARDED:
         _check_sharded(ledger, path)

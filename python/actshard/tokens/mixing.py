@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.errors import ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
-from actshard.tokens.stream import Examples, Streamed
+from actshard.tokens.stream import Examples, Streamed, recipe_of, short_digest
 
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_MIXTURE_BLOCK = 2048
+MOST_MIXTURE_BLOCK = (1 << 16) - 1
 _MOST = (1 << 62) - 1
 """The largest index of an endless mixture."""
 _whole = partial(_arguments.whole, wrong_type=ArgumentTypeError)
@@ -37,6 +38,10 @@ class Permuted(Streamed):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
+        return {"order": short_digest(self.order.made_of), "dataset": recipe_of(self.dataset)}
+
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """The examples at these positions of the permuted order."""
         return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
@@ -52,6 +57,10 @@ class Sliced(Streamed):
 
     def __len__(self) -> int:
         return self._length
+
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
+        return {"start": self.start, "length": self._length, "dataset": recipe_of(self.dataset)}
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """Examples by index relative to ``start``."""
@@ -91,7 +100,7 @@ class Mixture(Streamed):
     ) -> None:
         if not isinstance(stop_strategy, str) or stop_strategy not in STOP_STRATEGIES:
             raise ArgumentError(f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {stop_strategy!r}")
-        block_size = _whole(block_size, "block_size", 1, (1 << 16) - 1)
+        block_size = _whole(block_size, "block_size", 1, MOST_MIXTURE_BLOCK)
         if not isinstance(datasets, Mapping):
             raise ArgumentTypeError(f"datasets: expected datasets by name, found {type(datasets).__name__}")
         for name, dataset in datasets.items():
@@ -114,6 +123,8 @@ class Mixture(Streamed):
             if length <= 0 and stop_strategy != "first_exhausted":
                 raise ArgumentError(f"dataset '{name}' is empty and cannot be repeated; give it weight 0")
         self._counts = np.array([self._counts_per_block(w) for w in normal], dtype=np.int64)
+        self._weights = normal
+        self._warn_of_no_examples()
         blocks = np.diff(np.array(self._starts, dtype=np.int64)) // block_size
         before = np.cumsum(self._counts[:-1] * blocks[:, None], axis=0)
         self._before = np.concatenate([np.zeros((1, len(self.names)), np.int64), before])
@@ -124,6 +135,37 @@ class Mixture(Streamed):
         counts = [int(weights.get(name, 0) * self.block_size) for name in self.names]
         counts[int(np.argmax(counts))] += self.block_size - sum(counts)
         return counts
+
+    @property
+    def shares(self) -> list[dict[str, tuple[float, float]]]:
+        """For each stage and dataset: the normalized weight, and the fraction of examples, a multiple of 1 / block_size."""
+        return [
+            {
+                name: (weights.get(name, 0.0), int(n) / self.block_size)
+                for name, n in zip(self.names, counts, strict=True)
+            }
+            for weights, counts in zip(self._weights, self._counts, strict=True)
+        ]
+
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`. Stages are numbers of examples per block."""
+        stages = [
+            [start, [[name, int(n)] for name, n in zip(self.names, counts, strict=True) if n]]
+            for start, counts in zip(self._starts, self._counts, strict=True)
+        ]
+        datasets = {name: d if isinstance(d, int) else recipe_of(d) for name, d in self._datasets.items()}
+        order = short_digest([self.block_size, self._key, self.stop_strategy])
+        return {"order": order, "stages": stages, "datasets": datasets}
+
+    def _warn_of_no_examples(self) -> None:
+        for start, stage in zip(self._starts, self.shares, strict=True):
+            for name, (weight, share) in stage.items():
+                if weight > 0 and not share:
+                    warn(
+                        f"dataset '{name}' gets no example from example {start:,} on: its weight {weight:.3g} is less than one in "
+                        f"block_size={self.block_size}; pass a larger block_size",
+                        code="no-example-chosen",
+                    )
 
     def __len__(self) -> int:
         if self._length is None:
@@ -262,7 +304,7 @@ def _checked_starts(starts: list[int], block_size: int) -> list[int]:
 
 def _normalized(weights: Mapping[str, float], datasets: Mapping[str, Any]) -> dict[str, float]:
     for name, weight in weights.items():
-        if name not in datasets:
+        if name not in datasets and weight != 0:
             raise ArgumentError(f"weights: unknown dataset '{name}'; expected one of {', '.join(datasets)}")
         if not 0 <= weight <= sys.float_info.max:
             raise ArgumentError(f"the weight of '{name}' must be finite and at least 0, not {weight}")

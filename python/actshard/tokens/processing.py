@@ -362,13 +362,15 @@ class PrebuiltProcessor(Processor):
                 f"field '{self.format.input_ids_key}': expected integers, found {ids.dtype}, such as {ids.flat[0]}"
             )
         limits = np.iinfo(self.fields[self.format.input_ids_key])
-        # Ids are never negative, even if the dtype is signed.
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limits.max):
-            wrong = int(ids.max()) if int(ids.max()) > limits.max else int(ids.min())
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if low < 0 or high > limits.max:  # ids are never negative, even if the dtype is signed
+            wrong = high if high > limits.max else low
             raise _BadRecordError(
                 f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}"
             )
-        row: dict[str, Any] = {self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key])}
+        row: dict[str, Any] = {
+            self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key], copy=False)
+        }
         key = self.format.loss_weights_key
         if key is not None:
             weights = self._array(record, key)
@@ -380,9 +382,9 @@ class PrebuiltProcessor(Processor):
                     f"{len(weights)}"
                 )
             with np.errstate(over="ignore"):
-                row[key] = weights.astype(np.float32)
-            if np.isinf(row[key]).any() and weights.dtype.kind == "f" and not np.isinf(weights).any():
-                raise _BadRecordError(f"field '{key}': expected float32 weights, found {np.abs(weights).max()}")
+                row[key] = weights.astype(np.float32, copy=False)
+            if not (finite := np.isfinite(row[key])).all():
+                raise _BadRecordError(f"field '{key}': expected finite float32 weights, found {weights[~finite][0]}")
         return row, []
 
     @staticmethod
@@ -392,7 +394,7 @@ class PrebuiltProcessor(Processor):
         value = record[key]
         if not isinstance(value, list | tuple | np.ndarray):
             raise _BadRecordError(f"field '{key}': expected a list of numbers, found {_short(value)}")
-        if isinstance(value, list | tuple) and any(isinstance(x, bool) for x in value):
+        if isinstance(value, list | tuple) and bool in set(map(type, value)):
             raise _BadRecordError(f"field '{key}': expected numbers, found true or false")
         try:
             made = np.asarray(value)

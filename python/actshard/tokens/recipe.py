@@ -114,26 +114,29 @@ class Recipe:
 
     def _difference(self, ledger: Ledger) -> str | None:
         """The first difference between a finished cache and this recipe, as text; None if they are equal."""
-        found = ledger.preprocessor
+        differs = settings_difference(ledger, self.parts, self.metadata)
+        if differs is not None:
+            return f"was built with {differs}"
         own = ledger.extra.get(OURS)
-        # One tokenizer has several paths. The digest of the settings contains that of its files.
-        same = isinstance(own, dict) and own.get("settings") == self.whole()["settings"]
-        for key, expected in self.metadata.items():
-            if found and found.get(key) != expected and not (same and key == "tokenizer"):
-                return f"was built with {key} {_short(found.get(key))} instead of {_short(expected)}"
         if not isinstance(own, dict):  # written by Levanter: only the names of shards can be compared
             names = [source.shard for source in self.sources]
             if list(ledger.finished_shards) != names:
                 return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
             return None
         for key, value in self.whole().items():
-            if own.get(key) != value:
-                what = {
-                    "settings": "was built with other settings (tokenizer, format, dtype or on_error)",
-                    "sources": "was built from other files, or from older versions of these",
-                }
-                return what.get(key, f"has the {key} {own.get(key)} instead of {value}")
+            if own.get(key) == value or (key == "settings" and "parts" in own):
+                continue
+            what = {
+                "settings": "was built with other settings",
+                "sources": "was built from other files, or from older versions of these",
+            }
+            return what.get(key, f"has the {key} {own.get(key)} instead of {value}")
         return None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """A digest of each part of the settings."""
+        return parts_of(self.format, self.tokenizer, {**self.options, "on_error": "skip" if self.skip else "raise"})
 
     @property
     def kept(self) -> list[str]:
@@ -177,7 +180,7 @@ class Recipe:
             skipped: number of unusable records by shard, without zeros.
             now: the time passed to chat templates.
         """
-        own = dict(self.whole())
+        own: dict[str, Any] = {**self.whole(), "parts": self.parts}
         if skipped:
             own["skipped"] = dict(skipped)
         if self.tells_time and now is not None:
@@ -201,6 +204,35 @@ class Recipe:
         own = ledger.extra.get(OURS)
         skipped = own.get("skipped", {}) if isinstance(own, dict) else {}
         return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
+
+
+_OF_READING = ("pack", "mask_user_turns")
+"""Fields of formats that do not affect rows."""
+
+
+def parts_of(format: RowFormat, tokenizer: str | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """A short digest of each part of a cache's settings: the tokenizer, fields of the format, options."""
+    fields = {f"format.{name}": value for name, value in formats.as_dict(format).items() if name not in _OF_READING}
+    return {name: digest(value)[:16] for name, value in {"tokenizer": tokenizer, **fields, **options}.items()}
+
+
+def settings_difference(ledger: Ledger, parts: Mapping[str, str], metadata: Mapping[str, Any]) -> str | None:
+    """The difference between a finished cache's settings and these, as text; None if they are equal as far as the ledger shows.
+
+    Args:
+        ledger: of the cache.
+        parts: of :func:`parts_of`, or some of them.
+        metadata: the ``preprocessor_metadata``, compared first, because its values can be shown.
+    """
+    found, own = ledger.preprocessor, ledger.extra.get(OURS)
+    stored = own.get("parts") if isinstance(own, dict) else None
+    differing = [] if not isinstance(stored, dict) else [name for name in parts if stored.get(name) != parts[name]]
+    for key, expected in metadata.items():
+        # One tokenizer may lie at several paths.
+        is_same = key == "tokenizer" and isinstance(stored, dict) and key not in differing
+        if found and found.get(key) != expected and not is_same:
+            return f"{key} {_short(found.get(key))} instead of {_short(expected)}"
+    return f"other settings: {', '.join(differing)}" if differing else None
 
 
 def shard_ledger(

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 import actshard._native as _native
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
@@ -98,6 +100,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
 
     Raises:
         FormatError: a record is unusable (file and line are given), unless bad records are skipped.
+        ChangedInputError: the source changed while it was read.
     """
     with boundary(task.staged, "make"):
         remove(task.staged)
@@ -105,6 +108,8 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     process.now = None if task.now is None else time.struct_time(task.now)
     writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
     counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
+    if isinstance(source, Source):
+        source.check_version()
     counts.problems = [str(problem.error(source.path)) for problem in counts.unusable]
     complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
     tell(counts)
@@ -204,6 +209,8 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
             for value in record.values():
                 if isinstance(value, str):
                     chars += len(value)
+                elif isinstance(value, np.ndarray):
+                    chars += value.nbytes
                 elif isinstance(value, list):
                     # Messages or numbers: a rough estimate is enough to limit a batch.
                     chars += len(value) * 100
@@ -216,6 +223,9 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
 
 def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
     """Yields batches with their token ids. Later batches are read and prepared while one is encoded."""
+    if process.tokenizer is None:
+        yield from ((prepared, []) for prepared in batches)
+        return
     waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
     # Two threads: one encodes while the other converts ids to Python integers.
     with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:
@@ -240,7 +250,7 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
 def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
     """A task as JSON-compatible values, for another process."""
     return {
-        "source": {"path": os.fspath(source.path), "shard": source.shard},
+        "source": {"path": os.fspath(source.path), "shard": source.shard, "version": source.version},
         "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
     }
 
@@ -292,7 +302,10 @@ def main() -> None:
         with boundary(None, "begin"):
             process = _process(orders.next() or {})
         while (given := orders.next()) is not None:
-            source = Source(Path(given["source"]["path"]), given["source"]["shard"])
+            version = given["source"]["version"]
+            source = Source(
+                Path(given["source"]["path"]), given["source"]["shard"], None if version is None else tuple(version)
+            )
             task = _task(given["task"])
             with boundary(task.folder, "build"):
                 build_shard(source, process, task, lambda counts: send(counts.as_dict()))

@@ -6,17 +6,27 @@ import bz2
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from actshard._json import interrupted, lines
-from actshard.errors import ActshardError, ArgumentError, FormatError, from_os, from_reader
+from actshard.errors import (
+    ActshardError,
+    ArgumentError,
+    ArgumentTypeError,
+    ChangedInputError,
+    FormatError,
+    UnsupportedError,
+    from_os,
+    from_reader,
+)
 from actshard.location import Location
 from actshard.tokens.patterns import matching
 
@@ -25,6 +35,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zst
 LONGEST_LINE = 1 << 30
 """A line longer than this is an error, so that a file without line breaks is not read into memory."""
 _ROWS_AT_ONCE = 1024
+_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,21 @@ class Source:
         found = self._location.stat("read") if self.version is None else None
         size, modified = (found.size, found.modified) if found is not None else self.version or (0, 0)
         return {"path": os.path.abspath(self.path), "size": size, "mtime_ns": modified}  # noqa: PTH100 -- Path.resolve would follow links
+
+    def at_version(self) -> Source:
+        """The source with the file's version of now; a later version is an error of :meth:`check_version`."""
+        stat = self._location.stat("read")
+        return replace(self, version=(stat.size, stat.modified))
+
+    def check_version(self) -> None:
+        """Raises ChangedInputError if the file is not of the source's version."""
+        stat = self._location.stat("read")
+        if self.version is not None and stat.kind == "file" and self.version != (stat.size, stat.modified):
+            raise ChangedInputError(
+                f"expected {self.version[0]} bytes of {self.version[1]} ns, found {stat.size} of {stat.modified}: the file changed "
+                "while it was read; build the cache again",
+                path=self.path,
+            )
 
     @property
     def what(self) -> str:
@@ -203,20 +229,53 @@ def inflated(raw: io.RawIOBase | io.BytesIO, path: Path) -> Any:
     if how == "gzip":
         return gzip.open(buffered)
     if how == "bz2":
-        return bz2.open(buffered)
+        return io.BufferedReader(_Streams(buffered, bz2.BZ2Decompressor), 1 << 18)
     if how == "xz":
-        return lzma.open(buffered)
+        return io.BufferedReader(_Streams(buffered, lzma.LZMADecompressor), 1 << 18)
     if how == "zstd":
-        return io.BufferedReader(_Zstd(buffered), 1 << 18)
+        return io.BufferedReader(_Zstd(buffered, path), 1 << 18)
     return buffered
+
+
+class _Streams(io.RawIOBase):
+    """All compressed streams of a file. The readers of bz2 and lzma ignore a damaged stream after a complete one."""
+
+    def __init__(
+        self, raw: io.BufferedReader, begin: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+    ) -> None:
+        self._raw = raw
+        self._begin = begin
+        self._stream = begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            data = b""
+            if self._stream.eof:
+                # Zeros between streams, and after the last one, are padding.
+                data = self._stream.unused_data.lstrip(b"\0")
+                while not data and (data := self._raw.read(_AT_ONCE)):
+                    data = data.lstrip(b"\0")
+                if not data:
+                    return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input and not (data := self._raw.read(_AT_ONCE)):
+                raise EOFError("the file ends within a compressed stream")
+            block = self._stream.decompress(data, len(buffer))
+            if block:
+                buffer[: len(block)] = block
+                return len(block)
 
 
 class _Zstd(io.RawIOBase):
     """pyarrow's decompressor as a Python file. Corrupt data raises EOFError."""
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, path: Path) -> None:
         import pyarrow as pa
 
+        self._path = path
         self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
 
     def readable(self) -> bool:
@@ -228,6 +287,11 @@ class _Zstd(io.RawIOBase):
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an operating system error, not corrupt data
+            if "too much memory" in str(error):
+                raise UnsupportedError(
+                    "compressed with a window of more than 128 MiB (zstd --long); compress it without --long, or decompress it",
+                    path=self._path,
+                ) from error
             raise EOFError(str(error)) from error
         buffer[: len(data)] = data
         return len(data)
@@ -321,11 +385,26 @@ def parquet_rows(
                     number += 1
                     yield number, {}
                 continue
-            for record in batch.to_pylist():
+            for values in zip(*map(_values, batch.columns), strict=True):
                 number += 1
-                yield number, record
+                yield number, dict(zip(batch.schema.names, values, strict=True))
     except pa.ArrowException as error:
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+
+
+def _values(column: Any) -> Iterable[Any]:
+    """The values of a column. Lists of numbers are numpy arrays: a Python object per number would take most of a build's time."""
+    import pyarrow as pa
+
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or column.null_count:
+        return list(column.to_pylist())
+    flat = column.flatten()
+    if flat.null_count or not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
+        return list(column.to_pylist())
+    numbers = flat.to_numpy(zero_copy_only=False)
+    ends = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
+    return [numbers[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
@@ -335,14 +414,19 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
         MissingFileError: a path or glob matches nothing.
         ArgumentError: no sources, unsupported file names, or two files with the same shard name.
     """
-    items = [given] if isinstance(given, str | os.PathLike | RowSource) else list(given)
+    items: Iterable[Any] = [given] if isinstance(given, str | os.PathLike | RowSource) else given
     paths: list[str] = []
     others: list[RowSource] = []
     for item in items:
         if isinstance(item, RowSource):
             others.append(item)
-        else:
+        elif isinstance(item, str | os.PathLike):
             paths += matching(os.fspath(item))
+        else:  # at the first item: a dataset may be endless
+            raise ArgumentTypeError(
+                f"sources: expected paths or RowSources, found {type(item).__name__}; pass records as RowSource(name, function), "
+                "whose function returns an iterator over them"
+            )
     if others and paths:
         raise ArgumentError("sources: expected only files or only RowSources, found both")
     if not paths and not others:
@@ -358,6 +442,8 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
     dotted = [name.replace(".", "_") for name in names]
     for i, name in enumerate(dotted):
         if name in dotted[:i]:
+            if paths[dotted.index(name)] == paths[i]:
+                raise ArgumentError(f"sources: expected each file once, found {paths[i]} twice")
             raise ArgumentError(
                 f"sources: {paths[dotted.index(name)]} and {paths[i]} have the same shard name '{name}'; rename one"
             )

@@ -31,6 +31,10 @@ _ENDLESS = 1 << 20
 """Endless datasets are identified by examples below this index."""
 
 
+DatasetRecipe = str | dict[str, Any]
+"""Identifies the examples of a dataset, as JSON values."""
+
+
 @runtime_checkable
 class Examples(Protocol):
     """A dataset of examples, which can be streamed, mixed and permuted."""
@@ -127,7 +131,7 @@ class TokenStream(Epochs[Any]):
         self._order = self._first_order()
         self._ordered: tuple[int, Permutation | None] = (0, self._order)
         self._batches = self._shared()
-        self._identity: str | None = None
+        self._recipe: DatasetRecipe | None = None
         if not self.num_examples:
             self._warn_of_nothing()
         super().__init__(_arguments.whole(epoch, "epoch"))
@@ -202,21 +206,14 @@ class TokenStream(Epochs[Any]):
 
     @property
     def identity(self) -> str:
-        """A digest of the dataset's length and a few of its examples. It does not depend on the cache's path."""
-        if self._identity is None:
-            n = self.num_examples
-            digest = hashlib.sha256(json.dumps(n).encode())
-            among = _ENDLESS if n is None else n
-            for index in range(0, among, -(-among // _SAMPLES) or 1):
-                try:
-                    found = self.dataset.get_batch(np.array([index], np.int64))
-                except ActshardError:
-                    digest.update(b"unreadable")
-                    continue
-                for name, array in arrays(found).items():
-                    digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-            self._identity = digest.hexdigest()[:16]
-        return self._identity
+        """A digest of the dataset's :func:`recipe_of`. It does not depend on the cache's path."""
+        recipe = self._dataset_recipe()
+        return recipe if isinstance(recipe, str) else short_digest(recipe)
+
+    def _dataset_recipe(self) -> DatasetRecipe:
+        if self._recipe is None:
+            self._recipe = recipe_of(self.dataset)
+        return self._recipe
 
     def indices(self, batch: int, epoch: int | None = None) -> NDArray[np.int64]:
         """Dataset indices in a batch of this rank: (n,) int64. Default epoch: the current one, or the next one between loops.
@@ -258,25 +255,30 @@ class TokenStream(Epochs[Any]):
         return getattr(cache, "path", None)
 
     def _ready(self) -> None:
-        _ = self.identity
+        self._dataset_recipe()
 
     def _loop(self, first: int, every: int, held: list[Any] | None) -> _TokenLoop:
         assert held is None, "batches of tokens are new arrays"
         return _TokenLoop(self, first, every)
 
     def _settings(self) -> dict[str, Any]:
+        return self._settings_at(0)
+
+    def _settings_at(self, batch: int) -> dict[str, Any]:
+        """Settings that determine the examples before a batch. Their division among ranks is not one of them."""
         shuffle = None
         if self._order is not None:
             kind, how, length, key, sizes = self._order.made_of
             shuffle = [kind, how, length, list(key), list(sizes)]
         return {
-            "dataset": self.identity,
+            "dataset": _before(self._dataset_recipe(), self._begin_of(batch)),
             "format": "tokens",
             "examples": self.num_examples,
-            "batch_size": self.batch_size,
+            "examples_per_batch": self.batch_size * self.world_size,
+            # Depends on the number of ranks in the last batches of an epoch only, which may be short.
+            "examples_read": self._begin_of(batch),
             "shuffle": shuffle,
             "drop_last": self.drop_last,
-            "world_size": self.world_size,
         }
 
 
@@ -295,6 +297,49 @@ class _TokenLoop(Loop[Any]):
 
     def _made(self, found: Any) -> Any:
         return found
+
+
+def recipe_of(dataset: Any) -> DatasetRecipe:
+    """Identifies a dataset's examples as JSON values.
+
+    What its ``recipe`` method returns; or a digest of its length, a few examples, and the checksums or counts of its cache.
+    """
+    recipe = getattr(dataset, "recipe", None)
+    if callable(recipe):
+        values: dict[str, Any] = recipe()
+        return values
+    n = len(dataset) if getattr(dataset, "is_finite", True) else None
+    digest = hashlib.sha256(json.dumps(n).encode())
+    among = _ENDLESS if n is None else n
+    for index in range(0, among, -(-among // _SAMPLES) or 1):
+        try:
+            examples = dataset.get_batch(np.array([index], np.int64))
+        except ActshardError:
+            digest.update(b"unreadable")
+            continue
+        for name, array in arrays(examples).items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    cache = getattr(dataset, "cache", None)
+    if isinstance(cache, TokenCache):
+        ledger = cache.ledger
+        content = ledger.checksums or [ledger.total_num_rows, ledger.field_counts, ledger.shard_rows]
+        digest.update(json.dumps(content, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def short_digest(value: Any) -> str:
+    """16 hexadecimal digits of JSON values."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _before(recipe: DatasetRecipe, position: int) -> DatasetRecipe:
+    """A recipe's part that determines the examples before a position: a mixture's stages may be added after it."""
+    if not isinstance(recipe, dict) or "stages" not in recipe:
+        return recipe
+    stages = [stage for stage in recipe["stages"] if stage[0] == 0 or stage[0] < position]
+    names = {name for _, counts in stages for name, _ in counts}
+    datasets = {name: dataset for name, dataset in recipe["datasets"].items() if name in names}
+    return {**recipe, "stages": short_digest(stages), "datasets": datasets}
 
 
 def arrays(batch: Any) -> dict[str, NDArray[Any]]:

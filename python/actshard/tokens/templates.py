@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,12 @@ from actshard.errors import FormatError, MissingExtraError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Detects whether a template marks assistant text. A plain search, as in Levanter."""
-_BEGIN, _END = "\ue000actshard-generation\ue001", "\ue000/actshard-generation\ue001"
+_MARK = f"\ue000{secrets.randbits(128):039d}"
+"""Random, so that no text of a conversation contains it. Digits, because filters change letters."""
+_BEGIN, _END = f"{_MARK}+\ue001", f"{_MARK}-\ue001"
 _MARKS = re.compile(f"({re.escape(_BEGIN)}|{re.escape(_END)})")
+_PIECE_OF_MARK = re.compile("\ue000[0-9]{6}|[0-9]{6}[+-]\ue001")
+"""Part of a mark that a filter or a slice of the template left. Texts contain private characters, but not so."""
 _NONE_IF_ABSENT = ("reasoning_content", "tool_calls")
 
 
@@ -123,13 +128,17 @@ def render(
         raise TemplateProblemError(f"the chat template raised: {error}") from error
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
         raise TemplateProblemError(f"the chat template failed on this conversation: {error}") from error
-    made = []
-    inside = False
+    pieces, depth = [], 0
+    is_intact = not _PIECE_OF_MARK.search(_MARKS.sub("", text))
     for part in _MARKS.split(text):
-        if part == _BEGIN:
-            inside = True
-        elif part == _END:
-            inside = False
+        if part in (_BEGIN, _END):
+            depth += 1 if part == _BEGIN else -1
+            is_intact &= depth >= 0
         elif part:
-            made.append((part, inside))
-    return made
+            pieces.append((part, depth > 0))
+    if not is_intact or depth:
+        raise TemplateProblemError(
+            "the chat template cuts or changes the text of a {% generation %} block, with a slice or a filter; do that inside of "
+            "the block"
+        )
+    return pieces

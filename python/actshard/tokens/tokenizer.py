@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,17 @@ class Tokenizer:
         return Tokenizer(**made, backend=None if text is None else _library().from_str(text))
 
     def digest(self) -> str:
-        """SHA-256 of everything that affects token ids; the name is excluded."""
+        """SHA-256 of everything that affects token ids; the name is excluded. Computed once: it serializes the vocabulary."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(json.dumps({**self.as_dict(), "name": ""}, sort_keys=True).encode()).hexdigest()
+
+    def has_special(self, name: str) -> bool:
+        """Whether encoding the text of a special token, ``"bos"`` or ``"eos"``, ends with its id. False without such a token."""
+        text, number = getattr(self, f"{name}_token"), getattr(self, f"{name}_id")
+        return text is not None and number is not None and self.encode([f" {text}"])[0][-1:] == [number]
 
 
 def pieces(text: str) -> list[str]:
@@ -139,7 +149,7 @@ def load_tokenizer(
         MissingExtraError: the ``tokenizers`` library is not installed.
         ArgumentError: an unsupported object, or the vocabulary lacks a given special token.
     """
-    made = _load(tokenizer, vocab_size)
+    made = _load(tokenizer, vocab_size, needs_template=chat_template is None)
     if chat_template is not None:
         made = replace(made, chat_template=chat_template)
     for name, token in (("bos", bos_token), ("eos", eos_token)):
@@ -151,7 +161,7 @@ def load_tokenizer(
     return made
 
 
-def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
+def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str) and tokenizer == PASSTHROUGH:
@@ -159,7 +169,7 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
             raise ArgumentError("the passthrough tokenizer needs vocab_size=, at least 1")
         return Tokenizer(PASSTHROUGH, vocab_size)
     if isinstance(tokenizer, str | os.PathLike):
-        return _from_path(tokenizer)
+        return _from_path(tokenizer, needs_template=needs_template)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # transformers
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
@@ -176,7 +186,7 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
     )
 
 
-def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
+def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokenizer:
     found = local_path(given, "tokenizer")  # rejects strings that cannot be file names
     if is_file_url(given):
         given = found
@@ -200,7 +210,10 @@ def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
     own = Location.at(file.parent / "chat_template.jinja")
     if not template and own.kind() == "file":
         template = own.read_utf8()
-    if template is not None and not isinstance(template, str):
+    if isinstance(template, list):  # named templates; a tokenizer without a default one has no template
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if needs_template and template is not None and not isinstance(template, str):
         raise FormatError(
             f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
             path=config_file,
@@ -221,14 +234,24 @@ def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: A
             "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
             code="tokenizer-truncates",
         )
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    return Tokenizer(
+    if backend.padding is not None:  # rows would depend on their batch
+        backend = _library().from_str(backend.to_str())
+        backend.no_padding()
+    tokenizer = Tokenizer(
         name=name,
         vocab_size=int(backend.get_vocab_size(with_added_tokens=True)),
         bos_token=bos,
         eos_token=eos,
-        bos_id=None if bos is None else vocabulary.get(bos),
-        eos_id=None if eos is None else vocabulary.get(eos),
+        bos_id=None if bos is None else backend.token_to_id(bos),
+        eos_id=None if eos is None else backend.token_to_id(eos),
         chat_template=template if isinstance(template, str) else None,
         backend=backend,
     )
+    # Catches any state of the library's object that makes rows depend on their batch.
+    texts = ["a", "a text of some more words and 123 numbers"]
+    if tokenizer.encode(texts) != [ids for text in texts for ids in tokenizer.encode([text])]:
+        raise ArgumentError(
+            f"{name or 'the tokenizer'} encodes a text differently in a batch than alone, so rows would depend on their batch; "
+            "disable padding and dropout in its tokenizer.json"
+        )
+    return tokenizer

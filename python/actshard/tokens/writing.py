@@ -30,7 +30,7 @@ from actshard.errors import (
 )
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing
-from actshard.tokens.ledger import Ledger
+from actshard.tokens.ledger import OURS, Ledger
 from actshard.work import Lock, locked, remove, sync_folders, sync_tree
 
 STORAGES = ("plain", "lz4")
@@ -362,6 +362,7 @@ class CacheWriter:
             finished_shards=("",),
             field_counts=dict(sorted(counts.items())),
             metadata={"preprocessor_metadata": self._metadata},
+            extra={OURS: {}},
         ).write(new)
         sync_tree(new)
         return new

@@ -9,6 +9,7 @@ use actshard_core::source::Io;
 use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
+use actshard_core::tokens::ledger::LedgerState;
 use actshard_core::{Error, Kind};
 
 use crate::folder::scratch;
@@ -39,7 +40,7 @@ type Rows = Vec<Option<Vec<u8>>>;
 
 fn read(folder: &Path, io: Io, budget: u64, counts: Option<(u64, u64)>) -> Option<(u64, Rows)> {
     let parts = vec![FieldShard { folder: folder.into(), counts }];
-    let opened = counted(|| Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(budget))));
+    let opened = counted(|| Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(budget)), LedgerState::default()));
     let field = opened.map_err(|e| one_line(&e)).ok()?;
     let mut cursor = Cursor::default();
     let item = field.dtype().size().expect("a number");

@@ -7,6 +7,7 @@ use actshard_core::source::Io;
 use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
+use actshard_core::tokens::ledger::LedgerState;
 
 use crate::folder::scratch;
 use crate::memory::counted;
@@ -42,7 +43,7 @@ pub fn token_offsets(data: &[u8]) {
     fs::write(root.join("offsets/zarr.json"), meta("int64", offsets.len())).expect("a file");
     fs::write(root.join("offsets/c/0"), &data[..offsets.len() * 8]).expect("a file");
     let parts = vec![FieldShard { folder: root.into(), counts: None }];
-    let opened = counted(|| Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0))));
+    let opened = counted(|| Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0)), LedgerState::default()));
     let want = plainly(&offsets);
     let Ok(field) = opened else {
         assert!(want.is_none(), "{opened:?}");

@@ -12,6 +12,7 @@ use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Loss, Packing, TokenBatch};
 use actshard_core::tokens::jagged::{Cursor, ElementRange, Field, FieldShard};
+use actshard_core::tokens::ledger::LedgerState;
 use actshard_core::tokens::pack::{Overlong, Packer};
 use actshard_core::{Error, Finding, Kind, threads};
 use numpy::{
@@ -184,13 +185,17 @@ fn loss_of<'a>(py: Python<'_>, name: &str, field: Option<&'a Field>) -> PyResult
 
 #[pymethods]
 impl TokenField {
-    /// `parts`: folder, and the numbers of rows and elements if a ledger has them.
+    /// `parts`: folder, and the numbers of rows and elements if a ledger has them. `ledger`: the cache's ledger, its size and time
+    /// of change in ns. `is_complete`: whether the writer left out no file.
     #[new]
+    #[pyo3(signature = (parts, io, cache, ledger=None, *, is_complete=false))]
     fn new(
         py: Python<'_>,
         parts: Vec<(NamedPlace, Option<(u64, u64)>)>,
         io: &str,
         cache: &BlockCache,
+        ledger: Option<(PathBuf, u64, i64)>,
+        is_complete: bool,
     ) -> PyResult<TokenField> {
         detach::guarded(py, || {
             let io = Io::from_name(io)
@@ -200,8 +205,10 @@ impl TokenField {
             let part = |(place, counts): (NamedPlace, _)| FieldShard { folder: place.location, counts };
             let parts: Vec<FieldShard> = parts.into_iter().map(part).collect();
             let blocks = Arc::clone(&cache.blocks);
+            let file = ledger.map(|(path, size, changed)| (path.as_path().into(), size, changed));
+            let ledger = LedgerState { file, is_complete };
             let (field, has_shapes) = patient(py, store.wishes().is_some(), || {
-                let field = Field::open(parts.clone(), Arc::clone(&store), Arc::clone(&blocks))?;
+                let field = Field::open(parts.clone(), Arc::clone(&store), Arc::clone(&blocks), ledger.clone())?;
                 let has_shapes = field.shapes_folder()?.is_some();
                 Ok((field, has_shapes))
             })?;
@@ -305,6 +312,14 @@ impl TokenField {
             let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
             let ranges = detach::detached(py, |watch| batch::row_ranges(&self.field, &rows, watch))?;
             Ok(PyArray1::from_vec(py, ranges.iter().flat_map(|range| [range.start, range.end]).collect()))
+        })
+    }
+
+    /// The first missing file of each array whose counts are its own, and the number of missing files.
+    fn missing_files(&self, py: Python<'_>) -> PyResult<Vec<(PathBuf, u64)>> {
+        detach::guarded(py, || {
+            let missing = patient(py, self.field.is_far(), || self.field.missing_files())?;
+            Ok(missing.into_iter().map(|(location, n)| (errors::path_of(&location).into(), n)).collect())
         })
     }
 

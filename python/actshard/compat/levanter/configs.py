@@ -27,6 +27,7 @@ from actshard.tokens import components, formats
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
 from actshard.tokens.processing import WEIGHTS
+from actshard.tokens.recipe import parts_of, settings_difference
 
 LmDatasetFormatBase = formats.FormatBase
 TextLmDatasetFormat = formats.TextFormat
@@ -89,6 +90,28 @@ class LmDataConfig(tokens.LmDataConfig):
     def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
         """Returns the validation examples of each component as asynchronous datasets."""
         return {name: Prepared(one) for name, one in super().validation_sets(length_of(Pos)).items()}
+
+    def tagged_eval_sets(self, Pos: Any) -> list[tuple[Any, list[str]]]:  # noqa: N803 -- Levanter's name
+        """Returns the validation examples of each component, with its tags and its name."""
+        return [(one, [*(self.components[name].tags or ()), name]) for name, one in self.validation_sets(Pos).items()]
+
+    def train_grug_sets(self, *, seq_len: int, initial_batch_size: int | None = None, key: Any = 0) -> Any:
+        """:meth:`train_sets` by length instead of axis."""
+        return self.train_sets(seq_len, initial_batch_size=initial_batch_size, key=key)
+
+    def validation_grug_sets(self, *, seq_len: int) -> Any:
+        """:meth:`validation_sets` by length instead of axis."""
+        return self.validation_sets(seq_len)
+
+    def tagged_eval_grug_sets(self, *, seq_len: int) -> list[tuple[Any, list[str]]]:
+        """:meth:`tagged_eval_sets` by length instead of axis."""
+        return self.tagged_eval_sets(seq_len)
+
+    @property
+    def sources(self) -> dict[str, components.DatasetSourceConfigBase]:
+        """The sources by component, of components that have one."""
+        sources = {name: component.source for name, component in self.components.items()}
+        return {name: source for name, source in sources.items() if source is not None}
 
     def build_caches(self, split: str) -> dict[str, TreeCache]:
         """Builds the missing caches of a split, and opens all of its caches."""
@@ -184,16 +207,15 @@ def load_lm_dataset_cache(
 
     Raises:
         MissingFileError: there is no cache.
-        ExistsError: it was built with other settings; the message names the first that differs.
+        ExistsError: it was built with other settings; the message names them.
     """
     cache = open_cache(cache_dir)
     build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
-    expected, found = build.process.metadata(), cache.ledger.preprocessor
-    for key, value in expected.items():
-        if found and found.get(key) != value:
-            raise ExistsError(
-                f"was built with other settings: {key}: expected {value!r}, found {found.get(key)!r}", path=cache.path
-            )
+    # A name of a tokenizer is no difference: Levanter records the hub's, and a local copy has a path.
+    metadata = {key: value for key, value in build.process.metadata().items() if key != "tokenizer"}
+    differs = settings_difference(cache.ledger, parts_of(build.format, build.recipe.tokenizer, {}), metadata)
+    if differs is not None:
+        raise ExistsError(f"was built with {differs}", path=cache.path)
     return TreeCache(cache)
 
 

@@ -22,6 +22,8 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
     if cache is None:
         return
     for warning in cache.warnings:
+        if warning.code == "chunk-missing":  # reported below, for shards too
+            continue
         report.add(warning.code, root / ledgers.NAME, warning)
     _leftovers(cache, report)
     for done, name in enumerate(cache.fields):
@@ -32,11 +34,29 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
                 continue
             report.error(errors.from_native(kind, detail, path, offset, None, None, code), root)
     _same_lengths(cache, report)
+    if report.deep:
+        _checksums(cache, report)
     if report.deep and not report.errors:
         for name in cache.fields:
             _values(cache, name, report, tell)
     report.count("rows", len(cache))
     report.count("tokens", cache.num_tokens)
+
+
+def _checksums(cache: TokenCache, report: Report) -> None:
+    """Compares the files with the checksums of the ledger, or of the ledgers of shards."""
+    root, ledger = Location.at(cache.path), cache.ledger
+    parts = [(root, ledger)]
+    if ledger.layout == ledgers.SHARDED:
+        shards = [root / shard for shard in ledger.finished_shards if ledger.checksums]
+        parts += [(shard, ledgers.read(shard)) for shard in shards]
+    for folder, part in parts:
+        stored = part.checksums
+        actual = ledgers.checksums(folder, part) if stored else {}
+        for path in sorted(path for path in stored.keys() | actual.keys() if stored.get(path) != actual.get(path)):
+            report.add(
+                "checksum", folder / path, f"CRC-32 {actual.get(path)}", f"{stored.get(path)}, as in {ledgers.NAME}"
+            )
 
 
 def _leftovers(cache: TokenCache, report: Report) -> None:

@@ -5,13 +5,16 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
 use super::frame::{Blocks, Frame, HEADER, Planes, blosc, most_stored};
+use super::ledger::LedgerState;
 use super::meta::Meta;
+use super::narrow::{to_float32, to_int32};
 use crate::arrays::coded::{self, CodedArray};
 use crate::arrays::file::{ChunkFile, StoredUnit};
 use crate::arrays::index::Entries;
@@ -114,6 +117,7 @@ pub struct TokenArray {
     number: u64,
     versions: VersionNumbers,
     foreign: Option<CodedArray>,
+    ledger: Arc<LedgerState>,
 }
 
 impl Opened for TokenArray {
@@ -183,14 +187,16 @@ impl TokenArray {
         folder: Location,
         cache: Arc<BlockCache>,
         elements: Option<u64>,
+        ledger: Arc<LedgerState>,
     ) -> Result<TokenArray> {
         let store = Arc::clone(store);
         let (meta, text) = Meta::read_with_text(&*store, &folder)?;
+        ledger.check(&*store)?;
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
         let foreign = (meta.coding == Coding::Foreign)
             .then(|| CodedArray::of(Arc::clone(&store), &folder, &text, meta.index.is_some()));
         let (number, versions) = (new_array(), VersionNumbers::default());
-        Ok(TokenArray { store, folder, meta, files, cache, number, versions, foreign })
+        Ok(TokenArray { store, folder, meta, files, cache, number, versions, foreign, ledger })
     }
 
     /// The dtype of the elements.
@@ -225,6 +231,11 @@ impl TokenArray {
                 }
                 None => ChunkFile::one_unit(source, version),
             })?;
+        self.ledger.check(&*self.store)?;
+        if file.source().is_none() && self.ledger.is_complete {
+            let detail = "the file is missing: the cache is incomplete; copy it again, or build it again";
+            return Err(Error::new(Kind::NotFound, detail).at(&location));
+        }
         let seen = (0..file.units()).map(|_| AtomicU8::new(seen::NOTHING)).collect();
         let version = self.versions.number(number, file.version());
         Ok(TokenFile { file, version, seen, headers: self.store.wishes().map(|_| Arc::default()) })
@@ -595,27 +606,34 @@ impl TokenArray {
     ///
     /// The work depends on the existing files, not on the number of elements.
     pub fn check(&self, elements: u64, deep: bool, each: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
-        let files = elements.div_ceil(self.meta.outer);
-        let mut existing = self.existing()?;
-        existing.retain(|number| *number < files);
-        let mut next = 0;
-        for number in existing {
-            self.report_missing(next..number, each);
-            self.check_file(number, elements, deep, each, watch)?;
-            next = number + 1;
+        let existing = self.existing()?;
+        for gap in self.gaps(&existing, elements) {
+            self.report_missing(gap, each);
         }
-        self.report_missing(next..files, each);
+        let files = elements.div_ceil(self.meta.outer);
+        for number in existing.into_iter().filter(|number| *number < files) {
+            self.check_file(number, elements, deep, each, watch)?;
+        }
         Ok(())
     }
 
-    fn report_missing(&self, files: std::ops::Range<u64>, report: &mut dyn FnMut(Error, bool)) {
+    /// Ranges of missing files among those of the first `elements` elements. `existing`: numbers of files, in ascending order.
+    pub(super) fn gaps(&self, existing: &[u64], elements: u64) -> Vec<Range<u64>> {
+        let files = elements.div_ceil(self.meta.outer);
+        let ends = existing.iter().copied().filter(|number| *number < files).chain([files]);
+        let starts = [0].into_iter().chain(existing.iter().map(|number| number + 1));
+        starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
+    }
+
+    fn report_missing(&self, files: Range<u64>, report: &mut dyn FnMut(Error, bool)) {
         let path = self.meta.file(&self.folder, files.start);
-        let detail = match files.end.saturating_sub(files.start) {
-            0 => return,
-            1 => "the file is missing: its elements read as the fill value".to_string(),
-            n => format!("this file and the {} after it are missing: their elements read as the fill value", n - 1),
+        let detail = match files.end - files.start {
+            1 => "the file is missing".to_string(),
+            n => format!("this file and the {} after it are missing", n - 1),
         };
-        report(Error::new(Kind::NotFound, detail).at(&path), true);
+        let is_fill = !self.ledger.is_complete;
+        let detail = if is_fill { format!("{detail}; the elements read as the fill value") } else { detail };
+        report(Error::new(Kind::NotFound, detail).at(&path), is_fill);
     }
 
     fn check_file(
@@ -705,91 +723,4 @@ impl TokenArray {
         });
         all_there
     }
-}
-
-fn to_int32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> bool {
-    macro_rules! each {
-        ($t:ty) => {{
-            const SIZE: usize = size_of::<$t>();
-            let mut fits = true;
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<SIZE>().0) {
-                let value = <$t>::from_le_bytes(*from);
-                *to = value as i32;
-                fits &= *to as i128 == value as i128;
-            }
-            fits
-        }};
-    }
-    match dtype {
-        DType::I64 => {
-            // No branch in the loop, and no 64-bit comparison, which is slow on old processors: token ids are not negative.
-            let mut all = 0u64;
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<8>().0) {
-                let value = u64::from_le_bytes(*from);
-                *to = value as i32;
-                all |= value;
-            }
-            all < 1 << 31 || each!(i64)
-        }
-        DType::I32 => {
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *to = i32::from_le_bytes(*from);
-            }
-            true
-        }
-        DType::U32 => {
-            let mut all = 0u32;
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                let value = u32::from_le_bytes(*from);
-                *to = value.cast_signed();
-                all |= value;
-            }
-            all < 1 << 31
-        }
-        DType::U16 => {
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *to = i32::from(u16::from_le_bytes(*from));
-            }
-            true
-        }
-        DType::U64 => each!(u64),
-        DType::I16 => each!(i16),
-        DType::I8 => each!(i8),
-        DType::U8 => each!(u8),
-        _ => false,
-    }
-}
-
-fn to_float32(dtype: DType, bytes: &[u8], out: &mut [f32]) -> bool {
-    macro_rules! each {
-        ($t:ty) => {{
-            const SIZE: usize = size_of::<$t>();
-            for (to, from) in out.iter_mut().zip(bytes.as_chunks::<SIZE>().0) {
-                *to = <$t>::from_le_bytes(*from) as f32;
-            }
-            true
-        }};
-    }
-    match dtype {
-        DType::F32 => each!(f32),
-        DType::F64 => each!(f64),
-        DType::F16 => each_half(bytes, out, |b| half::f16::from_le_bytes(b).to_f32()),
-        DType::BF16 => each_half(bytes, out, |b| half::bf16::from_le_bytes(b).to_f32()),
-        DType::I64 => each!(i64),
-        DType::U64 => each!(u64),
-        DType::I32 => each!(i32),
-        DType::U32 => each!(u32),
-        DType::I16 => each!(i16),
-        DType::U16 => each!(u16),
-        DType::I8 => each!(i8),
-        DType::U8 => each!(u8),
-        _ => false,
-    }
-}
-
-fn each_half(bytes: &[u8], out: &mut [f32], widen: impl Fn([u8; 2]) -> f32) -> bool {
-    for (to, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-        *to = widen(*from);
-    }
-    true
 }

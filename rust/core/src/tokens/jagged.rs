@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::array::{BlockCache, HeldFile, StagedFiles, TokenArray};
+use super::ledger::LedgerState;
 use super::meta::{METADATA, Meta};
 use super::staged::{Needed, first_of, stage};
 use crate::dtype::DType;
@@ -55,6 +56,7 @@ pub struct Field {
     arrays: Slots<TokenArray>,
     store: Arc<dyn Store>,
     cache: Arc<BlockCache>,
+    ledger: Arc<LedgerState>,
     dtype: DType,
 }
 
@@ -121,13 +123,19 @@ type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize
 
 impl Field {
     /// Opens a field in a store. Opens no file of parts with known counts; reads the `offsets` of the others.
-    pub fn open(parts: Vec<FieldShard>, store: Arc<dyn Store>, cache: Arc<BlockCache>) -> Result<Field> {
+    pub fn open(
+        parts: Vec<FieldShard>,
+        store: Arc<dyn Store>,
+        cache: Arc<BlockCache>,
+        ledger: LedgerState,
+    ) -> Result<Field> {
         // Arrays of a slow store are kept: the data fetched for a batch is found by their numbers.
         let arrays = match store.wishes() {
             None => Slots::new(3 * parts.len() as u64),
             Some(_) => Slots::without_descriptors(3 * parts.len()),
         };
-        let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, store, cache, dtype: DType::I64 };
+        let (rows, elements, ledger) = (vec![0], vec![0], Arc::new(ledger));
+        let mut field = Field { parts, rows, elements, arrays, store, cache, ledger, dtype: DType::I64 };
         for part in 0..field.parts.len() {
             let (rows, elements) = match field.parts[part].counts {
                 Some(counts) => counts,
@@ -154,6 +162,7 @@ impl Field {
         if !field.parts.is_empty() {
             field.dtype = Meta::read(&*field.store, &field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
         }
+        field.ledger.check(&*field.store)?;
         Ok(field)
     }
 
@@ -278,7 +287,7 @@ impl Field {
                     .map(|c| c.1)
                     .or_else(|| Some(self.elements.get(part + 1)?.saturating_sub(self.elements[part]))),
             };
-            let array = TokenArray::open(&self.store, folder, Arc::clone(&self.cache), most)?;
+            let array = TokenArray::open(&self.store, folder, Arc::clone(&self.cache), most, Arc::clone(&self.ledger))?;
             match which {
                 ShardArray::Data => self.check_part(part, &array)?,
                 ShardArray::Offsets => self.check_rows(part, &array)?,
@@ -508,6 +517,27 @@ impl Field {
         let mut out = vec![];
         each_number(&shapes, &mut HeldFile::default(), first, width as usize, &mut |_, value| out.push(value))?;
         Ok(out)
+    }
+
+    /// The first missing file of each array, and the number of missing files: of parts whose counts are those of their arrays.
+    pub fn missing_files(&self) -> Result<Vec<(Location, u64)>> {
+        let mut missing = vec![];
+        for part in (0..self.parts.len()).filter(|part| self.parts[*part].counts.is_none()) {
+            let rows = self.rows[part + 1] - self.rows[part];
+            let elements = self.elements[part + 1] - self.elements[part];
+            // An array of a shard without rows may have no file.
+            for (which, n) in
+                [(ShardArray::Offsets, if rows == 0 { 0 } else { rows + 1 }), (ShardArray::Data, elements)]
+            {
+                let array = self.array(part, which)?;
+                let gaps = array.gaps(&array.existing()?, n);
+                if let Some(first) = gaps.first() {
+                    let files = gaps.iter().map(|gap| gap.end - gap.start).sum();
+                    missing.push((array.meta().file(array.folder(), first.start), files));
+                }
+            }
+        }
+        Ok(missing)
     }
 
     /// Reports every problem of the field's files; see [`TokenArray::check`].

@@ -629,11 +629,12 @@ mod tests {
     use crate::tokens::array::BlockCache;
     use crate::tokens::frame::Frame;
     use crate::tokens::jagged::FieldShard;
+    use crate::tokens::ledger::LedgerState;
     use proptest::prelude::*;
 
     fn reopened(folder: &Path, io: Io) -> Field {
         let parts = vec![FieldShard { folder: folder.into(), counts: None }];
-        Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(1 << 20))).unwrap()
+        Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(1 << 20)), LedgerState::default()).unwrap()
     }
 
     const SMALL: WriteOptions = WriteOptions { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };

@@ -10,6 +10,7 @@ use actshard_core::source::{Io, Store};
 use actshard_core::tokens::array::{BlockCache, HeldFile, TokenArray};
 use actshard_core::tokens::frame::stored_header;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
+use actshard_core::tokens::ledger::LedgerState;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use zarrs::array::BytesToBytesCodecTraits;
@@ -18,7 +19,7 @@ use zarrs::metadata_ext::codec::blosc::{BloscCompressionLevel, BloscCompressor, 
 
 fn open_array(folder: &Path, io: Io, cache: Arc<BlockCache>, most: Option<u64>) -> actshard_core::Result<TokenArray> {
     let store: Arc<dyn Store> = Arc::new(Local { io });
-    TokenArray::open(&store, folder.into(), cache, most)
+    TokenArray::open(&store, folder.into(), cache, most, Arc::default())
 }
 
 /// The encoding of an inner chunk.
@@ -391,7 +392,7 @@ proptest! {
             parts.push(FieldShard { folder: folder.into(), counts });
         }
         let io = if mapped { Io::Mmap } else { Io::Pread };
-        let field = Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(4000))).unwrap();
+        let field = Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(4000)), LedgerState::default()).unwrap();
         prop_assert_eq!(field.num_rows(), rows.len() as u64);
         let mut cursor = Cursor::default();
         let item = field.dtype().size().unwrap();
@@ -574,7 +575,7 @@ fn rows_that_no_file_of_offsets_has_room_for_are_refused() {
         offsets.lay(&root.path().join("offsets"), |i| if i == 0 { rows } else { 0 });
         Layout::new("int64", 16, vec![None]).lay(&root.path().join("data"), |_| 0);
         let parts = vec![FieldShard { folder: root.path().into(), counts: None }];
-        Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0)))
+        Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0)), LedgerState::default())
     };
     assert_eq!(one(15).unwrap().num_rows(), 15);
     for rows in [16, 1 << 40, 1 << 59] {

@@ -11,6 +11,7 @@ use actshard_core::source::{Io, Store, Wishes};
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::batch::{Loss, Packing, TokenBatch, packed, windows};
 use actshard_core::tokens::jagged::{Field, FieldShard};
+use actshard_core::tokens::ledger::LedgerState;
 use actshard_core::{Kind, Result};
 
 use super::store::{Handle, Memory, WISHES, at};
@@ -47,7 +48,7 @@ fn write(folder: &Path, shard: u64) {
 fn field(store: Arc<dyn Store>, folder: &Location) -> Field {
     let counts = Some(((TOKENS / LENGTH) as u64, TOKENS as u64));
     let parts = (0..SHARDS).map(|s| FieldShard { folder: folder.join(&s.to_string()), counts }).collect();
-    Field::open(parts, store, Arc::new(BlockCache::new(1 << 20))).unwrap()
+    Field::open(parts, store, Arc::new(BlockCache::new(1 << 20)), LedgerState::default()).unwrap()
 }
 
 fn batch(field: &Field, starts: &[u64], watch: &mut dyn FnMut() -> bool) -> Result<Vec<i32>> {
