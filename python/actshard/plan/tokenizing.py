@@ -591,7 +591,7 @@ def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, n
     cache = _native.BlockCache(0)
     for name in recipe.fields:
         for part in _filled([read]):
-            writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache))
+            writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True))
     complete_shard(staged, folder, writers, identity, sum(each.skipped for each in read), dict(recipe.metadata))
 
 
