@@ -19,8 +19,8 @@ from actshard.formats.layout_toml.keeping import index_of
 from actshard.location import Location
 
 
-def native(index: RowIndex, options: Options) -> Rows:
-    """The rows of an index."""
+def native(index: RowIndex, options: Options, *, is_raw: bool) -> Rows:
+    """The rows of an index. Raw files may grow while they are read."""
     files = [(index.paths[file.path], file.step, file.swapped, file.gzipped, file.decoded) for file in index.row_files]
     return _native.placed_rows(
         files,
@@ -33,6 +33,7 @@ def native(index: RowIndex, options: Options) -> Rows:
         decoded_memory=options.decoded_memory,
         descr=stored(index.dtype),
         io=options.io,
+        grows=is_raw,
         scaled=[(n, *file.scaled) for n, file in enumerate(index.row_files) if file.scaled is not None],
     )
 
@@ -66,7 +67,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         dtype=stored(index.dtype),
         num_examples=len(counts),
         token_counts=counts.copy,
-        rows=native(index, options),
+        rows=native(index, options, is_raw=described.activations.shape is not None),
         column_names=columns.names,
         columns=columns.table,
         head_columns=columns.table,
