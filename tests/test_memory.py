@@ -166,3 +166,38 @@ def test_a_file_that_needs_too_much_memory_is_an_error(
     command = [sys.executable, "-c", SCRIPT, str(folder.resolve()), pattern, expected]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+FLAT = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import resource
+import numpy as np, actshard
+kind, n = sys.argv[2], int(sys.argv[3])
+shape = {"shape": [-1, 4], "dtype": "float16"} if kind == "bin" else {}
+axes = {"files": "rows." + kind, "axes": ["row", "dim"], **shape}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store = actshard.open(sys.argv[1], layout={"version": 1, "activations": axes})
+assert store.num_examples == len(store.token_counts) == n
+assert store.gather(0, [0, n - 1, n // 2], [0]).tolist() == [[0] * 4, [1] * 4, [0] * 4]
+assert store.tokens_of([n - 1]).tolist() == [1] and store.layer(0)[n - 1].tolist() == [[1] * 4]
+batch = next(iter(store.stream(0, 64)))
+assert batch.examples.tolist() == list(range(64))
+batch = next(iter(store.stream(0, 64, shuffle="exact", seed=3)))
+assert len(set(batch.examples.tolist())) == 64
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bin", "npy"])
+def test_rows_of_a_flat_file_take_no_memory_each(kind: str, tmp_path: Path) -> None:
+    n = 300_000_000
+    head = b"" if kind == "bin" else header(n, 4).replace(b"<f4", b"<f2")
+    sparse(tmp_path / f"rows.{kind}", head, len(head) + 8 * (n - 1))
+    with (tmp_path / f"rows.{kind}").open("ab") as file:
+        file.write(np.ones(4, np.float16).tobytes())
+    command = [sys.executable, "-c", FLAT, str(tmp_path), kind, str(n)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 200 << 10  # KiB: the pages of the rows that were read, and of libraries
