@@ -70,3 +70,25 @@ def enlarged(
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
     return folder
+
+
+def shared_names(columns: int, name: str) -> bytes:
+    """A stream without batches whose columns share one copy of a name."""
+    fields = [pa.field(name if i == 0 else str(i), pa.int8()) for i in range(columns)]
+    message = bytearray(pa.schema(fields).serialize().to_pybytes())
+
+    def follow(at: int) -> int:
+        return at + struct.unpack_from("<I", message, at)[0]
+
+    def field(table: int, number: int) -> int:
+        vtable = table - struct.unpack_from("<i", message, table)[0]
+        return table + struct.unpack_from("<H", message, vtable + 4 + 2 * number)[0]
+
+    # The first column was written first, which is at the end: references lead forward.
+    schema = follow(field(follow(8), 2))
+    vector = follow(field(schema, 1)) + 4
+    names = [field(follow(vector + 4 * i), 0) for i in range(columns)]
+    longest = follow(names[0])
+    for at in names[1:]:
+        struct.pack_into("<I", message, at, longest - at)
+    return bytes(message) + struct.pack("<Ii", 0xFFFFFFFF, 0)

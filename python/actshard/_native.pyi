@@ -124,6 +124,8 @@ def placed_rows(
     io: str,
     faults: Sequence[tuple[int, str, str, str | PathLike[str]]] = ...,
     scaled: Sequence[tuple[int, StoredArray, StoredArray, NDArray[np.float32] | None]] = ...,
+    grows: bool = ...,
+    even: tuple[int, int, Sequence[tuple[int, int, int]]] | None = ...,
 ) -> Rows: ...
 def read_torch(places: Sequence[str | PathLike[str]], limit: int) -> list[TorchContents]: ...
 

@@ -21,7 +21,7 @@ fn check(source: &dyn Source, place: &ArrayPlace) {
     let size = place.inside.map_or(source.size(), |region| region.size);
     assert!(extent == 0 || place.at + extent <= size);
     // Not counted: many arrays of one storage are larger than the file, and a reader has one of them at a time.
-    match arrays::read(source, place) {
+    match arrays::read(source, place, &mut || false) {
         Ok(bytes) => assert_eq!(Some(bytes.len() as u64), place.count().map(|n| n * place.item())),
         Err(error) => refused(&error),
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use actshard_core::files::scaled::{ScaledArray, ScaledStore};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::files::unpacked::{Unit, Unpacked};
-use actshard_core::layout::placed::Placed;
+use actshard_core::layout::placed::{EvenPlaces, Placed};
 use actshard_core::parse::arrays::{self, ArrayPlace};
 use actshard_core::parse::npy::{self, NpyArray, NpyElements};
 use actshard_core::parse::safetensors;
@@ -150,7 +150,7 @@ impl TorchContents {
     fn read<'py>(&self, py: Python<'py>, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
         detach::guarded(py, || {
             let (file, place) = (&self.file, &self.place);
-            let made = detach::detached(py, |_| {
+            let made = detach::detached(py, |watch| {
                 let opened;
                 let source: &dyn Source = match &file.held {
                     Some(held) => held,
@@ -159,9 +159,12 @@ impl TorchContents {
                         &*opened
                     }
                 };
-                arrays::read(source, &array.place).map_err(|e| e.at(&place.location))
+                arrays::read(source, &array.place, watch).map_err(|e| e.at(&place.location))
             })?;
-            Ok(PyByteArray::new(py, &made))
+            PyByteArray::new_with(py, made.len(), |copy| {
+                copy.copy_from_slice(&made);
+                Ok(())
+            })
         })
     }
 }
@@ -218,11 +221,14 @@ pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str) -> PyRes
 #[pyfunction]
 pub fn read_array<'py>(py: Python<'py>, place: NamedPlace, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
     detach::guarded(py, || {
-        let made = detach::detached(py, |_| {
+        let made = detach::detached(py, |watch| {
             let source = store_of(&place, Io::Pread).open(&place.location, Access::Once)?;
-            arrays::read(&*source, &array.place).map_err(|e| e.at(&place.location))
+            arrays::read(&*source, &array.place, watch).map_err(|e| e.at(&place.location))
         })?;
-        Ok(PyByteArray::new(py, &made))
+        PyByteArray::new_with(py, made.len(), |copy| {
+            copy.copy_from_slice(&made);
+            Ok(())
+        })
     })
 }
 
@@ -250,19 +256,38 @@ pub type FaultTuple = (u64, String, String, NamedPlace);
 pub type ScaledTuple<'py> =
     (usize, Bound<'py, StoredArray>, Bound<'py, StoredArray>, Option<PyReadonlyArray1<'py, f32>>);
 
+/// Examples at equal distances: their number, the rows of each, and for each group the file, the first byte and the bytes from one
+/// example to the next.
+pub type EvenTuple = (u64, u32, Vec<(u32, u64, u64)>);
+
 /// An example that cannot be read, and the error of its reads.
 fn fault((example, code, detail, place): FaultTuple) -> (u64, Error) {
     let kind = Kind::ALL.into_iter().find(|kind| kind.code() == code).unwrap_or(Kind::Format);
     (example, Error::new(kind, detail).at(place.location))
 }
 
+/// The number of a file, the places of its elements and scales, and the scales' values if they are not in the file.
+type ScaledPlace = (usize, ArrayPlace, ArrayPlace, Option<Vec<f32>>);
+
+fn scaled_place((number, codes, scales, held): ScaledTuple<'_>) -> PyResult<ScaledPlace> {
+    let held = held.map(|held| held.as_slice().map(<[f32]>::to_vec)).transpose()?;
+    Ok((number, codes.get().place.clone(), scales.get().place.clone(), held))
+}
+
+fn placed_evenly((examples, tokens, groups): EvenTuple, steps: Vec<u64>) -> Result<Placed> {
+    let groups = groups.into_iter().map(|(file, start, step)| EvenPlaces { file, start, step });
+    Placed::even(groups.collect(), examples, tokens, steps)
+}
+
 /// Rows anywhere in files: `files` are (path, bytes between rows, whether byte-swapped, whether gzipped, the array to decode or
 /// None). `numbers` and `starts` have the file and the first byte for each group and example, `tokens` the rows of each example.
 /// In a decoded array, offsets are those in its C order. `faults` are examples that cannot be read: (example, the error's code, its
 /// detail, the file). `scaled` are files whose elements are products: (number of the file, float8 or int8 elements, their scales,
-/// the scales' values if they are not in the file); offsets are those in the products' C order, in `dtype`.
+/// the scales' values if they are not in the file); offsets are those in the products' C order, in `dtype`. Files that
+/// `grows` have no headers, and may become longer while they are read. With
+/// `even`, examples are at equal distances, and the arrays are empty.
 #[pyfunction]
-#[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io, faults=vec![], scaled=vec![]))]
+#[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io, faults=vec![], scaled=vec![], grows=false, even=None))]
 #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
 pub fn placed_rows(
     py: Python<'_>,
@@ -278,15 +303,11 @@ pub fn placed_rows(
     io: &str,
     faults: Vec<FaultTuple>,
     scaled: Vec<ScaledTuple<'_>>,
+    grows: bool,
+    even: Option<EvenTuple>,
 ) -> PyResult<Rows> {
     detach::guarded(py, || {
-        let scaled: Vec<_> = scaled
-            .into_iter()
-            .map(|(number, codes, scales, held)| {
-                let held = held.map(|held| held.as_slice().map(<[f32]>::to_vec)).transpose()?;
-                Ok((number, codes.get().place.clone(), scales.get().place.clone(), held))
-            })
-            .collect::<PyResult<_>>()?;
+        let scaled = scaled.into_iter().map(scaled_place).collect::<PyResult<Vec<_>>>()?;
         let faults = faults.into_iter().map(fault).collect();
         let (numbers, starts) = (numbers.as_slice()?.to_vec(), starts.as_slice()?.to_vec());
         let tokens = tokens.as_slice()?.to_vec();
@@ -303,9 +324,12 @@ pub fn placed_rows(
                 None => Arc::new(Local { io }),
             };
             let steps = files.iter().map(|(_, step, ..)| *step).collect();
-            let layout = Placed::new(num_groups, numbers, starts, tokens, steps)?.refusing(faults);
-            let mut units = vec![];
-            let mut table = Vec::with_capacity(files.len());
+            let layout = match even {
+                None => Placed::new(num_groups, numbers, starts, tokens, steps)?,
+                Some(even) => placed_evenly(even, steps)?,
+            };
+            let layout = layout.refusing(faults);
+            let (mut units, mut table) = (vec![], vec![]);
             for (place, step, swapped, gzipped, array) in files {
                 let mut location = place.location;
                 let mut rows = RowsIn::Apart { step, swapped };
@@ -337,7 +361,8 @@ pub fn placed_rows(
             if !arrays.is_empty() {
                 store = Arc::new(ScaledStore::new(store, arrays));
             }
-            Ok(Dataset::Placed(FileTable::of(store, table, width, dtype)?, layout))
+            let table = FileTable::of(store, table, width, dtype)?;
+            Ok(Dataset::Placed(if grows { table.growing() } else { table }, layout))
         })
     })
 }

@@ -164,7 +164,7 @@ impl ZarrMeta {
                 Fill::Integer(n) => n.into_py_any(py),
                 Fill::Float(n) => n.into_py_any(py),
                 Fill::Bits(bytes) => PyBytes::new(py, &bytes).into_py_any(py),
-                Fill::Text => "".into_py_any(py),
+                Fill::Text(text) => text.into_py_any(py),
             }?;
             Ok(ZarrMeta {
                 shape: meta.shape,

@@ -270,7 +270,7 @@ impl Rows {
                     rows: RowsIn::Apart { step, swapped: false },
                 };
                 let listed = files.iter().cycle().zip(steps).map(file).collect();
-                let table = file_table(store, listed, width, dtype, io)?;
+                let table = file_table(store, listed, width, dtype, io)?.growing();
                 if index.index.sizes().files.len() != files.len() || table.row().bytes as u64 != layout.row_bytes() {
                     return Err(Error::new(Kind::Internal, "an index of other files or rows"));
                 }

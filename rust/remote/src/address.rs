@@ -49,7 +49,7 @@ pub struct StoreUrl {
     pub store: String,
     /// The bucket, container, `org/name` of a dataset, or scheme, host and port of a web server.
     pub bucket: String,
-    /// The key, without a slash at either end; for the web, the path with its percent signs decoded.
+    /// The key, without a slash at either end; for the web, the path as it was written.
     pub key: String,
     /// The revision of a dataset of the hub; `main` by default.
     pub revision: String,
@@ -118,10 +118,6 @@ impl StoreUrl {
         if let Some(why) = not_a_bucket(provider, &scheme, bucket) {
             return Err(refused(format!("{scheme}://: {why}")));
         }
-        let key = match provider {
-            Provider::Http => percent_decode_str(key).decode_utf8_lossy().into_owned(),
-            _ => key.to_string(),
-        };
         let (scheme, bucket) = match provider {
             Provider::S3 => ("s3", bucket.to_string()),
             Provider::Gcs => ("gs", bucket.to_string()),
@@ -129,7 +125,7 @@ impl StoreUrl {
             _ => (scheme.as_str(), format!("{scheme}://{}", bucket.to_ascii_lowercase())),
         };
         let store = if provider == Provider::Http { bucket.clone() } else { format!("{scheme}://{bucket}") };
-        let key = key.trim_matches('/').to_string();
+        let key = checked(key.trim_matches('/'), scheme)?;
         Ok(StoreUrl { provider, store, bucket, key, revision: String::new(), query: query.map(str::to_string) })
     }
 
@@ -137,6 +133,16 @@ impl StoreUrl {
     pub fn location(&self, key: &str) -> Location {
         Location::object(self.store.clone(), key)
     }
+}
+
+/// Bytes of a key, at most: 32 times what S3 allows.
+const MOST_KEY: usize = 32 << 10;
+
+fn checked(key: &str, scheme: &str) -> Result<String> {
+    if key.len() > MOST_KEY {
+        return Err(refused(format!("{scheme}://: expected a path of at most {MOST_KEY} bytes, found {}", key.len())));
+    }
+    Ok(key.to_string())
 }
 
 /// The reason why a text is invalid as a bucket or a host.
@@ -183,7 +189,7 @@ fn hub(rest: &str) -> Result<StoreUrl> {
         provider: Provider::Hub,
         store: format!("hf://datasets/{org}/{name}{shown}"),
         bucket: format!("{org}/{name}"),
-        key: path.trim_matches('/').to_string(),
+        key: checked(path.trim_matches('/'), "hf")?,
         revision,
         query: None,
     })
@@ -192,6 +198,21 @@ fn hub(rest: &str) -> Result<StoreUrl> {
 /// A key as the path of a URL.
 pub fn path_of(key: &str) -> String {
     utf8_percent_encode(key, IN_PATH).to_string()
+}
+
+/// A key of a web server as the path of a URL. Escapes that were written stay as they are: `%2F` is no separator, and a server
+/// may distinguish `%2B` from `+`.
+pub fn web_path_of(key: &str) -> String {
+    let mut path = String::with_capacity(key.len());
+    let mut parts = key.split('%');
+    path.push_str(&path_of(parts.next().unwrap_or_default()));
+    for part in parts {
+        let is_escape =
+            part.as_bytes().first_chunk().is_some_and(|two: &[u8; 2]| two.iter().all(u8::is_ascii_hexdigit));
+        path.push_str(if is_escape { "%" } else { "%25" });
+        path.push_str(&path_of(part));
+    }
+    path
 }
 
 /// A text as one name in the path of a URL.
@@ -213,10 +234,20 @@ mod tests {
         let pair = |a: &str, b: &str| (a.to_string(), b.to_string());
         assert_eq!(parsed("s3a://bucket/run//x/"), pair("s3://bucket", "run//x"));
         assert_eq!(parsed("gs://b"), pair("gs://b", ""));
-        assert_eq!(parsed("HTTPS://Host:80/a%20b/c?X-Sig=secret#f"), pair("https://host:80", "a b/c"));
+        assert_eq!(parsed("HTTPS://Host:80/a%20b/c?X-Sig=secret#f"), pair("https://host:80", "a%20b/c"));
         assert_eq!(parsed("hf://datasets/lab/acts@v1/x/y"), pair("hf://datasets/lab/acts@v1", "x/y"));
         assert_eq!(parsed("hf://datasets/lab/acts@main/x"), pair("hf://datasets/lab/acts", "x"));
         assert_eq!(parsed("hf://datasets/lab/acts@refs/pr/1/x"), pair("hf://datasets/lab/acts@refs/pr/1", "x"));
+    }
+
+    #[test]
+    fn a_web_server_is_asked_for_the_path_that_was_written() {
+        for path in ["a/group%2Fname", "caf%E9", "a%20b", "a+b", "a%2Bb", "x%25y", "a//b", "%f0%9f%98%80", "%"] {
+            let key = StoreUrl::parse(&format!("https://host/{path}/x")).unwrap().key;
+            let expected = if path == "%" { "%25" } else { path };
+            assert_eq!(web_path_of(&key), format!("{expected}/x"));
+        }
+        assert_eq!(web_path_of("run/100% a?#%zz/é"), "run/100%25%20a%3F%23%25zz/%C3%A9");
     }
 
     #[test]
@@ -254,6 +285,9 @@ mod tests {
             "hf://datasets/acts",
             "hf://models/a/b",
             "plain",
+            &format!("s3://bucket/{}", "a/".repeat(20_000)),
+            &format!("https://host/{}", "a/".repeat(20_000)),
+            &format!("hf://datasets/lab/acts/{}", "a/".repeat(20_000)),
         ] {
             assert_eq!(StoreUrl::parse(url).unwrap_err().kind, Kind::Argument, "{url}");
         }

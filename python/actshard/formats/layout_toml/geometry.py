@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from actshard.errors import FormatError
 from actshard.location import Location
@@ -19,6 +23,39 @@ class Axis:
 
     count: int
     stride: int
+
+
+@dataclass(frozen=True)
+class EvenNumbers:
+    """Numbers at equal distances. Takes no memory, however many they are."""
+
+    first: int
+    step: int
+    count: int
+
+    def array(self) -> NDArray[np.int64]:
+        """The numbers, ``(count,)`` int64."""
+        return self.first + np.arange(self.count, dtype=np.int64) * self.step
+
+
+Numbers: TypeAlias = "EvenNumbers | NDArray[np.int64]"
+
+
+def array_of(numbers: Numbers) -> NDArray[np.int64]:
+    """The numbers, ``(n,)`` int64."""
+    return numbers.array() if isinstance(numbers, EvenNumbers) else numbers
+
+
+def weighted(first: int, *terms: tuple[Numbers, int]) -> Numbers:
+    """``first`` plus the products of numbers and weights, of equally many numbers in each term."""
+    if all(isinstance(numbers, EvenNumbers) for numbers, _ in terms):
+        even = [(numbers, weight) for numbers, weight in terms if isinstance(numbers, EvenNumbers)]
+        total = sum(numbers.first * weight for numbers, weight in even)
+        return EvenNumbers(first + total, sum(numbers.step * weight for numbers, weight in even), even[0][0].count)
+    sums = np.full(len(array_of(terms[0][0])), first, np.int64)
+    for numbers, weight in terms:
+        sums += array_of(numbers) * weight
+    return sums
 
 
 @dataclass(frozen=True)

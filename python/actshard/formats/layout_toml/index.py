@@ -19,7 +19,7 @@ from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files, viewed
-from actshard.formats.layout_toml.geometry import Axis, Geometry, geometry
+from actshard.formats.layout_toml.geometry import Axis, EvenNumbers, Geometry, Numbers, array_of, geometry, weighted
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.location import Location
 
@@ -66,6 +66,8 @@ class RowIndex:
         skipped: leading tokens of each example that are padding, for columns.
         within: position of each example in its unit.
         ids: the captured example, or its position.
+        even: row file, first offset and bytes between examples, by layer, if all examples are at equal distances in one unit.
+            Then ``numbers`` and ``starts`` are empty, and ``tokens`` and ``skipped`` repeat one value.
     """
 
     layers: tuple[Name, ...]
@@ -78,13 +80,28 @@ class RowIndex:
     starts: NDArray[np.uint64]
     tokens: NDArray[np.uint32]
     skipped: NDArray[np.int64]
-    within: NDArray[np.int64]
-    ids: list[Name]
+    within: Sequence[int] | NDArray[np.int64]
+    ids: Sequence[Name]
     numbered: bool
     """Whether ``ids`` come from file names."""
     kept: NDArray[np.int64] | None = None
     """Positions of the selected examples among the examples of all units; None: all."""
     opened: dict[Location, OpenedFile] = field(default_factory=dict)
+    even: tuple[tuple[int, int, int], ...] | None = None
+
+
+def spread(index: RowIndex) -> RowIndex:
+    """The same index with a row file and an offset for each example."""
+    if index.even is None:
+        return index
+    n = len(index.tokens)
+    places = UnitPlaces(
+        [file for file, _, _ in index.even],
+        [EvenNumbers(first, step, n) for _, first, step in index.even],
+        index.tokens,
+        index.skipped,
+    )
+    return replace(index, numbers=places.numbers_each(), starts=places.starts_each(), even=None)
 
 
 def units_of(root: Location, description: Description, listing: Listing | None = None) -> list[Unit]:
@@ -213,6 +230,47 @@ def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDAr
     if len(holes):
         raise UnsupportedError(f"lengths: the mask of example {holes[0]} has zeros between its tokens", path=path)
     return firsts, counts
+
+
+def _repeated(value: int, n: int) -> NDArray[np.int64]:
+    """``n`` times one value, in the memory of one."""
+    return np.broadcast_to(np.int64(value), n)
+
+
+def _counts(tokens: NDArray[np.int64], path: Location) -> NDArray[np.uint32]:
+    """Rows per example, as the core takes them. A repeated number stays one in memory."""
+    is_repeated = len(tokens) > 0 and tokens.strides[0] == 0
+    values = tokens[:1] if is_repeated else tokens
+    if values.size and int(values.max()) >> 32:
+        raise UnsupportedError(f"expected fewer than 2^32 tokens per example, found {values.max()}", path=path)
+    return np.broadcast_to(values.astype(np.uint32), len(tokens)) if is_repeated else tokens.astype(np.uint32)
+
+
+@dataclass
+class UnitPlaces:
+    """The examples of a unit: a row file and offsets for each layer, rows of each example, and leading padding."""
+
+    numbers: list[int]
+    starts: list[Numbers]
+    tokens: NDArray[np.uint32]
+    skipped: NDArray[np.int64]
+
+    def numbers_each(self) -> NDArray[np.uint32]:
+        """The row file by layer and example."""
+        return np.repeat(np.array(self.numbers, np.uint32)[:, None], len(self.tokens), axis=1)
+
+    def starts_each(self) -> NDArray[np.uint64]:
+        """The offset by layer and example."""
+        return np.stack([array_of(starts) for starts in self.starts]).astype(np.uint64)
+
+    def even(self) -> tuple[tuple[int, int, int], ...] | None:
+        """File, first offset and distance of each layer; None if distances or numbers of rows differ."""
+        if len(self.tokens) == 0 or self.tokens.strides[0]:
+            return None
+        even = [starts for starts in self.starts if isinstance(starts, EvenNumbers)]
+        if len(even) != len(self.starts):
+            return None
+        return tuple((n, starts.first, starts.step) for n, starts in zip(self.numbers, even, strict=True))
 
 
 class Finder:
@@ -432,8 +490,8 @@ class Finder:
         layers = self.layers()
         made = [self._unit(unit, layers) for unit in self.units]
         total = 0
-        for unit, (numbers, *_) in zip(self.units, made, strict=True):
-            unit.first, unit.count = total, numbers.shape[1]
+        for unit, places in zip(self.units, made, strict=True):
+            unit.first, unit.count = total, len(places.tokens)
             total += unit.count
         whole = self.lengths.whole
         if whole is not None and self.lengths.is_shared() and self.lengths.used not in (0, len(whole)):
@@ -441,10 +499,8 @@ class Finder:
                 f"lengths: expected {self.lengths.used} for all files together, found {len(whole)}", path=self.root
             )
 
-        def joined(n: int, axis: int) -> NDArray[Any]:
-            return np.concatenate([each[n] for each in made], axis=axis)
-
         within, ids, numbered = examples_of(self.units)
+        even = made[0].even() if len(made) == 1 else None
         return RowIndex(
             layers=layers,
             d_model=self.d_model,
@@ -452,14 +508,19 @@ class Finder:
             units=self.units,
             paths=self.paths,
             row_files=self.made_files,
-            numbers=joined(0, 1).astype(np.uint32),
-            starts=joined(1, 1).astype(np.uint64),
-            tokens=joined(2, 0).astype(np.uint32),
-            skipped=joined(3, 0).astype(np.int64),
+            numbers=np.zeros((len(layers), 0), np.uint32)
+            if even
+            else np.concatenate([places.numbers_each() for places in made], 1),
+            starts=np.zeros((len(layers), 0), np.uint64)
+            if even
+            else np.concatenate([places.starts_each() for places in made], 1),
+            tokens=made[0].tokens if even else np.concatenate([places.tokens for places in made]),
+            skipped=made[0].skipped if even else np.concatenate([places.skipped for places in made]),
             within=within,
             ids=ids,
             numbered=numbered,
             opened=self.opened,
+            even=even,
         )
 
     def _arrays(self, unit: Unit, layers: tuple[Name, ...]) -> Iterator[tuple[OpenedFile, StoredArray, int | None]]:
@@ -482,11 +543,11 @@ class Finder:
         for position in range(len(layers)):
             yield file, array, position if has_axis else None
 
-    def _unit(self, unit: Unit, layers: tuple[Name, ...]) -> tuple[NDArray[Any], ...]:
+    def _unit(self, unit: Unit, layers: tuple[Name, ...]) -> UnitPlaces:
         known = self.factors(unit, len(layers))
         item = 0
         numbers, starts = [], []
-        spans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+        spans: tuple[Numbers, Numbers, NDArray[np.int64]] | None = None
         shape: tuple[int, ...] | None = None
         before: tuple[StoredArray, tuple[Geometry, int, int, str]] | None = None
         for layer_name, (file, array, position) in zip(layers, self._arrays(unit, layers), strict=True):
@@ -512,17 +573,15 @@ class Finder:
                     raise FormatError(f"expected {len(layers)} layers, found {layer.count}", path=file.path)
                 first += position * layer.stride * item
             example, rows = found.get("example") or Axis(1, 0), found.get(along) or Axis(1, 0)
-            begin = first + (examples * example.stride + skipped * rows.stride) * item
-            numbers.append(np.full(len(examples), number, np.uint32))
-            starts.append(begin.astype(np.uint64))
+            starts.append(weighted(first, (examples, example.stride * item), (skipped, rows.stride * item)))
+            numbers.append(number)
         assert spans is not None
-        examples, skipped, tokens = spans
-        padding = skipped if "row" not in self.part.axes else np.zeros_like(skipped)
-        return np.stack(numbers), np.stack(starts), tokens, padding
+        _, skipped, tokens = spans
+        if "row" in self.part.axes or isinstance(skipped, EvenNumbers):  # even examples are not padded
+            skipped = _repeated(0, len(tokens))
+        return UnitPlaces(numbers, starts, _counts(tokens, unit.any), skipped)
 
-    def _spans(
-        self, unit: Unit, found: Geometry, along: str
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _spans(self, unit: Unit, found: Geometry, along: str) -> tuple[Numbers, Numbers, NDArray[np.int64]]:
         """For each example of a unit: position along the axis of examples, first row, and number of rows."""
         values = self.lengths.of(unit, self.opened.get(unit.any), self.others)
         path = unit.any
@@ -530,11 +589,11 @@ class Finder:
         room = rows.count if rows is not None else 1
         if along == "row":
             firsts, counts = self._of_rows(values, room, path)
-            return np.zeros(len(firsts), np.int64), firsts, counts
+            return EvenNumbers(0, 0, len(counts)), firsts, counts
         examples = found.axes["example"].count if "example" in found.axes else 1
-        each = np.arange(examples, dtype=np.int64)
+        each = EvenNumbers(0, 1, examples)
         if values is None:
-            return each, np.zeros(examples, np.int64), np.full(examples, room, np.int64)
+            return each, EvenNumbers(0, 0, examples), _repeated(room, examples)
         part = self.description.lengths
         assert part is not None
         if part.kind == "mask":
@@ -584,12 +643,10 @@ class Finder:
                 return [line_number(line, column, self.root) for line in lines]
         return None
 
-    def _of_rows(
-        self, values: NDArray[Any] | None, rows: int, path: Location
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _of_rows(self, values: NDArray[Any] | None, rows: int, path: Location) -> tuple[Numbers, NDArray[np.int64]]:
         """First row and number of rows of each example, for consecutive examples."""
         if values is None:
-            return np.arange(rows, dtype=np.int64), np.ones(rows, np.int64)
+            return EvenNumbers(0, 1, rows), _repeated(1, rows)
         part = self.description.lengths
         assert part is not None
         if len(self.units) > 1 and self.lengths.is_shared():
@@ -616,8 +673,10 @@ def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:
     return value
 
 
-def examples_of(units: Sequence[Unit]) -> tuple[NDArray[np.int64], list[Name], bool]:
+def examples_of(units: Sequence[Unit]) -> tuple[Sequence[int] | NDArray[np.int64], Sequence[Name], bool]:
     """Positions of all examples in their units, their names, and whether the names come from file names."""
+    if len(units) == 1 and "example" not in units[0].captured:
+        return range(units[0].count), range(units[0].count), False
     counts = np.array([unit.count for unit in units], np.int64)
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     if "example" not in units[0].captured:
@@ -641,13 +700,14 @@ def build(root: Location, description: Description, limit: int, units: list[Unit
 def chosen(index: RowIndex, numbers: set[int]) -> RowIndex:
     """The examples with these numbers."""
     keep = np.flatnonzero([example in numbers for example in index.ids])
+    index = spread(index)
     return replace(
         index,
         numbers=np.ascontiguousarray(index.numbers[:, keep]),
         starts=np.ascontiguousarray(index.starts[:, keep]),
         tokens=index.tokens[keep],
         skipped=index.skipped[keep],
-        within=index.within[keep],
+        within=np.asarray(index.within)[keep],
         ids=[index.ids[n] for n in keep.tolist()],
         kept=keep.astype(np.int64),
     )

@@ -17,7 +17,7 @@ from actshard._arguments import NUMPY_BY_NAME
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
 from actshard.formats.layout_toml.description import Description
 from actshard.formats.layout_toml.files import matches
-from actshard.formats.layout_toml.index import RowFile, RowIndex, Unit, build, examples_of, units_of
+from actshard.formats.layout_toml.index import RowFile, RowIndex, Unit, build, examples_of, spread, units_of
 from actshard.location import Location
 
 _VERSION = 1
@@ -58,6 +58,7 @@ def _list_others(root: Location, described: Description, listing: Listing) -> No
 
 def stored_of(index: RowIndex) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     """The index's header and arrays."""
+    index = spread(index)
     header = {"layers": list(index.layers), "d_model": index.d_model, "dtype": index.dtype}
     return header, [
         np.array([unit.count for unit in index.units], np.int64),
@@ -133,7 +134,7 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
     )
     if not has_kept[0]:
         return index
-    return replace(index, within=within[kept], ids=[ids[i] for i in kept.tolist()], kept=kept)
+    return replace(index, within=np.asarray(within)[kept], ids=[ids[i] for i in kept.tolist()], kept=kept)
 
 
 def _between(values: NDArray[Any], low: int, high: int) -> bool:

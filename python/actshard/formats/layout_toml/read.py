@@ -19,20 +19,22 @@ from actshard.formats.layout_toml.keeping import index_of
 from actshard.location import Location
 
 
-def native(index: RowIndex, options: Options) -> Rows:
-    """The rows of an index."""
+def native(index: RowIndex, options: Options, *, is_raw: bool) -> Rows:
+    """The rows of an index. Raw files may grow while they are read."""
     files = [(index.paths[file.path], file.step, file.swapped, file.gzipped, file.decoded) for file in index.row_files]
     return _native.placed_rows(
         files,
         np.ascontiguousarray(index.numbers.reshape(-1)),
         np.ascontiguousarray(index.starts.reshape(-1)),
-        np.ascontiguousarray(index.tokens),
+        np.ascontiguousarray(index.tokens if index.even is None else index.tokens[:0]),
+        even=None if index.even is None else (len(index.tokens), int(index.tokens[0]), index.even),
         num_groups=len(index.layers),
         width=index.d_model,
         dtype=index.dtype,
         decoded_memory=options.decoded_memory,
         descr=stored(index.dtype),
         io=options.io,
+        grows=is_raw,
         scaled=[(n, *file.scaled) for n, file in enumerate(index.row_files) if file.scaled is not None],
     )
 
@@ -46,8 +48,8 @@ def open(path: Location, options: Options) -> Contents:
 def contents(path: Location, described: Description, index: RowIndex, options: Options) -> Contents:
     """The dataset's contents, for a store."""
     columns = FolderColumns(path, described, index)
-    counts = index.tokens.astype(np.int64)
-    same = int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else None
+    tokens = index.tokens
+    same = int(tokens[0]) if index.even is not None or (len(tokens) and bool((tokens == tokens[0]).all())) else None
     provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
     if described.program:
         provenance["program"] = described.program
@@ -64,9 +66,9 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         layers=layers.stored(index.layers, path),
         d_model=index.d_model,
         dtype=stored(index.dtype),
-        num_examples=len(counts),
-        token_counts=counts.copy,
-        rows=native(index, options),
+        num_examples=len(tokens),
+        token_counts=lambda: tokens.astype(np.int64) if same is None else np.broadcast_to(np.int64(same), len(tokens)),
+        rows=native(index, options, is_raw=described.activations.shape is not None),
         column_names=columns.names,
         columns=columns.table,
         head_columns=columns.table,

@@ -248,7 +248,10 @@ class Spare:
         Raises:
             FormatError: the array needs more than its stored chunks and the remaining budget allow.
         """
-        item = 64 if meta.dtype is None else max(meta.dtype.itemsize, 64 if meta.dtype.kind in "SU" else 1)
+        if meta.dtype is None:  # strings: those that are not stored are copies of the fill value
+            item = 64 + len(str(meta.fill).encode(errors="surrogatepass"))
+        else:
+            item = max(meta.dtype.itemsize, 64 if meta.dtype.kind in "SU" else 1)
         # Chunks are decoded whole, and an array with chunks has at least one.
         size = max(math.prod(meta.shape), math.prod(meta.outer) if files else 0) * item
         stored = sum(files.values())

@@ -23,11 +23,12 @@ use zarrs::metadata_ext::codec::sharding::{
     ShardingCodecConfiguration, ShardingCodecConfigurationV1, ShardingIndexLocation,
 };
 
-use super::failing::{Said, Undecodable, no_memory, reserve, zeros};
+use super::failing::{Said, Undecodable};
 use super::index::{DecodeIndex, IndexForm, place};
 use super::meta::index_numbers;
 use super::zstandard;
 use crate::error::{Finding, Kind};
+use crate::memory;
 
 /// The largest decoded chunk, as in numcodecs ("Codec does not support buffers of > 2147483647 bytes").
 pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
@@ -254,7 +255,7 @@ impl Chain {
             },
         };
         for (codec, form) in self.arrays.iter().rev() {
-            drop(reserve::<u8>(array.size() as u64)?);
+            drop(memory::reserve::<u8>(array.size() as u64)?);
             array = codec.decode(array, &form.shape, &form.dtype, &form.fill, &options()).map_err(text)?.into_owned();
         }
         array.into_fixed().map(|b| Elements::Fixed(b.into_owned())).map_err(text)
@@ -346,7 +347,7 @@ impl Undo {
                 if length != encoded.len() as u64 {
                     return Err(format!("blosc: expected {length} encoded bytes, found {}", encoded.len()).into());
                 }
-                drop(reserve::<u8>(claimed)?);
+                drop(memory::reserve::<u8>(claimed)?);
                 codec.decode(encoded, &known, &options()).map_err(text)
             }
             Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
@@ -376,12 +377,12 @@ fn likely(encoded: usize) -> u64 {
 fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<Cow<'static, [u8]>> {
     let limit = bound.limit();
     // The rest is allocated as data arrives, so that a claimed size alone allocates nothing.
-    let mut made = reserve(limit.min(likely(encoded.len())))?;
+    let mut made = memory::reserve(limit.min(likely(encoded.len())))?;
     let mut decoder = decoder.take(limit.saturating_add(1));
     loop {
         let before = made.len();
         let step = (before.max(1 << 20) as u64).min(limit + 1 - before as u64);
-        made.try_reserve(step as usize).map_err(|_| no_memory(before as u64 + step, "bytes"))?;
+        made.try_reserve(step as usize).map_err(|_| memory::no_memory(before as u64 + step))?;
         if (&mut decoder).take(step).read_to_end(&mut made).map_err(|e| format!("{name}: {e}"))? == 0 {
             break;
         }
@@ -459,18 +460,20 @@ impl ShardCodec {
 
     fn whole(&self, bytes: &[u8]) -> Said<Elements> {
         let len = bytes.len() as u64;
-        let cut = |(at, n): (u64, u64)| bytes[at as usize..(at + n) as usize].to_vec();
+        let cut = |(at, n): (u64, u64)| memory::copied(&bytes[at as usize..(at + n) as usize]);
         let n = self.index.bytes();
         let at = self.index.start(len);
         let at = at.ok_or_else(|| format!("expected a shard index of {n} bytes, found {len} bytes in all"))?;
-        let index = self.index.parse(cut((at, n)))?;
+        let index = self.index.parse(cut((at, n))?)?;
         let fill = self.inner.whole.fill.as_ne_bytes();
         let fixed = self.inner.whole.dtype.is_fixed();
         let (shape, chunk) = (unwrapped(&self.shape), unwrapped(&self.chunk));
         assemble(&shape, &chunk, fill, fixed, Places::new(&self.counts), |at| {
             let entry = *index.get(self.number(at)).ok_or("shard index: too short")?;
             let placed = place(entry, len)?;
-            placed.map(|(at, n)| self.inner.check_encoded(n).and_then(|()| self.inner.decode(cut((at, n))))).transpose()
+            placed
+                .map(|(at, n)| self.inner.check_encoded(n).and_then(|()| self.inner.decode(cut((at, n))?)))
+                .transpose()
         })
     }
 }
@@ -496,17 +499,18 @@ pub(super) fn assemble(
         let bytes = total.checked_mul(size).ok_or_else(too_large)?;
         // Of a shard of 1 GiB that holds one chunk, the rest is never touched.
         if fill.iter().all(|b| *b == 0) {
-            Elements::Fixed(zeros(bytes)?)
+            Elements::Fixed(memory::bytes(bytes as u64)?)
         } else {
-            let mut made = reserve(bytes as u64)?;
+            let mut made = memory::reserve(bytes as u64)?;
             (0..total).for_each(|_| made.extend_from_slice(fill));
             Elements::Fixed(made)
         }
     } else {
-        let mut each: Vec<Vec<u8>> = vec![];
-        each.try_reserve_exact(total).map_err(|_| too_large())?;
-        each.resize(total, fill.to_vec());
-        Elements::Variable(each)
+        let mut texts: Vec<Vec<u8>> = memory::reserve(total as u64)?;
+        for _ in 0..total {
+            texts.push(memory::copied(fill)?);
+        }
+        Elements::Variable(texts)
     };
     let dims = shape.len();
     for at in places {

@@ -20,6 +20,7 @@ use super::meta::index_numbers;
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
+use crate::memory;
 use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
 use crate::threads::{self, Watch};
@@ -172,7 +173,7 @@ impl ParsedArray {
         let sources: Vec<Option<&dyn Source>> = files.iter().map(|file| file.source().map(|s| &**s)).collect();
         type To<'a> = ((&'a Location, Option<u64>), &'a mut Option<Elements>);
         let decode = |((location, offset), made): To<'_>, bytes: &[u8]| {
-            let decoded = decode_unit(bytes.to_vec(), chain, location);
+            let decoded = decode_unit(memory::copied(bytes)?, chain, location);
             *made = Some(decoded.map_err(|e| offset.map_or_else(|| e.clone(), |offset| e.clone().byte(offset)))?);
             Ok(())
         };
@@ -247,7 +248,7 @@ impl ArrayShards<'_> {
             }
         }
         let parse = |(location, found): (&Location, &mut Option<Arc<Entries>>), bytes: &[u8]| {
-            *found = Some(Arc::new(self.parse(bytes.to_vec(), location)?));
+            *found = Some(Arc::new(self.parse(memory::copied(bytes)?, location)?));
             Ok(())
         };
         fetch(&sources, wanted, wishes, &parse, watch)?;
@@ -452,7 +453,10 @@ pub fn problem(folder: &Location, metadata: &[u8]) -> Option<String> {
     ParsedArray::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
 }
 
-/// Reads a whole array of at most `most` bytes, or of elements of variable size (small arrays next to the activations). Looks
+/// Bytes of a string in addition to its text: its place in a list, and its allocation.
+const STRING_BYTES: usize = 48;
+
+/// Reads a whole array of at most `most` bytes, as small arrays next to the activations are. Looks
 /// only for the chunks listed in `there`; the others are missing and have the fill value.
 pub fn read_whole(
     store: &dyn Store,
@@ -465,7 +469,9 @@ pub fn read_whole(
     let parsed = ParsedArray::new(folder, metadata)?;
     let (shape, fill) = (parsed.array.shape(), parsed.array.fill_value().as_ne_bytes());
     let fixed = parsed.array.data_type().fixed_size();
-    let bytes = shape.iter().try_fold(fixed.unwrap_or(1) as u64, |n, d| n.checked_mul(*d));
+    // Strings that are not stored are copies of the fill value.
+    let item = fixed.unwrap_or_else(|| STRING_BYTES + fill.len()) as u64;
+    let bytes = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
     if bytes.is_none_or(|n| n > most) {
         return Err(Error::new(Kind::Format, format!("shape {shape:?} is too large to read")).at(folder));
     }

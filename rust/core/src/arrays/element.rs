@@ -35,8 +35,8 @@ pub enum Fill {
     Float(f64),
     /// The element's bytes, little-endian.
     Bits(Vec<u8>),
-    /// An empty string.
-    Text,
+    /// A text; an empty one for elements of a fixed size.
+    Text(String),
 }
 
 impl ElementType {
@@ -79,7 +79,10 @@ impl Fill {
     /// Parses the fill value of an element type; `None` if the value is invalid.
     pub fn of(element: &ElementType, value: Option<&Value>, lenient: bool) -> Option<Fill> {
         let value = match (element, value) {
-            (ElementType::Text(..) | ElementType::Strings, _) => return Some(Fill::Text),
+            (ElementType::Text(..), _) => return Some(Fill::Text(String::new())),
+            (ElementType::Strings, _) => {
+                return Some(Fill::Text(value.and_then(Value::as_str).unwrap_or_default().to_string()));
+            }
             (_, None | Some(Value::Null)) => return Some(Fill::Absent),
             (_, Some(value)) => value,
         };
@@ -130,7 +133,7 @@ impl Fill {
             (Fill::Float(n), Some(_)) => put((*n as i128).to_le_bytes().get(..size)?),
             (Fill::Integer(n), None) => float_bytes(*n as f64, dtype, put),
             (Fill::Float(n), None) => float_bytes(*n, dtype, put),
-            (Fill::Bool(_) | Fill::Text, _) => None,
+            (Fill::Bool(_) | Fill::Text(_), _) => None,
         }?;
         Some(made)
     }

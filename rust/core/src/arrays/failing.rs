@@ -1,6 +1,6 @@
 //! Decoding errors below the level of files: a text and a kind.
 
-use crate::error::{Finding, Kind};
+use crate::error::{Error, Finding, Kind};
 
 /// Why a step of decoding failed; the caller adds the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,24 +19,10 @@ impl<T: Into<String>> From<T> for Undecodable {
     }
 }
 
+impl From<Error> for Undecodable {
+    fn from(error: Error) -> Undecodable {
+        Undecodable { kind: error.kind, text: error.detail, finding: error.finding }
+    }
+}
+
 pub(super) type Said<T> = Result<T, Undecodable>;
-
-/// The error if `n` units of memory cannot be allocated.
-pub(super) fn no_memory(n: u64, of: &str) -> Undecodable {
-    Undecodable { kind: Kind::NoMemory, text: format!("no memory for {n} {of}"), finding: None }
-}
-
-/// Memory for `n` elements, or an error: a failed `Vec::with_capacity` aborts the process.
-pub(super) fn reserve<T>(n: u64) -> Said<Vec<T>> {
-    let mut made = Vec::new();
-    usize::try_from(n)
-        .ok()
-        .and_then(|n| made.try_reserve_exact(n).ok())
-        .ok_or_else(|| no_memory(n.saturating_mul(size_of::<T>() as u64), "bytes"))?;
-    Ok(made)
-}
-
-/// `n` zero bytes, or an error if they cannot be allocated.
-pub(crate) fn zeros(n: usize) -> Said<Vec<u8>> {
-    bytemuck::allocation::try_zeroed_vec(n).map_err(|()| no_memory(n as u64, "bytes"))
-}

@@ -3,9 +3,10 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::failing::{Undecodable, zeros};
+use super::failing::Undecodable;
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source, Version};
 
@@ -111,7 +112,7 @@ impl<'a> StoredUnit<'a> {
             }
             return Ok(Cow::Borrowed(whole));
         }
-        let mut whole = zeros(self.len as usize).map_err(|e| self.bad(e))?;
+        let mut whole = memory::bytes(self.len).map_err(|e| self.bad(e))?;
         self.source.read(self.offset, &mut whole)?;
         Ok(Cow::Owned(whole))
     }
@@ -121,7 +122,7 @@ impl<'a> StoredUnit<'a> {
         if let Some(part) = self.mapped().and_then(|whole| whole.get(at..at + n)) {
             return Ok(Cow::Borrowed(part));
         }
-        let mut part = zeros(n).map_err(|e| self.bad(e))?;
+        let mut part = memory::bytes(n as u64).map_err(|e| self.bad(e))?;
         self.source.read(self.offset + at as u64, &mut part)?;
         Ok(Cow::Owned(part))
     }

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use super::failing::{Said, Undecodable, reserve, zeros};
+use super::failing::{Said, Undecodable};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::{ByteRange, Source};
 
 /// The entry of a missing inner chunk.
@@ -80,7 +81,7 @@ impl IndexForm {
     pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
         let ByteRange { at, len } = self.range(shard, short)?;
         // The length of the file limits this allocation.
-        let mut raw = zeros(len as usize).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
+        let mut raw = memory::bytes(len).map_err(|e| e.at(shard.location()))?;
         shard.read(at, &mut raw)?;
         Ok((at, raw))
     }
@@ -102,7 +103,9 @@ impl IndexForm {
         let refused = |why: Undecodable| (0, Error::new(why.kind, why.text));
         let index = match &self.coding {
             IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, raw).map_err(refused)?,
-            IndexCoding::Coded(..) => self.parse(raw.to_vec()).map_err(refused)?,
+            IndexCoding::Coded(..) => {
+                memory::copied(raw).map_err(Undecodable::from).and_then(|raw| self.parse(raw)).map_err(refused)?
+            }
         };
         for (chunk, (offset, n)) in index.iter().enumerate() {
             if (*offset, *n) != ABSENT && offset.checked_add(*n).is_none_or(|end| end > len) {
@@ -135,7 +138,7 @@ impl IndexForm {
 fn entries(pairs: &[u8], number: impl Fn([u8; 8]) -> u64) -> Said<Vec<(u64, u64)>> {
     let number = |b: &[u8]| number(b.first_chunk::<8>().copied().unwrap_or([0xff; 8]));
     let pairs = pairs.as_chunks::<16>().0;
-    let mut made = reserve(pairs.len() as u64)?;
+    let mut made = memory::reserve(pairs.len() as u64)?;
     made.extend(pairs.iter().map(|pair| (number(pair), number(&pair[8..]))));
     Ok(made)
 }

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 
 use zstd::bulk::Decompressor;
 
-use super::failing::reserve;
+use crate::memory;
 
 thread_local! {
     static CONTEXT: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
@@ -19,7 +19,7 @@ pub(super) fn decode(encoded: &[u8], limit: u64) -> Option<Vec<u8>> {
     if encoded.is_empty() {
         return None; // decoding no frames in one call gives no bytes; the stream decoder rejects an empty input
     }
-    let mut made = reserve(limit).ok()?;
+    let mut made = memory::reserve(limit).ok()?;
     let decoded = CONTEXT.try_with(|context| {
         let mut context = context.try_borrow_mut().ok()?;
         if context.is_none() {

@@ -397,7 +397,9 @@ impl Files for ChunkFiles {
     }
 
     fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
-        let Some(wishes) = self.wishes else { return files.iter().map(|file| self.get(*file)).collect() };
+        let Some(wishes) = self.wishes else {
+            return threads::map_each(files.iter(), &|_, file, _| self.get(*file), watch);
+        };
         let mut open: Vec<Option<Arc<OpenFile>>> = files.iter().map(|file| self.slots.kept(*file)).collect();
         let mut lacking: Vec<usize> = (0..files.len()).filter(|i| open[*i].is_none()).collect();
         lacking.sort_by_key(|i| files[*i]);

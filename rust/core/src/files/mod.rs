@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::layout::row::Row;
 use crate::source::Wishes;
-use crate::threads::Watch;
+use crate::threads::{self, Watch};
 
 use self::open::OpenFile;
 
@@ -26,9 +26,9 @@ pub trait Files: Send + Sync {
     /// The file, opened and long enough.
     fn get(&self, file: u64) -> Result<Arc<OpenFile>>;
 
-    /// Several files, in order; opened and decoded in parallel if that waits for a network.
-    fn open_many(&self, files: &[u64], _watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
-        files.iter().map(|file| self.get(*file)).collect()
+    /// Several files, in order, opened and decoded in parallel.
+    fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
+        threads::map_each(files.iter(), &|_, file, _| self.get(*file), watch)
     }
 
     /// The file, if it is decoded already. The cache evicts it after those that were not used since.

@@ -18,6 +18,7 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::scaled::{self, Product, ScaledCode};
 use crate::kernels::{Stores, prefetch};
 use crate::location::Location;
+use crate::memory;
 use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
 use crate::threads::Stop;
@@ -185,20 +186,35 @@ impl ScaledStore {
     }
 }
 
+impl ScaledStore {
+    /// The products of an opened file, if it has some.
+    fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>) -> Result<Box<dyn Source>> {
+        match self.arrays.get(at) {
+            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone())?)),
+            None => opened,
+        }
+    }
+}
+
 impl Store for ScaledStore {
     fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
         let files: Vec<&Location> =
             locations.iter().map(|at| self.arrays.get(*at).map_or(*at, |(file, _)| file)).collect();
         let opened = self.inner.open_many(&files, access, stop);
-        let wrap = |(at, opened): (&&Location, Result<Box<dyn Source>>)| match self.arrays.get(*at) {
-            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone())?) as Box<dyn Source>),
-            None => opened,
-        };
-        locations.iter().zip(opened).map(wrap).collect()
+        locations.iter().zip(opened).map(|(at, opened)| self.wrap(at, opened)).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {
         self.inner.list(folder)
+    }
+
+    fn decodes(&self) -> bool {
+        self.inner.decodes()
+    }
+
+    fn decoded(&self, at: &Location) -> Option<Result<Box<dyn Source>>> {
+        let file = self.arrays.get(at).map_or(at, |(file, _)| file);
+        Some(self.wrap(at, self.inner.decoded(file)?))
     }
 
     fn wishes(&self) -> Option<Wishes> {
@@ -236,7 +252,7 @@ impl ScaledSource {
         let fixed = array.held.clone();
         let mut made = ScaledSource { inner, array, fixed };
         if made.fixed.is_none() && !made.array.per[0] {
-            let mut fixed = vec![0; 4 * all as usize];
+            let mut fixed = memory::bytes(4 * all).map_err(|e| e.at(made.inner.location()))?;
             made.inner.read(made.array.scales, &mut fixed)?;
             made.fixed = Some(fixed.into());
         }
@@ -276,16 +292,18 @@ impl ScaledSource {
         scales: &[u8],
         into: &mut [u8],
         stores: Stores<'_>,
-    ) {
+    ) -> Result<()> {
         let wanted = self.array.scales_of(&elements);
         let scales =
             self.fixed.as_deref().map_or(scales, |all| &all[4 * wanted.start as usize..4 * wanted.end as usize]);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
-            return self.array.multiply(elements, codes, scales, into, stores);
+            self.array.multiply(elements, codes, scales, into, stores);
+            return Ok(());
         }
-        let mut whole = vec![0; codes.len() * self.array.to.size()];
+        let mut whole = memory::bytes((codes.len() * self.array.to.size()) as u64)?;
         self.array.multiply(elements, codes, scales, &mut whole, Stores::Cached);
         into.copy_from_slice(&whole[skip..skip + into.len()]);
+        Ok(())
     }
 
     /// Fills a buffer from the inner source's memory; false if it has none.
@@ -297,14 +315,14 @@ impl ScaledSource {
             return Err(Error::new(Kind::Truncated, "the file became shorter").at(self.location()));
         };
         let skip = (read.at % self.array.to.size() as u64) as usize;
-        self.fill(elements, skip, codes, scales, read.into, stores);
+        self.fill(elements, skip, codes, scales, read.into, stores)?;
         Ok(true)
     }
 
     fn prepared(&self, at: u64, len: usize) -> Result<ScaledRead> {
         let elements = self.elements(at, len as u64)?;
-        let [codes, scales] = self.ranges(&elements).map(|range| vec![0; range.len as usize]);
-        Ok(ScaledRead { elements, skip: (at % self.array.to.size() as u64) as usize, codes, scales })
+        let [codes, scales] = self.ranges(&elements).map(|range| memory::bytes(range.len));
+        Ok(ScaledRead { elements, skip: (at % self.array.to.size() as u64) as usize, codes: codes?, scales: scales? })
     }
 }
 
@@ -360,7 +378,7 @@ impl Source for ScaledSource {
         parts.append(&mut tails);
         self.inner.read_many(&mut parts, stop)?;
         for (each, read) in made.into_iter().zip(reads) {
-            self.fill(each.elements, each.skip, &each.codes, &each.scales, read.into, Stores::Cached);
+            self.fill(each.elements, each.skip, &each.codes, &each.scales, read.into, Stores::Cached)?;
         }
         Ok(())
     }
@@ -390,7 +408,7 @@ impl Source for ScaledSource {
                 return Ok(ready);
             }
         }
-        self.fill(made.elements, made.skip, &made.codes, &made.scales, read.into, Stores::Cached);
+        self.fill(made.elements, made.skip, &made.codes, &made.scales, read.into, Stores::Cached)?;
         Ok(Ready::Yes)
     }
 

@@ -11,10 +11,11 @@ use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 use crate::files::open::{Body, OpenFile};
 use crate::layout::row::{FindRows, FoundRows, Place, Row};
+use crate::layout::{address_bits, too_far};
 use crate::location::Location;
 use crate::source::local::Local;
 use crate::source::slots::Slots;
-use crate::source::{Access, Io, Source, Store, Version, Wishes};
+use crate::source::{Access, Io, Source, Store, Version, Wishes, replaced};
 use crate::threads::{self, Stop, Watch};
 
 /// The position of rows in a file.
@@ -58,17 +59,20 @@ pub struct FileTable {
     store: Arc<dyn Store>,
     /// Cached, because every gather needs it.
     wishes: Option<Wishes>,
+    decodes: bool,
+    /// Files without headers may grow.
+    access: Access,
     slots: Slots<OpenFile>,
     headers: Headers,
     row: Row,
 }
 
-/// The rows found in each file, by its number. Stored apart from descriptors: a file that was closed for lack of descriptors is
-/// reopened in microseconds, but its header may be 100 MB of JSON. The lock is only tried, not waited for: a child forked while
-/// another thread held it parses the header again.
+/// The version of each file as it was first opened, and the rows that were found in it. Stored apart from descriptors: a file that
+/// was closed for lack of descriptors is reopened in microseconds, but its header may be 100 MB of JSON, and it must still be the
+/// same file. The lock is only tried, not waited for: a child forked while another thread held it parses the header again.
 #[derive(Debug, Default)]
 struct Headers {
-    found: Mutex<HashMap<u64, (Version, FoundRows)>>,
+    found: Mutex<HashMap<u64, (Version, Option<FoundRows>)>>,
     #[cfg(test)]
     parsed: std::sync::atomic::AtomicUsize,
 }
@@ -80,7 +84,7 @@ impl Files for FileTable {
 
     fn get(&self, number: u64) -> Result<Arc<OpenFile>> {
         let file = self.file(number)?;
-        self.slots.get(number, || self.place(number, file, self.store.open(&file.location, Access::Kept)))
+        self.slots.get(number, || self.place(number, file, self.store.open(&file.location, self.access)))
     }
 
     fn open_many(&self, numbers: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
@@ -88,7 +92,7 @@ impl Files for FileTable {
         let lacking: Vec<usize> = (0..numbers.len()).filter(|i| open[*i].is_none()).collect();
         let files: Vec<&RowFile> = lacking.iter().map(|i| self.file(numbers[*i])).collect::<Result<_>>()?;
         let locations: Vec<&Location> = files.iter().map(|file| &file.location).collect();
-        let opened = self.store.open_together(&locations, Access::Kept, &mut *watch)?;
+        let opened = self.store.open_together(&locations, self.access, &mut *watch)?;
         // Reading a header is a separate request.
         let headers = files.iter().any(|file| matches!(file.rows, RowsIn::Found(_)));
         let opened = lacking.iter().map(|i| numbers[*i]).zip(files).zip(opened);
@@ -112,6 +116,20 @@ impl Files for FileTable {
         }
     }
 
+    fn address_bits(&self) -> u32 {
+        address_bits(self.files.len())
+    }
+
+    fn decoded(&self, number: u64) -> Option<Arc<OpenFile>> {
+        let file = self.file(number).ok()?;
+        let open = || self.place(number, file, self.store.decoded(&file.location)?).ok().map(Arc::new);
+        self.slots.kept(number).or_else(open)
+    }
+
+    fn decodes(&self) -> bool {
+        self.decodes
+    }
+
     fn wishes(&self) -> Option<Wishes> {
         // A store's measurements change.
         self.wishes.and_then(|_| self.store.wishes())
@@ -131,8 +149,17 @@ impl FileTable {
         }
         let row = Row::new(width, dtype)?;
         let slots = Slots::new(files.len() as u64);
-        let wishes = store.wishes();
-        Ok(FileTable { files, store, wishes, slots, headers: Headers::default(), row })
+        let (wishes, decodes) = (store.wishes(), store.decodes());
+        let is_raw = files.iter().all(|file| matches!(file.rows, RowsIn::Raw(_)));
+        let access = if is_raw { Access::Growing } else { Access::Kept };
+        Ok(FileTable { files, store, wishes, decodes, access, slots, headers: Headers::default(), row })
+    }
+
+    /// The same files, which have no headers and may grow while they are read.
+    #[must_use]
+    pub fn growing(mut self) -> FileTable {
+        self.access = Access::Growing;
+        self
     }
 
     /// Number of files.
@@ -158,11 +185,12 @@ impl FileTable {
     /// Locates the rows of an opened file, and checks them against its length.
     fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let source = opened?;
+        let found = self.recall(number, &*source)?;
         let FoundRows { start, rows, swapped } = match &spec.rows {
             RowsIn::Apart { step, swapped } => return self.apart(spec, source, *step, *swapped),
             RowsIn::Raw(rows) => FoundRows { start: 0, rows: *rows, swapped: false },
             RowsIn::At { start, rows, swapped } => FoundRows { start: *start, rows: *rows, swapped: *swapped },
-            RowsIn::Found(finder) => self.find(number, &*source, &**finder)?,
+            RowsIn::Found(finder) => found.map_or_else(|| self.find(number, &*source, &**finder), Ok)?,
         };
         let (len, bytes) = (source.size(), self.row.bytes);
         let Some(place) = Place::packed(start, rows, bytes).filter(|_| rows < 1 << 40) else {
@@ -181,30 +209,35 @@ impl FileTable {
     /// A file whose rows are addressed by byte.
     fn apart(&self, spec: &RowFile, source: Box<dyn Source>, step: u64, swapped: bool) -> Result<OpenFile> {
         let (end, used) = (source.size(), self.row.bytes);
-        if end >= 1 << 40 {
-            let detail = format!("expected a file of less than 1 TiB, found {end} bytes");
-            return Err(Error::new(Kind::Unsupported, detail).at(&spec.location));
+        if end >> self.address_bits() > 0 {
+            return Err(too_far(end, self.files.len()).at(&spec.location));
         }
         let place = Place { start: 0, end, unit: 1, step, used, column: 0, swapped };
         Ok(OpenFile::new(Body::Stored(source), place))
     }
 
-    /// The rows of a file: cached for this version of the file, or found now.
-    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<FoundRows> {
-        let version = source.version();
-        let known = self.headers.found.try_lock().ok().and_then(|found| found.get(&number).cloned());
-        if let (Some((of, found)), Some(version)) = (known, &version)
-            && of == *version
-        {
-            return Ok(found);
+    /// The rows that were found in a file when it was opened before. Fails if it was another file then.
+    fn recall(&self, number: u64, source: &dyn Source) -> Result<Option<FoundRows>> {
+        let (Access::Kept, Some(version)) = (self.access, source.version()) else { return Ok(None) };
+        let Ok(mut found) = self.headers.found.try_lock() else { return Ok(None) };
+        let (first, rows) = found.entry(number).or_insert_with(|| (version.clone(), None));
+        if !first.has_content_of(&version) {
+            return Err(replaced(source.location(), "its version differs from that of the first read"));
         }
+        Ok(*rows)
+    }
+
+    /// The rows of a file, by its header.
+    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<FoundRows> {
         #[cfg(test)]
         self.headers.parsed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let found = finder.find(source, &self.row)?;
-        if let (Some(version), Ok(mut kept)) = (version, self.headers.found.try_lock()) {
-            kept.insert(number, (version, found));
+        let rows = finder.find(source, &self.row)?;
+        if let Ok(mut found) = self.headers.found.try_lock()
+            && let Some((_, known)) = found.get_mut(&number)
+        {
+            *known = Some(rows);
         }
-        Ok(found)
+        Ok(rows)
     }
 }
 
@@ -248,7 +281,48 @@ mod tests {
         // The same length, but the tensor begins elsewhere.
         std::fs::remove_file(&path).unwrap();
         write(&path, 6);
-        assert_eq!(rows(&table), [0, 1, 2, 3]);
-        assert_eq!(table.headers.parsed.load(Ordering::Relaxed), 2);
+        let error = table.get(0).unwrap_err();
+        assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
+    }
+
+    /// Of any source, and however it was replaced: in place, or by another file of its name.
+    #[test]
+    fn a_file_that_was_replaced_is_not_read_with_what_was_known_of_the_old_one() {
+        for (io, in_place, release) in [Io::Mmap, Io::Pread]
+            .into_iter()
+            .flat_map(|io| [(io, true, false), (io, false, false), (io, true, true), (io, false, true)])
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("a");
+            write(&path, 5);
+            let rows = RowsIn::At { start: 8, rows: 4, swapped: false };
+            let table = FileTable::new(vec![RowFile { location: (&path).into(), rows }], 1, DType::U8, io).unwrap();
+            table.get(0).unwrap().unchanged().unwrap();
+            let target = if in_place { path.clone() } else { folder.path().join("b") };
+            write(&target, 4000);
+            std::fs::rename(&target, &path).unwrap();
+            if release {
+                table.release();
+            }
+            let error = table.get(0).and_then(|open| open.unchanged()).unwrap_err();
+            assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
+        }
+    }
+
+    #[test]
+    fn raw_rows_may_grow_and_a_file_without_a_name_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, [1, 2, 3]).unwrap();
+        let file = |rows| vec![RowFile { location: (&path).into(), rows }];
+        let raw = FileTable::new(file(RowsIn::Raw(3)), 1, DType::U8, Io::Mmap).unwrap();
+        let kept =
+            FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
+        raw.get(0).unwrap().unchanged().unwrap();
+        std::fs::write(&path, [1, 2, 3, 4]).unwrap();
+        raw.get(0).unwrap().unchanged().unwrap();
+        kept.get(0).unwrap().unchanged().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        kept.get(0).unwrap().unchanged().unwrap();
     }
 }

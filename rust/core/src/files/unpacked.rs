@@ -9,11 +9,12 @@ use crate::codec::cache::Cache;
 use crate::codec::inflate;
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
+use crate::memory;
 use crate::memory::buffer::Buffer;
 use crate::parse::arrays::{self, ArrayPlace};
 use crate::source::held::Held;
 use crate::source::{Access, Source, Store, Wishes};
-use crate::threads::Stop;
+use crate::threads::{self, Stop};
 
 /// Something to decode.
 #[derive(Clone, Debug)]
@@ -50,26 +51,26 @@ impl Unpacked {
         Location::object(unit.file.to_string(), format!("({what} {number})"))
     }
 
-    fn open_unit(&self, number: usize) -> Result<Box<dyn Source>> {
+    fn open_unit(&self, number: usize, stop: &Stop) -> Result<Box<dyn Source>> {
         let unit = &self.units[number];
-        let load = || self.decode(unit).map(Some);
+        let load = || self.decode(unit, stop).map(Some);
         let made = self.cache.get_or_load(number as u64, |_| true, load).map_err(|e: Error| e.at(&unit.file))?;
         let made = made.unwrap_or_else(|| Arc::new(vec![].into()));
         Ok(Box::new(Held::shared(unit.file.clone(), made)))
     }
 
-    fn decode(&self, unit: &Unit) -> Result<Buffer> {
+    fn decode(&self, unit: &Unit, stop: &Stop) -> Result<Buffer> {
         let source = self.inner.open(&unit.file, Access::Once)?;
         let whole: Box<dyn Source> = if unit.gzipped {
             let most = inflate::allowed(source.size(), u64::MAX, self.limit);
-            let mut gz = vec![0; usize::try_from(source.size()).unwrap_or(usize::MAX)];
+            let mut gz = memory::bytes(source.size())?;
             source.read(0, &mut gz)?;
             Box::new(Held::new(unit.file.clone(), inflate::inflate(&gz, most)?))
         } else {
             source
         };
         match &unit.array {
-            Some(place) => Ok(arrays::read(&*whole, place)?.into()),
+            Some(place) => Ok(arrays::read(&*whole, place, &mut || stop.is_set())?.into()),
             None => {
                 let mut all = Buffer::new(whole.size() as usize)
                     .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate memory: {e}")))?;
@@ -85,17 +86,32 @@ impl Store for Unpacked {
         let plain: Vec<&Location> = locations.iter().copied().filter(|at| !self.named.contains_key(*at)).collect();
         let mut plain = self.inner.open_many(&plain, access, stop).into_iter();
         let missing = |at: &Location| Err(Error::new(Kind::Internal, "a file that was not opened").at(at));
-        locations
-            .iter()
-            .map(|at| match self.named.get(*at) {
-                Some(number) => self.open_unit(*number),
-                None => plain.next().unwrap_or_else(|| missing(at)),
-            })
-            .collect()
+        let units: Vec<usize> = locations.iter().filter_map(|at| self.named.get(*at).copied()).collect();
+        let decode = |_: usize, number: usize, _: &Stop| Ok(self.open_unit(number, stop));
+        let decoded = threads::map_each(units, &decode, &mut || stop.is_set());
+        let mut decoded = match decoded {
+            Ok(decoded) => decoded.into_iter(),
+            Err(stopped) => return locations.iter().map(|_| Err(stopped.clone())).collect(),
+        };
+        let next = |at: &&Location| match self.named.contains_key(*at) {
+            true => decoded.next().unwrap_or_else(|| missing(at)),
+            false => plain.next().unwrap_or_else(|| missing(at)),
+        };
+        locations.iter().map(next).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {
         self.inner.list(folder)
+    }
+
+    fn decodes(&self) -> bool {
+        true
+    }
+
+    fn decoded(&self, location: &Location) -> Option<Result<Box<dyn Source>>> {
+        let Some(number) = self.named.get(location) else { return Some(self.inner.open(location, Access::Kept)) };
+        let unit = self.cache.get(*number as u64)?;
+        Some(Ok(Box::new(Held::shared(self.units[*number].file.clone(), unit))))
     }
 
     fn wishes(&self) -> Option<Wishes> {

@@ -83,7 +83,7 @@ fn gather_planned<L: Layout + ?Sized>(
         drop(open);
         return gather_by_file(job, whole, &located, &files, &lacking, out, watch);
     }
-    let made = threads::map_each(lacking.iter(), &|_, file, _| job.files.get(*file), &mut *watch)?;
+    let made = job.files.open_many(&lacking, &mut *watch)?;
     open.extend(lacking.into_iter().zip(made));
     gather_by_output(job, located, open, out, watch)
 }

@@ -14,7 +14,7 @@ use crate::source::queue::read_all;
 use crate::source::scout::{BLOCK, Scout};
 use crate::source::warmth::Way;
 use crate::source::{self, RangeRead, Ready, Source};
-use crate::threads::Stop;
+use crate::threads::{Stop, Watch};
 
 fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
     files.iter().map(|file| file.source()).collect()
@@ -22,7 +22,7 @@ fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
 
 impl<L: Layout + ?Sized> GatherJob<'_, L> {
     /// Reads a single row without the planning: users call this a million times in a loop.
-    pub fn one_row(&self, mut whole: Out<'_>) -> Result<()> {
+    pub fn one_row(&self, mut whole: Out<'_>, watch: Watch<'_>) -> Result<()> {
         let group = self.group(0)?;
         let at = match self.pick {
             Pick::Tokens { examples, tokens } => self.layout.locate(group, examples.get(0), tokens.get(0))?,
@@ -36,7 +36,14 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default());
         }
         let out = whole.range(0, out_row, out_row);
-        let open = self.files.get(at.file)?;
+        let open = match self.decodes.then(|| self.files.decoded(at.file)) {
+            None => self.files.get(at.file)?,
+            Some(Some(decoded)) => decoded,
+            Some(None) => {
+                let opened = self.files.open_many(&[at.file], watch)?.pop();
+                opened.ok_or_else(|| Error::new(Kind::Internal, "a file that was not opened"))?
+            }
+        };
         let place = open.place();
         let Some(src) = place.offset(at.row, 1) else {
             return Err(self.outside(&open, at.row, 1, Some(0)));

@@ -27,7 +27,7 @@ pub fn gather<L: Layout + ?Sized>(
         return far::gather(&job, items, out, &wishes, watch);
     }
     if items == 1 && !matches!(pick, Pick::Whole { .. }) && job.only.end == u64::MAX {
-        return job.one_row(out);
+        return job.one_row(out, watch);
     }
     job.streams = should_stream(out.bytes(), job.out_row());
     if job.decodes {

@@ -26,6 +26,21 @@ pub struct Address {
     pub row: u64,
 }
 
+/// Bits of an address in one of so many files. A gather sorts rows by one number of 64 bits, whose upper bits are the file's
+/// number: a single file may have 2^56 bytes, each of 2^24 files 2^40.
+pub const fn address_bits(files: usize) -> u32 {
+    let bits = (files.saturating_sub(1) as u64).leading_zeros();
+    if bits > 56 { 56 } else { bits }
+}
+
+/// The error for a byte that has no address in one of so many files.
+pub(crate) fn too_far(end: u64, files: usize) -> Error {
+    let limit = 1u64 << address_bits(files);
+    let detail =
+        format!("expected rows in the first {limit} bytes of each of {files} files, found byte {end}: split the file");
+    Error::new(Kind::Unsupported, detail)
+}
+
 /// Consecutive rows of one file, in token order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {

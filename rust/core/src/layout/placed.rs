@@ -9,23 +9,42 @@
 //! address = starts[group * examples + example] + token * steps[file]
 //! ```
 //!
+//! Examples at equal distances need no table: 300 million rows of a file are one place.
+//!
+//! ```text
+//! file    = places[group].file
+//! address = places[group].start + example * places[group].step + token * steps[file]
+//! ```
+//!
 //! An example whose file is damaged keeps its number: reading it fails with the reason.
 
 use std::collections::BTreeMap;
 
-use super::{Address, Layout, Run, check_example, check_group, check_token};
+use super::{Address, Layout, Run, address_bits, check_example, check_group, check_token, too_far};
 use crate::error::{Error, Kind, Result};
 
-/// Offsets below this are supported: a gather plans with addresses of 40 bits, and larger files are refused when they are opened.
-const MOST: u64 = 1 << 40;
+/// Where the examples of a group begin that are at equal distances.
+#[derive(Clone, Copy, Debug)]
+pub struct EvenPlaces {
+    /// The file.
+    pub file: u32,
+    /// Offset of the first example.
+    pub start: u64,
+    /// Bytes from one example to the next.
+    pub step: u64,
+}
+
+#[derive(Debug)]
+enum ExamplePlaces {
+    Each { files: Vec<u32>, starts: Vec<u64>, tokens: Vec<u32> },
+    Even { groups: Vec<EvenPlaces>, examples: u64, tokens: u32 },
+}
 
 /// The layout.
 #[derive(Debug)]
 pub struct Placed {
     groups: usize,
-    files: Vec<u32>,
-    starts: Vec<u64>,
-    tokens: Vec<u32>,
+    places: ExamplePlaces,
     steps: Vec<u64>,
     faults: BTreeMap<u64, Error>,
 }
@@ -52,11 +71,34 @@ impl Placed {
                 return refuse(format!("example {example}: expected a file below {}, found {file}", steps.len()));
             };
             let end = step.checked_mul(u64::from(tokens[example])).and_then(|n| n.checked_add(*start));
-            if end.is_none_or(|end| end >= MOST) {
-                return refuse(format!("example {example}, layer {group}: rows end beyond byte 2^40"));
+            if end.is_none_or(|end| end >> address_bits(steps.len()) > 0) {
+                let error = too_far(end.unwrap_or(u64::MAX), steps.len());
+                return Err(Error { detail: format!("example {example}, layer {group}: {}", error.detail), ..error });
             }
         }
-        Ok(Placed { groups, files, starts, tokens, steps, faults: BTreeMap::new() })
+        Ok(Placed { groups, places: ExamplePlaces::Each { files, starts, tokens }, steps, faults: BTreeMap::new() })
+    }
+
+    /// The same for examples at equal distances, each of `tokens` rows.
+    pub fn even(groups: Vec<EvenPlaces>, examples: u64, tokens: u32, steps: Vec<u64>) -> Result<Placed> {
+        for (group, places) in groups.iter().enumerate() {
+            let Some(step) = steps.get(places.file as usize) else {
+                let detail = format!("layer {group}: expected a file below {}, found {}", steps.len(), places.file);
+                return Err(Error::new(Kind::Format, detail));
+            };
+            let last = examples.saturating_sub(1).checked_mul(places.step).and_then(|n| n.checked_add(places.start));
+            let end = step.checked_mul(u64::from(tokens)).and_then(|n| n.checked_add(last?));
+            if end.is_none_or(|end| end >> address_bits(steps.len()) > 0) {
+                let error = too_far(end.unwrap_or(u64::MAX), steps.len());
+                return Err(Error { detail: format!("layer {group}: {}", error.detail), ..error });
+            }
+        }
+        if groups.is_empty() || examples >= 1 << 48 {
+            let detail = format!("expected layers and fewer than 2^48 examples, found {} and {examples}", groups.len());
+            return Err(Error::new(Kind::Format, detail));
+        }
+        let (count, places) = (groups.len(), ExamplePlaces::Even { groups, examples, tokens });
+        Ok(Placed { groups: count, places, steps, faults: BTreeMap::new() })
     }
 
     /// Sets the examples that cannot be read, with the errors. Their places are not used; they should have a token, so
@@ -76,9 +118,16 @@ impl Placed {
 
     #[inline]
     fn address(&self, group: usize, example: u64, token: u64) -> Address {
-        let place = group * self.tokens.len() + example as usize;
-        let file = self.files[place];
-        Address { file: u64::from(file), row: self.starts[place] + token * self.steps[file as usize] }
+        let (file, start) = match &self.places {
+            ExamplePlaces::Each { files, starts, tokens } => {
+                let place = group * tokens.len() + example as usize;
+                (files[place], starts[place])
+            }
+            ExamplePlaces::Even { groups, .. } => {
+                (groups[group].file, groups[group].start + example * groups[group].step)
+            }
+        };
+        Address { file: u64::from(file), row: start + token * self.steps[file as usize] }
     }
 }
 
@@ -88,11 +137,17 @@ impl Layout for Placed {
     }
 
     fn examples(&self) -> u64 {
-        self.tokens.len() as u64
+        match &self.places {
+            ExamplePlaces::Each { tokens, .. } => tokens.len() as u64,
+            ExamplePlaces::Even { examples, .. } => *examples,
+        }
     }
 
     fn tokens(&self, _group: usize, example: u64) -> u64 {
-        u64::from(self.tokens[example as usize])
+        u64::from(match &self.places {
+            ExamplePlaces::Each { tokens, .. } => tokens[example as usize],
+            ExamplePlaces::Even { tokens, .. } => *tokens,
+        })
     }
 
     #[inline]
@@ -138,6 +193,32 @@ mod tests {
     }
 
     #[test]
+    fn examples_at_equal_distances_have_the_addresses_of_a_table() {
+        let groups = [(0u32, 100u64, 40u64), (1, 7, 20)].map(|(file, start, step)| EvenPlaces { file, start, step });
+        let even = Placed::even(groups.to_vec(), 3, 2, vec![8, 20]).unwrap();
+        let starts = groups.iter().flat_map(|group| (0..3).map(move |i| group.start + i * group.step)).collect();
+        let table = Placed::new(2, vec![0, 0, 0, 1, 1, 1], starts, vec![2; 3], vec![8, 20]).unwrap();
+        let runs = |layout: &Placed, group, example| {
+            let mut runs = vec![];
+            layout.runs(group, example, &mut |run| runs.push(run)).map(|()| runs).map_err(|e| e.kind)
+        };
+        for (group, example) in (0..2).flat_map(|group| (-1..4).map(move |example| (group, example))) {
+            assert_eq!(runs(&even, group, example), runs(&table, group, example));
+            for token in -3..3 {
+                let at = |layout: &Placed| layout.locate(group, example, token).map_err(|e| e.kind);
+                assert_eq!(at(&even), at(&table));
+            }
+        }
+        let many = |examples, tokens, file, step| {
+            Placed::even(vec![EvenPlaces { file, start: 0, step }], examples, tokens, vec![8]).is_ok()
+        };
+        assert!(many(1 << 47, 1, 0, 8) && many(0, 1, 0, 8));
+        assert!(
+            !many(1 << 48, 1, 0, 8) && !many(1 << 47, 1, 0, 1 << 10) && !many(1, 1, 1, 8) && !many(u64::MAX, 1, 0, 8)
+        );
+    }
+
+    #[test]
     fn examples_that_cannot_be_read_fail_with_their_reason_and_others_do_not() {
         let why = Error::new(Kind::UnsafePickle, "calls posix.getcwd");
         let layout = Placed::new(1, vec![0, 0, 0], vec![0, 8, 16], vec![1, 1, 1], vec![8]).unwrap();
@@ -162,8 +243,15 @@ mod tests {
         assert!(!made(&[0, 0], &[0], &[1], &[4]));
         assert!(!made(&[0], &[0], &[1, 1], &[4]));
         assert!(!made(&[0], &[u64::MAX], &[1], &[4]));
-        assert!(made(&[0], &[(1 << 40) - 5], &[1], &[4]));
-        assert!(!made(&[0], &[(1 << 40) - 4], &[1], &[4]), "an address of 41 bits would name another file");
+        for (files, bits) in [(1, 56), (2, 56), (256, 56), (257, 55), (1 << 16, 48)] {
+            let steps = vec![4; files];
+            assert!(made(&[0], &[(1 << bits) - 5], &[1], &steps));
+            assert!(
+                !made(&[0], &[(1 << bits) - 4], &[1], &steps),
+                "an address of {} bits would name another file",
+                bits + 1
+            );
+        }
         assert!(!made(&[0], &[0], &[u32::MAX], &[1 << 40]));
         assert!(Placed::new(0, vec![], vec![], vec![], vec![]).is_err());
     }

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
+use crate::memory;
 use crate::source::{Access, Source, Store};
 
 /// Bytes per token of the three columns.
@@ -79,7 +80,7 @@ struct IndexFile {
 
 impl IndexFile {
     fn open(store: &dyn Store, location: &Location, bytes: u64) -> Result<IndexFile> {
-        let source = store.open(location, Access::Kept)?;
+        let source = store.open(location, Access::Growing)?;
         let found = source.size();
         if found != bytes {
             let detail = format!("expected an index of {bytes} bytes, found {found}");
@@ -94,7 +95,7 @@ impl IndexFile {
                 return Err(Error::new(Kind::Unsupported, detail).at(location));
             }
             None => {
-                let mut read = vec![0; bytes as usize];
+                let mut read = memory::bytes(bytes).map_err(|e| e.at(location))?;
                 source.read(0, &mut read)?;
                 Some(read)
             }
@@ -360,8 +361,7 @@ impl Records {
         match self.rows {
             RecordRows::Column(c) => vec![COLUMNS[c]; files.len()],
             RecordRows::States => {
-                let of_last = if *last { files.len() } else { 0 };
-                [vec![layers * row_bytes; files.len()], vec![*row_bytes; of_last]].concat()
+                [vec![layers * row_bytes; files.len()], vec![*row_bytes; files.len() * usize::from(*last)]].concat()
             }
         }
     }

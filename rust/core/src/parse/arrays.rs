@@ -2,11 +2,20 @@
 //!
 //! Only arrays of metadata (token ids, masks, lengths) are read this way. Activations are read as rows.
 
-use crate::codec::inflate;
+use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
-use crate::source::Source;
+use crate::memory;
+use crate::source::held::Held;
+use crate::source::{RangeRead, Source};
+use crate::threads::{Stop, Watch, interrupted};
 
+/// Bytes that are read and reordered between two calls of the watch.
+const BLOCK: u64 = 64 << 20;
+/// Bytes of one piece of a block: neighbours in the result may be far apart in the file.
+const PIECE: u64 = 1 << 20;
+/// Neighbours in the result that a block of one piece has at least.
+const FEW: u64 = 16;
 /// An array may have this many bytes, or 64 times those of its file: strides of 0 make more elements than are stored.
 const ALWAYS: u64 = 64 << 20;
 
@@ -83,8 +92,15 @@ impl ArrayPlace {
     }
 }
 
+impl Region {
+    /// The deflated bytes in their file.
+    pub fn deflated<'a>(&self, source: &'a dyn Source) -> DeflatedRange<'a> {
+        DeflatedRange { source, at: self.at, stored: self.stored, size: self.size }
+    }
+}
+
 /// An array's elements in C order and native byte order.
-pub fn read(source: &dyn Source, place: &ArrayPlace) -> Result<Vec<u8>> {
+pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result<Vec<u8>> {
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
     let (Some(bytes), Some(extent)) = (count.and_then(|n| n.checked_mul(item)), extent) else {
@@ -99,42 +115,267 @@ pub fn read(source: &dyn Source, place: &ArrayPlace) -> Result<Vec<u8>> {
             ),
         ));
     }
-    let cast = Cast::between(place.dtype, place.dtype)?.swapped_if(place.swapped);
-    let stored = match place.inside {
-        None => {
-            let mut stored = vec![0; extent as usize];
-            source.read(place.at, &mut stored)?;
-            stored
+    let is_stored = bytes == 0 || (!place.swapped && place.strides == ArrayPlace::dense(&place.shape));
+    let Some(region) = place.inside else {
+        let mut elements = memory::bytes(bytes)?;
+        if !is_stored {
+            Reordering::new(place, [BLOCK, PIECE])?.fill(source, &mut elements, watch)?;
+            return Ok(elements);
         }
-        Some(region) => {
-            let mut packed = vec![0; region.stored as usize];
-            source.read(region.at, &mut packed)?;
-            let mut all = inflate::raw(&packed, region.size).map_err(|e| e.byte(region.at))?;
-            let range = place.at.checked_add(extent).filter(|end| *end <= region.size);
-            let Some(end) = range else {
-                return Err(Error::new(Kind::Format, "an array extends past its deflated record").byte(region.at));
-            };
-            all.truncate(end as usize);
-            all.split_off(place.at as usize)
-        }
-    };
-    let mut made = vec![0; bytes as usize];
-    if place.strides == ArrayPlace::dense(&place.shape) || bytes == 0 {
-        cast.apply(&stored[..bytes as usize], &mut made);
-        return Ok(made);
-    }
-    let mut at = vec![0u64; place.shape.len()];
-    for to in made.chunks_exact_mut(item as usize) {
-        let from: u64 = at.iter().zip(&place.strides).map(|(i, s)| i * s).sum();
-        let from = (from * item) as usize;
-        cast.apply(&stored[from..from + item as usize], to);
-        for (i, n) in at.iter_mut().zip(&place.shape).rev() {
-            *i += 1;
-            if *i < *n {
-                break;
+        let mut at = place.at;
+        for block in elements.chunks_mut(BLOCK as usize) {
+            source.read(at, block)?;
+            at += block.len() as u64;
+            if watch() {
+                return Err(interrupted());
             }
-            *i = 0;
+        }
+        return Ok(elements);
+    };
+    let mut content = region.deflated(source).content(&mut *watch)?;
+    let Some(end) = place.at.checked_add(extent).filter(|end| *end <= region.size) else {
+        return Err(Error::new(Kind::Format, "an array extends past its deflated record").byte(region.at));
+    };
+    if is_stored {
+        content.truncate(end as usize);
+        content.drain(..place.at as usize);
+        return Ok(content);
+    }
+    let mut elements = memory::bytes(bytes)?;
+    let held = Held::new(source.location().clone(), content.into());
+    Reordering::new(place, [BLOCK, PIECE])?.fill(&held, &mut elements, watch)?;
+    Ok(elements)
+}
+
+/// An axis of an array.
+#[derive(Clone, Copy)]
+struct Axis {
+    len: u64,
+    /// Elements from one index to the next, in the file.
+    stride: u64,
+    /// The same in C order.
+    dense: u64,
+}
+
+/// A copy into C order that holds a block at a time. A block is a range of the file, or several at equal distances: axes with the
+/// longest strides are walked, the others are in each piece, and the two between them are cut so that a piece has about [`PIECE`]
+/// bytes and a block about [`BLOCK`].
+struct Reordering<'a> {
+    at: u64,
+    item: u64,
+    cast: Cast<'a>,
+    /// By falling stride.
+    axes: Vec<Axis>,
+    /// Bytes of a block, and of a piece of it.
+    sizes: [u64; 2],
+}
+
+impl Reordering<'_> {
+    fn new(place: &ArrayPlace, sizes: [u64; 2]) -> Result<Reordering<'static>> {
+        let dense = ArrayPlace::dense(&place.shape);
+        let each = place.shape.iter().zip(&place.strides).zip(dense);
+        let mut axes: Vec<Axis> =
+            each.map(|((len, stride), dense)| Axis { len: *len, stride: *stride, dense }).collect();
+        axes.retain(|axis| axis.len > 1);
+        axes.sort_by_key(|axis| std::cmp::Reverse(axis.stride));
+        let cast = Cast::between(place.dtype, place.dtype)?.swapped_if(place.swapped);
+        Ok(Reordering { at: place.at, item: place.item(), cast, axes, sizes })
+    }
+
+    /// Elements from the first to the end of the last of some axes.
+    fn extent(axes: &[Axis]) -> u64 {
+        axes.iter().map(|axis| (axis.len - 1) * axis.stride).sum::<u64>() + 1
+    }
+
+    /// The first axis that is whole in a piece of some bytes, and the one before with the number of its indices in a piece.
+    fn cut(&self, bytes: u64) -> (usize, Option<(Axis, u64)>) {
+        let most = bytes / self.item;
+        let inner =
+            (0..self.axes.len()).find(|inner| Self::extent(&self.axes[*inner..]) <= most).unwrap_or(self.axes.len());
+        let axis = inner.checked_sub(1).map(|before| self.axes[before]);
+        let free = most.saturating_sub(Self::extent(&self.axes[inner..]));
+        (inner, axis.map(|axis| (axis, free.checked_div(axis.stride).map_or(axis.len, |n| axis.len.min(n + 1)))))
+    }
+
+    fn fill(&self, source: &dyn Source, elements: &mut [u8], watch: Watch<'_>) -> Result<()> {
+        // A piece has all of the axes from `inner` on, and `cut` indices of the one before.
+        let (inner, cut) = match self.cut(self.sizes[0]) {
+            // Few neighbours in the result would be in one block.
+            (inner, Some((_, n))) if n < FEW && inner < self.axes.len() => self.cut(self.sizes[1]),
+            cut => cut,
+        };
+        let walked = &self.axes[..inner.saturating_sub(1)];
+        let extent = Self::extent(&self.axes[inner..]) + cut.map_or(0, |(axis, n)| (n - 1) * axis.stride);
+        let (outer, apart) = match walked.split_last() {
+            None => (&[][..], None),
+            Some((axis, outer)) => (outer, Some((*axis, (self.sizes[0] / self.item / extent).clamp(1, axis.len)))),
+        };
+        let mut buffer = memory::bytes(apart.map_or(1, |(_, n)| n) * extent * self.item)?;
+        let mut turned = memory::bytes(if self.cast.is_copy() { 0 } else { buffer.len() as u64 })?;
+        let steps = |part: Option<(Axis, u64)>| part.map_or(1, |(axis, n)| axis.len.div_ceil(n));
+        let part = |part: Option<(Axis, u64)>, step: u64| {
+            part.map(|(axis, n)| (step * n, Axis { len: n.min(axis.len - step * n), ..axis }))
+        };
+        let mut index = vec![0u64; outer.len()];
+        loop {
+            let at = |of: fn(&Axis) -> u64| index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>();
+            let (from, to) = (at(|axis| axis.stride), at(|axis| axis.dense));
+            for step in (0..steps(apart)).flat_map(|a| (0..steps(cut)).map(move |c| (a, c))) {
+                let (apart, cut) = (part(apart, step.0), part(cut, step.1));
+                let offset =
+                    |of: fn(&Axis) -> u64| apart.iter().chain(&cut).map(|(first, axis)| first * of(axis)).sum::<u64>();
+                let mut axes: Vec<Axis> =
+                    cut.iter().map(|(_, axis)| *axis).chain(self.axes[inner..].iter().copied()).collect();
+                let used = Self::extent(&axes) * self.item;
+                let first = self.at + (from + offset(|axis| axis.stride)) * self.item;
+                let pieces = apart.map_or(1, |(_, axis)| axis.len);
+                let step = apart.map_or(0, |(_, axis)| axis.stride * self.item);
+                let mut reads: Vec<RangeRead<'_>> = buffer
+                    .chunks_mut(used as usize)
+                    .take(pieces as usize)
+                    .enumerate()
+                    .map(|(i, into)| RangeRead { at: first + i as u64 * step, into })
+                    .collect();
+                source.read_many(&mut reads, &Stop::default())?;
+                axes.extend(apart.map(|(_, axis)| Axis { stride: used / self.item, ..axis }));
+                let all = (pieces * used) as usize;
+                let block = match turned.get_mut(..all) {
+                    Some(turned) => {
+                        self.cast.apply(&buffer[..all], turned);
+                        &*turned
+                    }
+                    None => &buffer[..all],
+                };
+                axes.sort_by_key(|axis| std::cmp::Reverse(axis.dense));
+                let to = (to + offset(|axis| axis.dense)) * self.item;
+                scatter(block, &axes, self.item as usize, &mut elements[to as usize..]);
+                if watch() {
+                    return Err(interrupted());
+                }
+            }
+            if !advance(&mut index, outer.iter().map(|axis| axis.len)) {
+                return Ok(());
+            }
         }
     }
-    Ok(made)
+}
+
+/// The next index in C order; false after the last.
+fn advance(index: &mut [u64], lens: impl DoubleEndedIterator<Item = u64> + ExactSizeIterator) -> bool {
+    for (i, n) in index.iter_mut().zip(lens).rev() {
+        *i += 1;
+        if *i < n {
+            return true;
+        }
+        *i = 0;
+    }
+    false
+}
+
+/// Copies the elements of a block to their places, in the order of the places.
+fn scatter(block: &[u8], axes: &[Axis], item: usize, to: &mut [u8]) {
+    let (last, outer) = match axes.split_last() {
+        Some((last, outer)) => (*last, outer),
+        None => (Axis { len: 1, stride: 1, dense: 1 }, &[][..]),
+    };
+    let mut index = vec![0u64; outer.len()];
+    loop {
+        let at =
+            |of: fn(&Axis) -> u64| index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>() as usize * item;
+        let (from, to) = (&block[at(|axis| axis.stride)..], &mut to[at(|axis| axis.dense)..]);
+        match item {
+            _ if last.stride == 1 && last.dense == 1 => {
+                let n = last.len as usize * item;
+                to[..n].copy_from_slice(&from[..n]);
+            }
+            1 => copy_apart(from, last, to, 1),
+            2 => copy_apart(from, last, to, 2),
+            4 => copy_apart(from, last, to, 4),
+            8 => copy_apart(from, last, to, 8),
+            _ => copy_apart(from, last, to, item),
+        }
+        if !advance(&mut index, outer.iter().map(|axis| axis.len)) {
+            return;
+        }
+    }
+}
+
+/// Copies elements that are apart. Inlined, so that `item` is a constant.
+#[inline(always)]
+fn copy_apart(from: &[u8], axis: Axis, to: &mut [u8], item: usize) {
+    let (stride, dense) = (axis.stride as usize * item, axis.dense as usize * item);
+    for i in 0..axis.len as usize {
+        to[i * dense..i * dense + item].copy_from_slice(&from[i * stride..i * stride + item]);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::location::Location;
+
+    /// Elements one by one.
+    fn oracle(bytes: &[u8], place: &ArrayPlace) -> Vec<u8> {
+        let (item, mut index, mut elements) = (place.item() as usize, vec![0; place.shape.len()], vec![]);
+        if place.shape.contains(&0) {
+            return elements;
+        }
+        loop {
+            let from: u64 = index.iter().zip(&place.strides).map(|(i, s): (&u64, &u64)| i * s).sum();
+            let from = place.at as usize + from as usize * item;
+            let mut element = bytes[from..from + item].to_vec();
+            if place.swapped {
+                element.reverse();
+            }
+            elements.extend(element);
+            if !advance(&mut index, place.shape.iter().copied()) {
+                return elements;
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_strides_are_read_in_blocks_of_any_size(
+            axes in prop::collection::vec((0u64..7, 0u64..40), 0..4),
+            order in any::<bool>(),
+            swapped in any::<bool>(),
+            wide in any::<bool>(),
+            at in 0u64..9,
+            sizes in (4u64..2000, 4u64..300),
+        ) {
+            let (shape, mut strides): (Vec<u64>, Vec<u64>) = axes.into_iter().unzip();
+            if order {
+                let reversed: Vec<u64> = shape.iter().rev().copied().collect();
+                strides = ArrayPlace::dense(&reversed).into_iter().rev().collect();
+            }
+            let dtype = if wide { DType::F32 } else { DType::F16 };
+            let place = ArrayPlace { dtype, swapped, shape, strides, at, inside: None };
+            let len = at + place.extent().unwrap();
+            let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
+            let source = Held::new(Location::object("test", "a"), bytes.clone().into());
+            let expected = oracle(&bytes, &place);
+            prop_assert_eq!(&read(&source, &place, &mut || false).unwrap(), &expected);
+            if !expected.is_empty() {
+                let mut elements = vec![0; expected.len()];
+                let reordering = Reordering::new(&place, [sizes.0, sizes.1]).unwrap();
+                reordering.fill(&source, &mut elements, &mut || false).unwrap();
+                prop_assert_eq!(&elements, &expected);
+            }
+        }
+    }
+
+    #[test]
+    fn a_watch_ends_a_read() {
+        let (shape, strides) = (vec![3, 5], vec![1, 3]);
+        let source = Held::new(Location::object("test", "a"), vec![0; 60].into());
+        for strides in [strides, vec![5, 1]] {
+            let place =
+                ArrayPlace { dtype: DType::F32, swapped: false, shape: shape.clone(), strides, at: 0, inside: None };
+            assert_eq!(read(&source, &place, &mut || true).unwrap_err().kind, Kind::Interrupted);
+        }
+    }
 }

@@ -12,6 +12,7 @@
 
 use crate::error::{Error, Kind, Result};
 use crate::layout::row::{FindRows, FoundRows, Row};
+use crate::memory;
 use crate::parse::flatbuffer::{FlatTable, FlatVector};
 use crate::source::Source;
 
@@ -19,6 +20,8 @@ use crate::source::Source;
 pub const MAX_METADATA: u64 = 64 << 20;
 /// The largest number of columns, counting those inside others.
 const MAX_FIELDS: usize = 1 << 16;
+/// The largest number of bytes in all texts of a schema, counting a shared text each time.
+const MAX_TEXTS: usize = MAX_METADATA as usize;
 const MAX_NESTING: u32 = 32;
 /// Metadata of a batch with few columns fit in one read of this size.
 const USUAL: u64 = 4096;
@@ -158,7 +161,7 @@ fn next_metadata(read: HeaderRead<'_>, at: u64, size: u64) -> Result<Option<(Vec
     if left == 0 {
         return Ok(None);
     }
-    let mut head = vec![0; left.min(USUAL) as usize];
+    let mut head = memory::bytes(left.min(USUAL))?;
     read(at, &mut head)?;
     if left < 8 {
         return Err(
@@ -187,9 +190,9 @@ fn next_metadata(read: HeaderRead<'_>, at: u64, size: u64) -> Result<Option<(Vec
         return Err(Error::new(Kind::Truncated, what).byte(size));
     }
     let had = (head.len() as u64 - 8).min(length) as usize;
-    let mut metadata = head[8..8 + had].to_vec();
+    let mut metadata = memory::bytes(length)?;
+    metadata[..had].copy_from_slice(&head[8..8 + had]);
     if (had as u64) < length {
-        metadata.resize(length as usize, 0);
         read(at + 8 + had as u64, &mut metadata[had..])?;
     }
     Ok(Some((metadata, at + 8 + length)))
@@ -226,32 +229,48 @@ fn parse_schema(header: &FlatTable<'_>) -> Result<ArrowSchema> {
     if header.i16(0, 0)? != 0 {
         return Err(unsupported("expected little-endian values, found another endianness"));
     }
-    let mut left = MAX_FIELDS;
-    let fields = parse_fields(header.vector(1, 4)?, MAX_NESTING, &mut left)?;
-    Ok(ArrowSchema { fields, metadata: parse_pairs(header.vector(2, 4)?)? })
+    let mut budget = SchemaBudget { fields: MAX_FIELDS, texts: MAX_TEXTS };
+    let fields = parse_fields(header.vector(1, 4)?, MAX_NESTING, &mut budget)?;
+    Ok(ArrowSchema { fields, metadata: parse_pairs(header.vector(2, 4)?, &mut budget)? })
 }
 
-fn parse_fields(found: Option<FlatVector<'_>>, depth: u32, left: &mut usize) -> Result<Vec<ArrowField>> {
+/// What a schema may still contain. Tables and texts of a flatbuffer may be shared, so its size bounds neither.
+struct SchemaBudget {
+    fields: usize,
+    texts: usize,
+}
+
+impl SchemaBudget {
+    /// A copy of a text.
+    fn text(&mut self, text: Option<&str>) -> Result<String> {
+        let text = text.unwrap_or_default();
+        let left = self.texts.checked_sub(text.len());
+        self.texts = left.ok_or_else(|| refuse(format!("expected at most {MAX_TEXTS} bytes of names and metadata")))?;
+        Ok(text.to_string())
+    }
+}
+
+fn parse_fields(found: Option<FlatVector<'_>>, depth: u32, budget: &mut SchemaBudget) -> Result<Vec<ArrowField>> {
     let Some(found) = found else { return Ok(Vec::new()) };
-    // Tables may be shared, so the nesting alone does not bound their number.
-    *left = left.checked_sub(found.len).ok_or_else(|| refuse(format!("expected at most {MAX_FIELDS} columns")))?;
+    let left = budget.fields.checked_sub(found.len);
+    budget.fields = left.ok_or_else(|| refuse(format!("expected at most {MAX_FIELDS} columns")))?;
     if depth == 0 && found.len > 0 {
         return Err(refuse(format!("expected columns nested at most {MAX_NESTING} deep")));
     }
-    (0..found.len).map(|i| parse_field(&found.table(i)?, depth - 1, left)).collect()
+    (0..found.len).map(|i| parse_field(&found.table(i)?, depth - 1, budget)).collect()
 }
 
-fn parse_field(field: &FlatTable<'_>, depth: u32, left: &mut usize) -> Result<ArrowField> {
-    let name = field.text(0)?.unwrap_or_default().to_string();
+fn parse_field(field: &FlatTable<'_>, depth: u32, budget: &mut SchemaBudget) -> Result<ArrowField> {
+    let name = budget.text(field.text(0)?)?;
     let named = |e: Error| Error { detail: format!("column '{name}': {}", e.detail), ..e };
     if field.table(4)?.is_some() {
         return Err(named(unsupported("expected plain values, found a dictionary")));
     }
     let of = match field.table(3)? {
-        Some(table) => parse_type(field.u8(2, 0)?, &table).map_err(named)?,
+        Some(table) => parse_type(field.u8(2, 0)?, &table, budget).map_err(named)?,
         None => return Err(named(refuse("expected a type, found none"))),
     };
-    let children = parse_fields(field.vector(5, 4)?, depth, left)?;
+    let children = parse_fields(field.vector(5, 4)?, depth, budget)?;
     let most = match of.name {
         "list" | "large_list" | "fixed_size_list" | "map" => Some(1),
         "struct" => None,
@@ -260,29 +279,22 @@ fn parse_field(field: &FlatTable<'_>, depth: u32, left: &mut usize) -> Result<Ar
     if most.is_some_and(|n| n != children.len()) {
         return Err(named(refuse(format!("expected {} columns inside, found {}", most.unwrap_or(0), children.len()))));
     }
-    let metadata = parse_pairs(field.vector(6, 4)?)?;
+    let metadata = parse_pairs(field.vector(6, 4)?, budget)?;
     Ok(ArrowField { name, of, children, metadata })
 }
 
-fn parse_pairs(found: Option<FlatVector<'_>>) -> Result<Vec<(String, String)>> {
+fn parse_pairs(found: Option<FlatVector<'_>>, budget: &mut SchemaBudget) -> Result<Vec<(String, String)>> {
     let Some(found) = found else { return Ok(Vec::new()) };
-    let mut bytes = 0;
     (0..found.len)
         .map(|i| {
             let pair = found.table(i)?;
-            let (key, value) = (pair.text(0)?.unwrap_or_default(), pair.text(1)?.unwrap_or_default());
-            // Strings may be shared.
-            bytes += key.len() + value.len();
-            if bytes as u64 > MAX_METADATA {
-                return Err(refuse("expected less metadata"));
-            }
-            Ok((key.to_string(), value.to_string()))
+            Ok((budget.text(pair.text(0)?)?, budget.text(pair.text(1)?)?))
         })
         .collect()
 }
 
 /// The type with a number of the union `Type`.
-fn parse_type(number: u8, table: &FlatTable<'_>) -> Result<ArrowType> {
+fn parse_type(number: u8, table: &FlatTable<'_>, budget: &mut SchemaBudget) -> Result<ArrowType> {
     let plain = |name: &'static str, buffers: usize| ArrowType { name, sizes: vec![], texts: vec![], buffers };
     let sized = |name: &'static str, buffers: usize, sizes: Vec<i64>| ArrowType { sizes, ..plain(name, buffers) };
     let timed = |name: &'static str, unit: i16| {
@@ -315,7 +327,9 @@ fn parse_type(number: u8, table: &FlatTable<'_>) -> Result<ArrowType> {
         9 => timed(if table.i32(1, 32)? == 32 { "time32" } else { "time64" }, table.i16(0, 1)?)?,
         10 => {
             let mut made = timed("timestamp", table.i16(0, 0)?)?;
-            made.texts.extend(table.text(1)?.map(str::to_string));
+            if let Some(zone) = table.text(1)? {
+                made.texts.push(budget.text(Some(zone))?);
+            }
             made
         }
         12 => plain("list", 2),
@@ -371,7 +385,7 @@ fn parse_batch(header: &FlatTable<'_>, schema: &ArrowSchema, body: u64) -> Resul
             found.0, found.1
         )));
     }
-    let mut batch = ArrowBatch { at: 0, rows, nodes: Vec::with_capacity(nodes), buffers: Vec::with_capacity(buffers) };
+    let mut batch = ArrowBatch { at: 0, rows, nodes: vec![], buffers: vec![] };
     for i in 0..nodes {
         let Some(of_nodes) = of_nodes else { break };
         let (length, nulls) = (count_of(of_nodes.i64(i, 0)?)?, of_nodes.i64(i, 8)?);
@@ -450,7 +464,7 @@ impl EvenOffsets {
             let what = format!("expected {} offsets from byte {} on", self.count, self.at);
             return Err(Error::new(Kind::Truncated, what).at(source.location()).byte(source.size()));
         }
-        let mut buffer = vec![0u8; (self.count * size).min(1 << 18) as usize];
+        let mut buffer = memory::bytes((self.count * size).min(1 << 18))?;
         let mut done = 0;
         while done < self.count {
             let n = (self.count - done).min(buffer.len() as u64 / size);

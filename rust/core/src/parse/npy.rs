@@ -19,6 +19,7 @@ use super::zip::{Archive, ZipRecord, shown};
 use crate::codec::inflate;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::Source;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
@@ -64,7 +65,7 @@ fn malformed(detail: impl Into<String>) -> Error {
 pub fn read(source: &dyn Source) -> Result<NpyArray> {
     let size = source.size();
     let parsed = in_front(size, &mut |len| {
-        let mut front = vec![0; len as usize];
+        let mut front = memory::bytes(len)?;
         source.read(0, &mut front)?;
         Ok(front)
     });
@@ -87,7 +88,7 @@ fn member(source: &dyn Source, record: &ZipRecord) -> Result<(String, NpyArray)>
     let read = |len: u64| {
         // Deflate makes at most 1032 bytes of one; a header is text, and never near that.
         let stored = record.stored.min(if record.deflated { len + 1024 } else { len });
-        let mut front = vec![0; stored as usize];
+        let mut front = memory::bytes(stored)?;
         source.read(at, &mut front)?;
         Ok(if record.deflated { inflate::raw_front(&front, len as usize) } else { front })
     };
@@ -333,7 +334,7 @@ mod tests {
         let source = file(header, &data);
         let array = read(&source).unwrap();
         assert_eq!((&array.place.shape[..], &array.place.strides[..]), (&[2, 3][..], &[1, 2][..]));
-        let made: Vec<u16> = arrays::read(&source, &array.place)
+        let made: Vec<u16> = arrays::read(&source, &array.place, &mut || false)
             .unwrap()
             .chunks_exact(2)
             .map(|pair| u16::from_le_bytes([pair[0], pair[1]]))

@@ -22,6 +22,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::layout::row::{FindRows, FoundRows, Row};
+use crate::memory;
 use crate::source::local::open_to_jump;
 use crate::source::{Io, Source};
 
@@ -168,7 +169,7 @@ pub fn read_header(source: &dyn Source) -> Result<Header> {
     }
     // `header_len` keeps n within the file, so a false length cannot cause a larger allocation than the file.
     let n = header_len(prefix, len).map_err(|e| e.at(at))?;
-    let mut json = vec![0u8; n];
+    let mut json = memory::bytes(n as u64).map_err(|e| e.at(at))?;
     read(&mut json, 8)?;
     parse(&json, len).map_err(|e| e.at(at))
 }

@@ -16,8 +16,9 @@
 
 use std::collections::HashSet;
 
-use crate::codec::inflate;
+use crate::codec::inflate::DeflatedRange;
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::Source;
 
 const END: u64 = 22;
@@ -76,7 +77,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 /// Bytes of a source; the range is within it.
 fn bytes_at(source: &dyn Source, at: u64, len: u64) -> Result<Vec<u8>> {
-    let mut made = vec![0; len as usize];
+    let mut made = memory::bytes(len)?;
     source.read(at, &mut made)?;
     Ok(made)
 }
@@ -105,7 +106,7 @@ impl Archive {
             return Err(malformed(end.at, detail));
         }
         let directory = bytes_at(source, end.at, end.size)?;
-        let mut records = Vec::with_capacity(end.count as usize);
+        let mut records = memory::reserve(end.count)?;
         let mut at = 0usize;
         for _ in 0..end.count {
             at += entry(&directory, at, end.at, &mut records)?;
@@ -314,11 +315,12 @@ impl ZipRecord {
                 format!("'{}': expected at most {most} bytes, found {}", shown(&self.name), self.size),
             ));
         }
-        let stored = bytes_at(source, at, self.stored)?;
         if !self.deflated {
-            return Ok(stored);
+            return bytes_at(source, at, self.stored);
         }
-        inflate::raw(&stored, self.size).map_err(|e| malformed(at, format!("'{}': {}", shown(&self.name), e.detail)))
+        let deflated = DeflatedRange { source, at, stored: self.stored, size: self.size };
+        let content = deflated.content(&mut || false);
+        content.map_err(|e| Error { detail: format!("'{}': {}", shown(&self.name), e.detail), ..e })
     }
 }
 

@@ -1,6 +1,6 @@
 //! A process-wide budget of file descriptors, and the clock algorithm that closes cached files when it is used up.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, TryLockError, Weak};
@@ -13,14 +13,20 @@ static KEPT: AtomicUsize = AtomicUsize::new(0);
 /// All open files, including those open for a single call.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Half of this process's descriptor limit; the rest is left to the program.
+/// Mappings that a process may have, unless the system names another number.
+const MAPPINGS: usize = 65_530;
+
+/// Half of this process's descriptor limit, and a quarter of its mappings, since a cached file may be mapped; the rest is left to the
+/// program.
 pub(crate) fn budget() -> usize {
     // Not a OnceLock: a child forked while another thread initialised it would wait for that thread.
     static BUDGET: AtomicUsize = AtomicUsize::new(0);
     match BUDGET.load(Ordering::Relaxed) {
         0 => {
             let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-            let budget = soft.map_or(4096, |n| usize::try_from(n / 2).unwrap_or(4096)).clamp(16, 65_536);
+            let mappings = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+            let mappings = mappings.and_then(|count| count.trim().parse().ok()).unwrap_or(MAPPINGS);
+            let budget = soft.map_or(4096, |n| usize::try_from(n / 2).unwrap_or(4096)).min(mappings / 4).max(16);
             BUDGET.store(budget, Ordering::Relaxed);
             budget
         }
@@ -92,8 +98,8 @@ pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
     }
 }
 
-/// Opens a regular file (symlinks are followed); returns it with its length.
-pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
+/// Opens a regular file (symlinks are followed); returns it with its length and times.
+pub(crate) fn open_regular(path: &Path) -> Result<(File, Metadata)> {
     // Check the type before opening: opening a named pipe would wait for a writer.
     let meta = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "stat"))?;
     if !meta.is_file() {
@@ -102,7 +108,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
     }
     let file = open_to_read(path).map_err(|e| Error::from_io(&e, path, "open"))?;
     let meta = file.metadata().map_err(|e| Error::from_io(&e, path, "stat"))?;
-    Ok((file, meta.len()))
+    Ok((file, meta))
 }
 
 /// The slots of a dataset, for the clock.

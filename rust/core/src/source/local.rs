@@ -1,6 +1,6 @@
 //! Local files, mapped or read with `pread`.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::descriptors::{Share, open_regular};
 use super::direct::DirectFile;
 use super::mmap::{LastMap, Map, Paging};
 use super::warmth::Warmth;
-use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
+use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread, replaced};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::Stop;
@@ -28,9 +28,10 @@ impl Store for Local {
             let path = path_of(location)?;
             match access {
                 Access::Kept => open_to_jump(path, self.io),
+                Access::Growing => open_with(path, self.io, true),
                 Access::Once => {
-                    let (file, len) = open_regular(path)?;
-                    Ok(Box::new(Positioned::of(file, (*location).clone(), len, None)) as Box<_>)
+                    let opened = open_regular(path)?;
+                    Ok(Box::new(Positioned::of(opened, (*location).clone(), None, false)) as Box<_>)
                 }
             }
         };
@@ -63,8 +64,13 @@ fn path_of(location: &Location) -> Result<&Path> {
 
 /// Opens a regular file for random reads.
 pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
-    let (file, len) = open_regular(path)?;
-    let read = Positioned::new(file, path, len);
+    open_with(path, io, false)
+}
+
+fn open_with(path: &Path, io: Io, grows: bool) -> Result<Box<dyn Source>> {
+    let opened = open_regular(path)?;
+    let len = opened.1.len();
+    let read = Positioned::new(opened, path, grows);
     match io {
         Io::Mmap if len > 0 => {
             Ok(Box::new(Mapped { map: read.mapping(Paging::Hinted)?, warmth: Warmth::new(len), read }))
@@ -86,6 +92,8 @@ struct Positioned {
     location: Location,
     file: File,
     len: u64,
+    /// The time of its last change, in s and ns; `None` for a file that may grow.
+    modified: Option<(i64, i64)>,
     /// `None` if the file is not cached.
     share: Option<Share>,
     /// The same file, for reads past the page cache.
@@ -98,15 +106,16 @@ struct Positioned {
 
 impl Positioned {
     /// A file whose length has just been checked. Takes a share of the budget of cached descriptors, if one is left.
-    fn new(file: File, path: &Path, len: u64) -> Positioned {
+    fn new(opened: (File, Metadata), path: &Path, grows: bool) -> Positioned {
         // Also for a mapped file: checks of cached pages use the descriptor.
-        pread::expect_random(&file);
-        Positioned::of(file, path.into(), len, Some(Share::take()))
+        pread::expect_random(&opened.0);
+        Positioned::of(opened, path.into(), Some(Share::take()), grows)
     }
 
-    fn of(file: File, location: Location, len: u64, share: Option<Share>) -> Positioned {
+    fn of((file, meta): (File, Metadata), location: Location, share: Option<Share>, grows: bool) -> Positioned {
+        let (len, modified) = (meta.len(), (!grows).then(|| (meta.mtime(), meta.mtime_nsec())));
         let (direct, mapped, mapped_ahead) = (DirectFile::default(), LastMap::default(), LastMap::default());
-        Positioned { location, file, len, share, direct, mapped, mapped_ahead }
+        Positioned { location, file, len, modified, share, direct, mapped, mapped_ahead }
     }
 
     fn mapping(&self, paging: Paging) -> Result<Map> {
@@ -187,7 +196,8 @@ impl Source for Positioned {
         }
     }
 
-    /// Fails if the file has shrunk since it was opened: its mapped pages past the new end would fault.
+    /// Fails if the file has shrunk since it was opened, because its mapped pages past the new end would fault, or was written
+    /// since, or replaced.
     fn unchanged(&self) -> Result<()> {
         // fstat, not File::metadata: statx costs twice as much, which is noticeable for single-row reads.
         let stat = rustix::fs::fstat(&self.file).map_err(|e| Error::from_io(&e.into(), &self.location, "stat"))?;
@@ -202,6 +212,14 @@ impl Source for Positioned {
             )
             .at(&self.location)
             .byte(now));
+        }
+        if let Some(modified) = self.modified
+            && (now > self.len || modified != (stat.st_mtime as i64, stat.st_mtime_nsec as i64))
+        {
+            return Err(replaced(&self.location, "its size or the time of its last change differs"));
+        }
+        if stat.st_nlink == 0 && self.location.path().is_some_and(Path::exists) {
+            return Err(replaced(&self.location, "its name belongs to another file now"));
         }
         Ok(())
     }

@@ -87,6 +87,24 @@ pub enum Version {
     Tag(Arc<str>),
 }
 
+impl Version {
+    /// Whether the content is the same. A file's times of its metadata, and its names, may differ.
+    pub fn has_content_of(&self, other: &Version) -> bool {
+        match (self, other) {
+            (Version::File(_, _, len, [modified, _]), Version::File(_, _, other_len, [other_modified, _])) => {
+                (len, modified) == (other_len, other_modified)
+            }
+            _ => self == other,
+        }
+    }
+}
+
+/// The error for a source that is not the one that was opened.
+pub(crate) fn replaced(location: &Location, what: &str) -> Error {
+    let detail = format!("was replaced after it was opened: {what}; open the dataset again");
+    Error::new(Kind::Format, detail).at(location)
+}
+
 /// The cost of reads of a slow source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkPace {
@@ -219,6 +237,8 @@ impl dyn Source + '_ {
 pub enum Access {
     /// Many random reads: it may stay open, and be mapped when it is opened.
     Kept,
+    /// As [`Access::Kept`], of a file without a header that may grow while it is read.
+    Growing,
     /// One sequential read: it is closed afterwards.
     Once,
 }
@@ -240,6 +260,16 @@ pub trait Store: Debug + Send + Sync {
             Err(error) if error.kind == Kind::NotFound && !self.list(location)?.is_empty() => Ok(()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether opening a source may decode it into memory: then few of them are open at a time.
+    fn decodes(&self) -> bool {
+        false
+    }
+
+    /// The source, if opening it decodes nothing; `None` for another.
+    fn decoded(&self, _location: &Location) -> Option<Result<Box<dyn Source>>> {
+        None
     }
 
     /// The best way to read its sources; `None` for local files, which respond at once.

@@ -7,12 +7,13 @@
 
 use std::borrow::Cow;
 
-use crate::arrays::failing::{self, Undecodable};
+use crate::arrays::failing::Undecodable;
 use crate::codec::cache::Cached;
 use zarrs::array::codec::BloscCodec;
 
 use crate::codec::lz4;
 use crate::error::{self, Error, Kind};
+use crate::memory;
 
 /// Size of the header in bytes.
 pub const HEADER: usize = 16;
@@ -145,7 +146,7 @@ impl Blocks {
             if !self.shuffled {
                 // Parts of the block follow each other; numbers may span them.
                 let part = held;
-                let mut bytes = failing::zeros(held * item)?;
+                let mut bytes = memory::bytes((held * item) as u64)?;
                 for out in bytes.chunks_exact_mut(part) {
                     streams.next(part)?.fill(out)?;
                 }
@@ -161,7 +162,7 @@ impl Blocks {
                 }
                 *kind = Some((stream, constant));
             }
-            made.memory = failing::zeros(made.varying * numbers)?;
+            made.memory = memory::bytes((made.varying * numbers) as u64)?;
             for (plane, kind) in kinds.iter().enumerate().take(item) {
                 let Some((stream, constant)) = kind else { continue };
                 if let Some(byte) = constant {
@@ -177,7 +178,7 @@ impl Blocks {
             }
             return Ok(made);
         }
-        let mut bytes = failing::zeros(held * item)?;
+        let mut bytes = memory::bytes((held * item) as u64)?;
         streams.next(held * item)?.fill(&mut bytes)?;
         if self.shuffled {
             return Ok(Planes { item, numbers: held, varying: item, constant: [0; WIDEST], memory: bytes });

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::disk::{on_threads, open_to_write};
+use super::disk::{AT_ONCE, on_threads, open_to_write};
 use crate::error::{Error, Kind, Result};
 use crate::memory::output::Output;
 use crate::threads::Watch;
@@ -95,7 +95,7 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
         }
         Ok(())
     };
-    on_threads(jobs.len(), &work, watch)?;
+    on_threads(jobs.len(), AT_ONCE, &work, watch)?;
     // Files without pieces.
     for (slot, target) in slots.iter().zip(targets).filter(|(s, _)| s.bytes == 0) {
         debug_assert_eq!(slot.left.load(Ordering::Relaxed), 0);

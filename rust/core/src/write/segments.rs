@@ -9,6 +9,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use flate2::{Compress, Compression, FlushCompress, Status};
@@ -54,22 +55,24 @@ fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> 
     }
     let target = Target { path: path.to_path_buf(), size: offset };
     let stop = AtomicBool::new(false);
-    let hash = || {
+    let hash = |ends: Watch<'_>| {
         let mut sha = Sha256::new();
         for piece in segments.iter().flat_map(|s| s.chunks(STRETCH)) {
-            if stop.load(Ordering::Relaxed) {
+            if ends() {
                 return None;
             }
             sha.update(piece);
         }
         Some(sha.finalize())
     };
-    std::thread::scope(|scope| {
-        let hashed = scope.spawn(hash);
+    thread::scope(|scope| {
+        let work = || hash(&mut || stop.load(Ordering::Relaxed));
+        // Without a thread, this one hashes after it has written.
+        let hashed = thread::Builder::new().name("actshard-sha".to_string()).spawn_scoped(scope, work).ok();
         let mut written = write(segments, &[target], &pieces, true, &mut *watch);
         let mut looked = Instant::now();
-        while written.is_ok() && !hashed.is_finished() {
-            std::thread::sleep(Duration::from_millis(1));
+        while written.is_ok() && hashed.as_ref().is_some_and(|hashed| !hashed.is_finished()) {
+            thread::sleep(Duration::from_millis(1));
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if watch() {
@@ -80,8 +83,11 @@ fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> 
         // A failed write also stops the checksum: the scope waits for its thread.
         stop.store(written.is_err(), Ordering::Relaxed);
         written?;
-        let sha256 = hashed.join().ok().flatten();
-        let sha256 = sha256.ok_or_else(|| Error::new(Kind::Internal, "a checksum that was not finished"))?;
+        let sha256 = match hashed {
+            Some(hashed) => hashed.join().ok().flatten(),
+            None => hash(watch),
+        };
+        let sha256 = sha256.ok_or_else(threads::interrupted)?;
         Ok(Digested { size: offset, sha256: sha256.into() })
     })
 }

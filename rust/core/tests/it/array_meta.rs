@@ -164,8 +164,8 @@ fn fill_values() {
         ("bool", "null", Some(Fill::Absent), None),
         ("complex64", "1.5", float(1.5), None),
         ("complex64", "[1.0, 2.0]", None, None),
-        ("string", "5", Some(Fill::Text), None),
-        ("string", "\"\"", Some(Fill::Text), None),
+        ("string", "5", Some(Fill::Text(String::new())), None),
+        ("string", "\"\"", Some(Fill::Text(String::new())), None),
     ];
     for (name, value, four, one) in cases {
         let text = with(with(v3(), "/data_type", Some(json!(name))), "/fill_value", Some(json!("HERE"))).to_string();

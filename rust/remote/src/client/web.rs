@@ -10,7 +10,7 @@ use super::pace::Pace;
 use super::resolved::{ResolvedFiles, WantedBytes};
 use super::wire::Wire;
 use super::{Answer, Client, Expected, Listing};
-use crate::address::{StoreUrl, path_of};
+use crate::address::{StoreUrl, web_path_of};
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, Secret};
 use crate::runtime::PerProcess;
@@ -53,7 +53,7 @@ impl Client for WebClient {
                     .map(|wire| Arc::new(ResolvedFiles::new(wire)))
             })?;
             let query = self.query.as_ref().map(|query| format!("?{}", query.0)).unwrap_or_default();
-            let url = format!("{}/{}{query}", self.base, path_of(key));
+            let url = format!("{}/{}{query}", self.base, web_path_of(key));
             let wanted = WantedBytes { url: &url, token: self.token.as_ref(), range, expected, own_etag: true };
             places.get(key, &wanted).await
         }

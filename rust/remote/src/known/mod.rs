@@ -78,7 +78,8 @@ pub enum KnownName {
 }
 
 /// The message for objects that were written after the store was opened.
-pub const NEWER: &str = "it was written after the first file was read: open the dataset again";
+pub const NEWER: &str =
+    "by the server's clock, it was written after the first file of the dataset was read; open the dataset again";
 
 /// Names, each with its size if it is an object.
 type Names<'a> = Box<dyn Iterator<Item = (&'a str, Option<u64>)> + 'a>;
@@ -111,8 +112,24 @@ fn is_inside(key: &str, folder: &str) -> bool {
 }
 
 impl Known {
-    /// The known state of a key.
+    /// The known state of a key. What is absent has nothing below it.
     pub fn find(&self, key: &str) -> KnownName {
+        let mut above = key;
+        loop {
+            match self.find_alone(above) {
+                KnownName::Unknown => {}
+                found if above == key || found == KnownName::Absent => return found,
+                _ => return KnownName::Unknown,
+            }
+            above = split(above).0;
+            if above.is_empty() {
+                return KnownName::Unknown;
+            }
+        }
+    }
+
+    /// The known state of a key, from its own listings and those of its folder.
+    fn find_alone(&self, key: &str) -> KnownName {
         if let Some(object) = self.objects.get(key) {
             return if self.newer.contains(key) { KnownName::Newer } else { KnownName::Object(object.clone()) };
         }
@@ -125,7 +142,6 @@ impl Known {
             Some(folders) if folders.contains(name) => KnownName::Folder,
             Some(_) => KnownName::Absent,
             None if self.is_below_deep(key) || self.empty.contains(folder) => KnownName::Absent,
-            None if !folder.is_empty() && self.find(folder) == KnownName::Absent => KnownName::Absent,
             None => KnownName::Unknown,
         }
     }
@@ -326,6 +342,15 @@ mod tests {
         assert_eq!(known.find("run/index"), KnownName::Unknown);
         assert_eq!(known.find("run/index/a"), KnownName::Absent);
         assert_eq!(names(&known, "run/index").unwrap(), []);
+    }
+
+    #[test]
+    fn the_depth_of_a_key_has_no_limit() {
+        let mut known = Known::default();
+        let deep = "a/".repeat(200_000);
+        assert_eq!(known.find(&deep), KnownName::Unknown);
+        known.record("", Listing::default());
+        assert_eq!(known.find(&deep), KnownName::Absent);
     }
 
     #[test]

@@ -92,7 +92,7 @@ fn a_signed_url_keeps_its_query() {
     assert!(fake.seen().iter().all(|seen| seen.query == "X-Sig=secret"));
     assert_eq!(
         store.root().to_string(),
-        format!("http://127.0.0.1:{}/run/a b.bin", fake.port).replace("/run", "/web/run")
+        format!("http://127.0.0.1:{}/run/a%20b.bin", fake.port).replace("/run", "/web/run")
     );
 }
 

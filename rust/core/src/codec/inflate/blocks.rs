@@ -5,6 +5,8 @@
 //! and Chikhi, "Parallel decompression of gzip-compressed files and random access to DNA sequences", 2019) and rapidgzip
 //! (Knespel and Brunst, 2023).
 
+use crate::memory;
+
 /// The largest distance of a match, in bytes.
 pub const WINDOW: usize = 32 << 10;
 /// Values from here on are offsets into the unknown window, counted from its oldest byte; smaller values are bytes.
@@ -91,7 +93,8 @@ impl Code {
             next[n + 1] = (next[n] + count[n]) << 1;
         }
         steps.take(1 << bits)?;
-        let mut table = vec![(0, 0); 1 << bits];
+        let mut table = memory::reserve(1 << bits).ok()?;
+        table.resize_with(1 << bits, Default::default);
         for (symbol, length) in lengths.iter().enumerate().filter(|(_, n)| **n > 0) {
             let n = u32::from(*length);
             let code = next[usize::from(*length)];
@@ -169,7 +172,7 @@ fn dynamic_codes(bits: &mut BitReader<'_>, steps: &mut Steps) -> Option<Codes> {
         lengths[*place] = bits.take(3)? as u8;
     }
     let code = Code::new(&lengths, false, steps)?;
-    let mut all: Vec<u8> = Vec::with_capacity(literals + distances);
+    let mut all: Vec<u8> = vec![];
     while all.len() < literals + distances {
         let (value, times) = match code.read(bits)? {
             symbol @ 0..=15 => (symbol as u8, 1),

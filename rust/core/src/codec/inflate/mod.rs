@@ -16,10 +16,14 @@ mod parallel;
 use std::io::Read;
 use std::sync::{Mutex, PoisonError};
 
+use flate2::{Decompress, FlushDecompress, Status};
+
 use self::libdeflate::{Inflater, Outcome};
 use self::parallel::Beside;
 use crate::error::{Error, Finding, Kind, Result};
+use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::source::Source;
 use crate::threads::{self, Stop, Watch};
 
 /// The maximum ratio of deflate (RFC 1951: 258 bytes from 2 bits).
@@ -27,7 +31,7 @@ const BEST_RATIO: u64 = 1032;
 
 /// The first `most` inflated bytes, or fewer before the end or an error.
 pub fn front(gz: &[u8], most: usize) -> Vec<u8> {
-    let mut made = Vec::with_capacity(most);
+    let mut made = vec![];
     // Errors are reported later, when the whole file is inflated.
     let _ = flate2::read::MultiGzDecoder::new(gz).take(most as u64).read_to_end(&mut made);
     made
@@ -155,26 +159,94 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
 
 /// The first `most` bytes of deflate data, or fewer before the end or an error.
 pub fn raw_front(data: &[u8], most: usize) -> Vec<u8> {
-    let mut made = Vec::with_capacity(most);
+    let mut made = vec![];
     // Errors are reported later, when all of it is inflated.
     let _ = flate2::read::DeflateDecoder::new(data).take(most as u64).read_to_end(&mut made);
     made
 }
 
-/// Inflates deflate data (RFC 1951) of exactly `size` bytes.
-pub fn raw(data: &[u8], size: u64) -> Result<Vec<u8>> {
-    let damaged = || Error::new(Kind::Format, format!("expected deflated data of {size} bytes, found other data"));
-    if size > (data.len() as u64).saturating_mul(BEST_RATIO).saturating_add(BEST_RATIO) {
-        return Err(damaged());
+/// Deflated data up to this size are inflated at once, by libdeflate: it is faster, but cannot be stopped.
+const WHOLE: u64 = if cfg!(test) { 1 << 18 } else { 64 << 20 };
+/// Bytes that are inflated between two calls of the watch.
+const STEP: usize = if cfg!(test) { 1 << 16 } else { 4 << 20 };
+
+/// Deflated data (RFC 1951) in a file.
+#[derive(Clone, Copy, Debug)]
+pub struct DeflatedRange<'a> {
+    /// The file.
+    pub source: &'a dyn Source,
+    /// Offset of the first byte.
+    pub at: u64,
+    /// Bytes in the file.
+    pub stored: u64,
+    /// Bytes of the content.
+    pub size: u64,
+}
+
+impl DeflatedRange<'_> {
+    fn damaged(&self) -> Error {
+        Error::new(Kind::Format, format!("expected deflated data of {} bytes, found other data", self.size))
+            .byte(self.at)
     }
-    // One byte more: data that inflate further are damaged, not complete.
-    let mut made = vec![0; size as usize + 1];
-    match Inflater::new()?.raw(data, &mut made) {
-        Outcome::Done { read, made: found } if read == data.len() && found as u64 == size => {
-            made.truncate(found);
-            Ok(made)
+
+    /// The content.
+    pub fn content(&self, watch: Watch<'_>) -> Result<Vec<u8>> {
+        let least = self.size.div_ceil(BEST_RATIO).saturating_sub(1);
+        // Even data that do not compress grow by less than a thousandth.
+        if self.stored < least || self.stored > self.size.saturating_mul(2).saturating_add(1 << 16) {
+            return Err(self.damaged());
         }
-        _ => Err(damaged()),
+        if self.stored.max(self.size) > WHOLE {
+            let mut content = memory::reserve(self.size)?;
+            self.each(watch, &mut |some| content.extend_from_slice(some))?;
+            return Ok(content);
+        }
+        let mut packed = memory::bytes(self.stored)?;
+        self.source.read(self.at, &mut packed)?;
+        // One byte more: data that inflate further are damaged, not complete.
+        let mut content = memory::bytes(self.size + 1)?;
+        match Inflater::new()?.raw(&packed, &mut content) {
+            Outcome::Done { read, made } if read == packed.len() && made as u64 == self.size => {
+                content.truncate(made);
+                Ok(content)
+            }
+            _ => Err(self.damaged()),
+        }
+    }
+
+    /// Passes the content to `sink`, piece by piece; fails after the last if there is more or less than expected.
+    pub fn each(&self, watch: Watch<'_>, sink: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let mut inflater = Decompress::new(false);
+        let (mut packed, mut piece) = (memory::bytes(self.stored.min(STEP as u64))?, memory::bytes(STEP as u64)?);
+        let (mut fed, mut ended) = (0, false);
+        while fed < self.stored {
+            let n = packed.len().min((self.stored - fed) as usize);
+            self.source.read(self.at + fed, &mut packed[..n])?;
+            fed += n as u64;
+            let mut rest = &packed[..n];
+            loop {
+                let before = (inflater.total_in(), inflater.total_out());
+                let status = inflater.decompress(rest, &mut piece, FlushDecompress::None);
+                let (read, made) = (inflater.total_in() - before.0, inflater.total_out() - before.1);
+                rest = &rest[read as usize..];
+                if ended || status.is_err() || inflater.total_out() > self.size {
+                    return Err(self.damaged());
+                }
+                sink(&piece[..made as usize]);
+                if watch() {
+                    return Err(threads::interrupted());
+                }
+                ended = matches!(status, Ok(Status::StreamEnd));
+                if ended && !rest.is_empty() {
+                    return Err(self.damaged());
+                }
+                // A full piece may not be all that the bytes read so far inflate to.
+                if ended || (rest.is_empty() && (made as usize) < piece.len()) || (read == 0 && made == 0) {
+                    break;
+                }
+            }
+        }
+        if ended && inflater.total_out() == self.size { Ok(()) } else { Err(self.damaged()) }
     }
 }
 
@@ -192,6 +264,8 @@ fn why_bad(member: &[u8], most: u64) -> Error {
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
+    use crate::location::Location;
+    use crate::source::held::Held;
     use proptest::prelude::*;
     use std::io::Write;
 
@@ -292,6 +366,35 @@ mod tests {
             assert!(inflate_beside(&gz, bytes.len() as u64 - 1, &|_| Ok(()), go_on).is_err());
             let failing = |_: Watch<'_>| Err(Error::new(Kind::Format, "beside"));
             assert_eq!(inflate_beside(&gz, 1 << 30, &failing, go_on).unwrap_err().detail, "beside");
+        }
+    }
+
+    #[test]
+    fn deflated_data_have_the_size_that_is_claimed() {
+        let bytes = material(5, (WHOLE + STEP as u64) as usize + 77, 3, true);
+        for bytes in [&bytes[..], &bytes[..9000], &bytes[..0]] {
+            let mut encoder = flate2::write::DeflateEncoder::new(vec![], flate2::Compression::fast());
+            encoder.write_all(bytes).unwrap();
+            let packed = encoder.finish().unwrap();
+            let longer = [&packed[..], &[0]].concat();
+            let n = bytes.len() as u64;
+            for (packed, size, whole) in
+                [(&packed, n, true), (&packed, n + 1, false), (&longer, n, false), (&packed, n.max(1) - 1, n == 0)]
+            {
+                for cut in if whole { [0, 1, packed.len() / 2] } else { [0; 3] } {
+                    let stored = &packed[..packed.len() - cut];
+                    let source = Held::new(Location::object("test", "a"), stored.to_vec().into());
+                    let deflated = DeflatedRange { source: &source, at: 0, stored: stored.len() as u64, size };
+                    let content = deflated.content(&mut || false);
+                    assert_eq!(content.is_ok_and(|content| content == bytes), whole && cut == 0);
+                    let mut pieces = vec![];
+                    let ended = deflated.each(&mut || false, &mut |some| pieces.extend_from_slice(some));
+                    assert_eq!(ended.is_ok() && pieces == bytes, whole && cut == 0);
+                }
+                let source = Held::new(Location::object("test", "a"), packed.clone().into());
+                let deflated = DeflatedRange { source: &source, at: 0, stored: packed.len() as u64, size };
+                assert!(deflated.each(&mut || true, &mut |_| ()).is_err());
+            }
         }
     }
 

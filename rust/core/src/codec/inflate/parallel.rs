@@ -20,6 +20,7 @@ use crc32fast::Hasher;
 use super::libdeflate::{Inflater, Outcome};
 use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
 use crate::error::Result;
+use crate::memory;
 use crate::memory::buffer::Buffer;
 use crate::threads::{self, Stop, Watch};
 
@@ -242,7 +243,7 @@ fn stretch(
     most: usize,
 ) -> Option<(Buffer, usize, Hasher)> {
     let bits = stretch.end.checked_sub(stretch.begin)?;
-    let mut input: Vec<u8> = Vec::with_capacity(WINDOW + bits as usize / 8 + 32);
+    let mut input: Vec<u8> = memory::reserve(WINDOW as u64 + bits / 8 + 32).ok()?;
     let skip = n_skip(stretch.warm.as_ref());
     if let Some(warm) = &stretch.warm {
         // A stored block that is not the last: three zero bits, padding, its length, and the length's complement.

@@ -414,11 +414,11 @@ impl Machine<'_> {
                 0x85..=0x87 => {
                     let n = usize::from(op - 0x84);
                     self.spend(n * size_of::<Id>())?;
-                    let mut items = vec![0; n];
-                    for slot in items.iter_mut().rev() {
+                    let mut items = [0; 3];
+                    for slot in items[..n].iter_mut().rev() {
                         *slot = self.pop()?;
                     }
-                    self.push_node(Node::Tuple(items))?;
+                    self.push_node(Node::Tuple(items[..n].to_vec()))?;
                 }
                 b'a' => {
                     let item = self.pop()?;

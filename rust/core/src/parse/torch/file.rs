@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use super::super::arrays::{ArrayPlace, Region};
 use super::super::pickle::{Node, NumpyArray, SavedStorage, SavedTensor, Tree};
-use crate::codec::inflate;
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::Source;
 use crate::source::held::Held;
 use crate::threads::{Watch, interrupted};
@@ -88,6 +88,22 @@ impl SavedTensor {
     }
 }
 
+/// Adds stored bytes to a checksum.
+fn update(crc: &mut crc32fast::Hasher, source: &dyn Source, region: &Region, watch: Watch<'_>) -> Result<()> {
+    let mut piece = memory::bytes(region.stored.min(PIECE))?;
+    let mut done = 0;
+    while done < region.stored {
+        let n = piece.len().min((region.stored - done) as usize);
+        source.read(region.at + done, &mut piece[..n])?;
+        crc.update(&piece[..n]);
+        done += n as u64;
+        if watch() {
+            return Err(interrupted());
+        }
+    }
+    Ok(())
+}
+
 impl TorchFile {
     /// Checks that every tensor is inside its storage.
     pub(super) fn check_tensors(&self) -> Result<()> {
@@ -145,25 +161,14 @@ impl TorchFile {
         let mut found = vec![];
         for region in self.regions.iter().filter(|region| region.crc != 0) {
             let mut crc = crc32fast::Hasher::new();
-            let (mut at, end) = (region.at, region.at + region.stored);
-            let mut packed = vec![];
-            while at < end {
-                let mut piece = vec![0; (end - at).min(PIECE) as usize];
-                source.read(at, &mut piece)?;
-                at += piece.len() as u64;
-                if region.deflated {
-                    packed.extend(piece)
-                } else {
-                    crc.update(&piece)
-                }
-                if watch() {
-                    return Err(interrupted());
-                }
-            }
-            let inflated = region.deflated.then(|| inflate::raw(&packed, region.size));
-            let is_whole = match inflated {
-                None => true,
-                Some(content) => content.map(|bytes| crc.update(&bytes)).is_ok(),
+            let read = if region.deflated {
+                region.deflated(source).each(&mut *watch, &mut |some| crc.update(some))
+            } else {
+                update(&mut crc, source, region, &mut *watch)
+            };
+            let is_whole = match read {
+                Err(e) if !region.deflated || e.kind != Kind::Format => return Err(e),
+                read => read.is_ok(),
             };
             if !is_whole || crc.finalize() != region.crc {
                 found.push(region.at);

@@ -16,6 +16,7 @@ use super::super::pickle::{Node, SavedStorage, Tree};
 use super::super::zip::shown;
 use super::file::{TorchFile, malformed, place_of};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::source::Source;
 
 /// The first bytes: protocol 2, the magic number as a LONG1, STOP.
@@ -36,7 +37,7 @@ struct Pickles {
 pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
     let mut known = FRONT.min(source.size());
     let (front, found) = loop {
-        let mut front = vec![0; known as usize];
+        let mut front = memory::bytes(known)?;
         source.read(0, &mut front)?;
         match parse_front(&front) {
             Ok(found) => break (front, found),
@@ -46,7 +47,7 @@ pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
             Err(e) => return Err(e),
         }
     };
-    let pickle = front[found.range.clone()].to_vec();
+    let pickle = memory::copied(&front[found.range.clone()])?;
     let places = places(source, &found, &pickle)?;
     let mut storages = Vec::with_capacity(found.object.storages().len());
     for storage in found.object.storages() {

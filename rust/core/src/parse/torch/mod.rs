@@ -25,6 +25,7 @@ pub use self::file::{StoragePlace, TorchFile};
 use self::file::malformed;
 use crate::codec::inflate;
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::source::Source;
 use crate::source::held::Held;
 
@@ -41,7 +42,7 @@ pub fn read(source: &dyn Source, limit: u64) -> Result<TorchFile> {
     }
     let inflated = || {
         let most = inflate::allowed(source.size(), u64::MAX, limit);
-        let mut gz = vec![0; usize::try_from(source.size()).unwrap_or(usize::MAX)];
+        let mut gz = memory::bytes(source.size())?;
         source.read(0, &mut gz)?;
         inflate::inflate(&gz, most)
     };

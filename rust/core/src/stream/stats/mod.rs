@@ -96,7 +96,7 @@ pub fn needs(
     }
     let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
     let (mut reader, mut raw, stop) =
-        (BlockReader::counting(past_cache)?, zeroed(at_once * row.bytes)?, Stop::default());
+        (BlockReader::counting(past_cache)?, zeroed(source.part_bytes())?, Stop::default());
     for picks in source.parts() {
         source.read(picks, &mut raw, &mut reader, &stop)?;
         if watch() {

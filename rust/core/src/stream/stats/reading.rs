@@ -74,6 +74,12 @@ impl Picked<'_> {
         })
     }
 
+    /// Bytes of the largest part.
+    pub(super) fn part_bytes(&self) -> usize {
+        let rows = self.waves().map(|(_, picks)| picks.end - picks.start).max().unwrap_or(0);
+        part_rows(self.rows.row()).min(rows as usize) * self.rows.row().bytes
+    }
+
     /// Reads picks as stored to the beginning of `raw`; returns their examples and tokens.
     pub(super) fn read(&self, picks: Range<u64>, raw: &mut [u8], reader: &mut BlockReader, stop: &Stop) -> Result<Ids> {
         let row = self.rows.row();
@@ -92,11 +98,12 @@ impl Picked<'_> {
         let total = self.waves().map(|(_, picks)| picks.end - picks.start).sum::<u64>();
         let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
         let turns = Turns::new(threads::num_threads());
+        let part_bytes = self.part_bytes();
         // As many summers as threads with a turn.
         let (reading, summing) = (Spare::default(), Spare::default());
         let sum = |picks: Range<u64>, stop: &Stop| -> Result<Stats> {
             let (mut reader, mut raw) =
-                reading.take(|| Ok((BlockReader::new(past_cache)?, zeroed::<u8>(part_rows(row) * row.bytes)?)))?;
+                reading.take(|| Ok((BlockReader::new(past_cache)?, zeroed::<u8>(part_bytes)?)))?;
             let (examples, tokens) = self.read(picks, &mut raw, &mut reader, stop)?;
             let made = turns.take(|| {
                 if stop.is_set() {
@@ -138,7 +145,7 @@ impl Picked<'_> {
     pub(super) fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Sums> {
         let row = self.rows.row();
         let as_is = Cast::between(row.dtype, row.dtype)?;
-        let (staged, at_once) = (self.rows.decodes(), part_rows(row));
+        let (staged, at_once, part_bytes) = (self.rows.decodes(), part_rows(row), self.part_bytes());
         let (raws, summing) = (Spare::default(), Spare::default());
         let mut all = Sums::default();
         let mut stage: Vec<u8> = vec![];
@@ -165,10 +172,7 @@ impl Picked<'_> {
                 let made = if staged {
                     summer.sum(&stage[span.start * row.bytes..span.end * row.bytes], ids)
                 } else {
-                    let mut raw: Vec<u8> = raws.take(|| zeroed(at_once.min(n) * row.bytes))?;
-                    if raw.len() < span.len() * row.bytes {
-                        raw = zeroed(at_once * row.bytes)?;
-                    }
+                    let mut raw: Vec<u8> = raws.take(|| zeroed(part_bytes))?;
                     read(span.clone(), &mut raw, &mut || stop.is_set())?;
                     let made = summer.sum(&raw[..span.len() * row.bytes], ids);
                     raws.put(raw);
