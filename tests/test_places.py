@@ -371,7 +371,7 @@ def test_a_refused_merge_leaves_the_journal_of_a_writer(tmp_path: Path) -> None:
 def test_a_part_whose_writer_was_killed_at_once_is_missing(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "run", "zarr", layers=[0, 1], d_model=8, part=(0, 2)) as writer:
         writer.append(np.ones((3, 2, 4, 8), np.float32))
-    (tmp_path / "run/.parts/part-00001-of-00002").mkdir()
+    (tmp_path / "run/.parts/part-00001-of-00002/.actshard").mkdir(parents=True)
     with pytest.raises(actshard.UnfinishedError, match="expected 2 finished parts, part 1 missing"):
         actshard.merge(tmp_path / "run")
     (tmp_path / "run/.parts/part-00000-of-00002").rename(tmp_path / "away")

@@ -50,6 +50,7 @@ from actshard.work import (
     PART,
     PARTS,
     PLAN_FOLDER,
+    files_below,
     is_below,
     keep_request,
     locked,
@@ -440,7 +441,7 @@ def _own_parts(root: Path) -> list[Path]:
     counts: set[int] = set()
     for folder in sorted((root / PARTS).iterdir()):
         numbered = PART.fullmatch(folder.name)
-        if numbered is not None and any(folder.iterdir()):  # a writer that was killed at once leaves an empty folder
+        if numbered is not None and any(files_below(folder)):  # a writer that was killed at once leaves empty folders
             found[int(numbered[1])] = folder
             counts.add(int(numbered[2]))
     if len(counts) != 1:

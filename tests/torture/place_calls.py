@@ -9,10 +9,12 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,9 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 """Arguments of conversions."""
 
+WORKING = (".actshard", ".parts")
 Sequence = tuple[tuple[float, ...], ...]
+Snapshot = dict[str, tuple[str, Any]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -300,3 +304,44 @@ def small_blocks() -> None:
     sink.COMMIT_BYTES = 1
     for format in FORMATS:
         formats.get(format).target().block_bytes = 64
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def snapshot(root: Path) -> Snapshot:
+    """All folders, links with their targets, and files with their bytes."""
+    found: Snapshot = {}
+    for folder, names, files in os.walk(root):
+        for name in [*names, *files]:
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if path.is_symlink():
+                found[relative] = ("link", str(path.readlink()))
+            elif path.is_dir():
+                found[relative] = ("folder", None)
+            else:
+                found[relative] = ("file", path.read_bytes())
+    return found
+
+
+class Templates:
+    """Datasets of each format and version, written once."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="actshard-templates-"))
+        self.paths: dict[tuple[str, int], Path] = {}
+
+    def path(self, format: str, version: int) -> Path:
+        if (format, version) not in self.paths:
+            place = self.root / f"{format}-{version}"
+            outcome = Child(partial(create, place, format, version)).wait()
+            assert outcome.error is None, outcome.text
+            self.paths[format, version] = outcome.value
+        return self.paths[format, version]
+
+
+def is_left(path: str) -> bool:
+    """Whether a path is a working file or folder."""
+    name = path.rpartition("/")[2]
+    return name in WORKING or name.endswith((".part", ".joining")) or name.startswith(".writing-")

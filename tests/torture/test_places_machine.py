@@ -26,7 +26,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from tests.torture import place_calls as calls
 from tests.torture import place_model as model
 from tests.torture.budget import CountedMachine, machine_settings
-from tests.torture.place_calls import CHOICES, Child, Contents, Outcome
+from tests.torture.place_calls import CHOICES, Child, Contents, Outcome, Snapshot, Templates, is_left, snapshot
 from tests.torture.place_model import Begun, Finished, Nothing, Parts, Place, Planned, Request, State, Unknown, Verdict
 
 import actshard
@@ -57,40 +57,6 @@ USER = [
     "replace",
     "discard",
 ]
-WORKING = (".actshard", ".parts")
-Snapshot = dict[str, tuple[str, Any]]
-
-
-def snapshot(root: Path) -> Snapshot:
-    """Folders, links with their targets, and files with their bytes and inodes' times are not compared."""
-    found: Snapshot = {}
-    for folder, names, files in os.walk(root):
-        for name in [*names, *files]:
-            path = Path(folder, name)
-            relative = path.relative_to(root).as_posix()
-            if path.is_symlink():
-                found[relative] = ("link", str(path.readlink()))
-            elif path.is_dir():
-                found[relative] = ("folder", None)
-            else:
-                found[relative] = ("file", path.read_bytes())
-    return found
-
-
-class Templates:
-    """Datasets of each format and version, written once."""
-
-    def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="actshard-templates-"))
-        self.paths: dict[tuple[str, int], Path] = {}
-
-    def path(self, format: str, version: int) -> Path:
-        if (format, version) not in self.paths:
-            place = self.root / f"{format}-{version}"
-            outcome = Child(partial(calls.create, place, format, version)).wait()
-            assert outcome.error is None, outcome.text
-            self.paths[format, version] = outcome.value
-        return self.paths[format, version]
 
 
 def killed() -> None:
@@ -554,6 +520,16 @@ class PlacesMachine(CountedMachine):
         else:
             place.state = Planned(self.number(number), request, done | {task}, committing, sure=True)
 
+    @precondition(lambda self: self.plans)
+    @rule(number=st.integers(0, 3), source=SOURCES, choice=st.sampled_from(["plain", *CHOICES]))
+    def overtake(self, number: int, source: str, choice: str) -> None:
+        """A conversion finishes where a plan was made, before its tasks run."""
+        number %= len(self.plans)
+        _, name, *_, format = self.plans[number]
+        self.convert(source, name, format, choice, False, False, None)
+        self.run_task(number, 0, None)
+        self.commit(number, False, None)
+
     def number(self, number: int) -> int:
         """The number of the first equal plan: planning twice gives the same plan."""
         request, name, *_ = self.plans[number]
@@ -794,12 +770,6 @@ class PlacesMachine(CountedMachine):
                     self.again(name)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def is_left(path: str) -> bool:
-    """Whether a path is a working file or folder."""
-    name = path.rpartition("/")[2]
-    return name in WORKING or name.endswith((".part", ".joining")) or name.startswith(".writing-")
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
