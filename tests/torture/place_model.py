@@ -230,7 +230,7 @@ def planning(state: State, request: Request, extras: bool, number: int | None) -
             return fails(ExistsError)
         return Verdict(True) if request.wanted is not None else Verdict(None, (DtypeError,))
     if isinstance(state, Finished):
-        return fails(ExistsError)
+        return fails(ExistsError, DtypeError)
     if isinstance(state, Begun) and state.sure:
         return fails(ExistsError, UnfinishedError, LockedError)
     if isinstance(state, Parts):
