@@ -338,3 +338,42 @@ def test_a_journal_cannot_name_files_elsewhere_for_removal(name: str, tmp_path: 
         assert writer._sink is not None
         writer._sink.discard()
     assert mine.read_text() == (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_merge_that_was_killed_before_it_began_is_begun_again(tmp_path: Path) -> None:
+    """Killed with its lock, and before its marker was written."""
+    parts = [written(tmp_path / name, "zarr", k + 1.0) for k, name in enumerate("ab")]
+    for resume in (False, True):
+        target = tmp_path / f"to{resume}"
+        (target / ".actshard").mkdir(parents=True)
+        (target / ".actshard/lock").touch()
+        assert values(actshard.merge(target, parts, resume=resume)) == [1.0] * 3 + [2.0] * 3
+
+
+def test_a_refused_merge_leaves_the_journal_of_a_writer(tmp_path: Path) -> None:
+    parts = [written(tmp_path / name, "zarr", k + 1.0) for k, name in enumerate("ab")]
+    writer = actshard.create(tmp_path / "to", "zarr", layers=[0, 1], d_model=8)
+    writer.append(np.full((1, 2, 4, 8), 3.0, np.float32))
+    writer.flush()
+    with pytest.raises(actshard.LockedError):
+        actshard.merge(tmp_path / "to", parts, resume=True)
+    writer.abort()
+    for merge in (actshard.merge, actshard.plan.merge):
+        with pytest.raises(actshard.UnfinishedError):
+            merge(tmp_path / "to", parts)
+    with pytest.raises(actshard.UnfinishedError):
+        actshard.merge(tmp_path / "to", parts, resume=True)
+    with actshard.create(tmp_path / "to", "zarr", layers=[0, 1], d_model=8, resume=True) as writer:
+        assert writer.committed == 1
+    assert values(tmp_path / "to") == [3.0]
+
+
+def test_a_part_whose_writer_was_killed_at_once_is_missing(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "run", "zarr", layers=[0, 1], d_model=8, part=(0, 2)) as writer:
+        writer.append(np.ones((3, 2, 4, 8), np.float32))
+    (tmp_path / "run/.parts/part-00001-of-00002/.actshard").mkdir(parents=True)
+    with pytest.raises(actshard.UnfinishedError, match="expected 2 finished parts, part 1 missing"):
+        actshard.merge(tmp_path / "run")
+    (tmp_path / "run/.parts/part-00000-of-00002").rename(tmp_path / "away")
+    with pytest.raises(actshard.UnfinishedError):
+        actshard.merge(tmp_path / "run")

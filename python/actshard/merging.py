@@ -50,6 +50,7 @@ from actshard.work import (
     PART,
     PARTS,
     PLAN_FOLDER,
+    files_below,
     is_below,
     keep_request,
     locked,
@@ -67,6 +68,8 @@ from actshard.work import (
 _MARKER = MERGING
 _LEAST_FILES = 16
 """Files of each part that are looked at, however many parts there are."""
+_GONE = f"merged{PARTS}"
+"""The parts' folder, in the working folder, while it is removed."""
 _LEFT = "left-in-parts"
 """Folder that keeps other programs' files from the parts' folders after a merge."""
 
@@ -219,7 +222,7 @@ def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
     It is renamed first, because a dataset with remaining parts would look unfinished. Files whose names no writer produces are
     kept in a folder of the dataset.
     """
-    gone = root / FOLDER / f"merged{PARTS}"
+    gone = root / FOLDER / _GONE
     _empty(root, gone, made)  # left by a merge that was interrupted at this step
     if (root / PARTS).is_dir():
         rename(root / PARTS, gone)
@@ -253,16 +256,16 @@ def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
 
 
 def _leave(root: Path) -> None:
-    """Removes the working folder, and the dataset's folder if it is empty. The marker is removed last: resuming needs it."""
+    """Removes the merge's files from the working folder, and the folder and the dataset's if they are empty.
+
+    Other files there belong to plans and writers. The marker is removed last: resuming needs it.
+    """
     folder = root / FOLDER
     with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
-            if entry.name.startswith((PLAN_FOLDER, DUMPS_PLAN_FOLDER)):
-                continue  # removed with its plan
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name != _MARKER:
-                entry.unlink()
+        gone = folder / _GONE
+        if gone.is_dir():
+            shutil.rmtree(gone)
+        (folder / "lock").unlink(missing_ok=True)
         # If anything above failed, the marker stays and the next call continues from it.
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
@@ -370,7 +373,7 @@ def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
         return None
     try:
         place = _found(root)[0]
-    except UnknownFormatError:
+    except (UnknownFormatError, UnfinishedError):  # nothing finished: what else lies here is checked under the lock
         return None
     found = Request.read(place)
     if found is None:
@@ -413,6 +416,11 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
+        if unfinished(root) is not None:
+            raise UnfinishedError(
+                "contains an unfinished dataset. Finish it (create or convert with resume continues it), or choose another folder.",
+                path=root,
+            )
         refuse_existing(root)
     format, request = _check_alike(sources, asked)
     merger = merger_of(format)
@@ -433,7 +441,7 @@ def _own_parts(root: Path) -> list[Path]:
     counts: set[int] = set()
     for folder in sorted((root / PARTS).iterdir()):
         numbered = PART.fullmatch(folder.name)
-        if numbered is not None:
+        if numbered is not None and any(files_below(folder)):  # a writer that was killed at once leaves empty folders
             found[int(numbered[1])] = folder
             counts.add(int(numbered[2]))
     if len(counts) != 1:

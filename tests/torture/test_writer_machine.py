@@ -29,6 +29,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from tests.torture.budget import CountedMachine, machine_settings
+from tests.torture.doom import Doom
 from tests.waiting import PATIENCE
 
 import actshard
@@ -90,30 +91,6 @@ def example(number: int, tokens: int, dtype: str) -> np.ndarray:
     """Rows unique to an example, also in float16."""
     rng = np.random.default_rng(number)
     return rng.standard_normal((len(LAYERS), tokens, WIDTH)).astype(np.float16).astype(dtype)
-
-
-class Doom:
-    """Kills this process at its n-th call that changes the disk, so that failures are reproducible."""
-
-    CALLS = (
-        (os, ("mkdir", "replace", "unlink", "rmdir", "pwrite", "ftruncate", "truncate", "fsync")),
-        (actshard._native, ("sync_files", "write_pieces", "write_segments", "copy_range")),
-    )
-
-    def __init__(self) -> None:
-        self.left = -1
-        for module, names in self.CALLS:
-            for name in names:
-                setattr(module, name, self.counted(getattr(module, name)))
-
-    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any, **named: Any) -> Any:
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.left -= 1
-            return call(*given, **named)
-
-        return counted
 
 
 def serve(pipe: multiprocessing.connection.Connection, call: dict[str, Any]) -> None:
