@@ -43,13 +43,12 @@ from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.request import RECORD, Request
 from actshard.work import (
-    DUMPS_PLAN_FOLDER,
     EMPTY,
     FOLDER,
+    LOCK,
     MERGING,
     PART,
     PARTS,
-    PLAN_FOLDER,
     files_below,
     is_below,
     keep_request,
@@ -265,7 +264,7 @@ def _leave(root: Path) -> None:
         gone = folder / _GONE
         if gone.is_dir():
             shutil.rmtree(gone)
-        (folder / "lock").unlink(missing_ok=True)
+        (folder / LOCK).unlink(missing_ok=True)
         # If anything above failed, the marker stays and the next call continues from it.
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
@@ -416,11 +415,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
-        if unfinished(root) is not None:
-            raise UnfinishedError(
-                "contains an unfinished dataset. Finish it (create or convert with resume continues it), or choose another folder.",
-                path=root,
-            )
+        look(root).refuse("writing")
         refuse_existing(root)
     format, request = _check_alike(sources, asked)
     merger = merger_of(format)
