@@ -263,7 +263,6 @@ ON_PATHS = {
     "writing": "writes",
     "merging": "moves and links what it merges",
     "converting.predicting": "counts what it wrote to a scratch folder",
-    "converting.segments": "syncs what a task wrote",
     "plan.book": "the working folder of a plan",
     "plan.converting": "renames the files of tasks",
     "plan.creating": "looks at the parts that its tasks wrote",

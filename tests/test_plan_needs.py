@@ -17,7 +17,7 @@ import pytest
 from tests.torture.budget import TORTURE
 
 import actshard
-from actshard.converting import segments
+from actshard.converting import blocks
 from actshard.converting.blocks import read
 from conftest import GOLDEN
 from waiting import PATIENCE
@@ -108,7 +108,7 @@ def test_golden_rows_that_are_converted_are_read_as_predicted(
 ) -> None:
     """Of rows in files as they are; columns and lengths are not counted."""
     seen: list[int] = []
-    monkeypatch.setattr(segments, "read", partial(counting, seen))
+    monkeypatch.setattr(blocks, "read", partial(counting, seen))
     for number, path in enumerate(sampled(kind, 1)):
         try:
             store = actshard.open(path, io="pread")
@@ -204,7 +204,7 @@ def test_reads_of_large_conversions_are_predicted(
 ) -> None:
     """Those of rows: within 1 %. A pickle shard is read once by each task, with its columns."""
     seen: list[int] = []
-    monkeypatch.setattr(segments, "read", partial(counting, seen))
+    monkeypatch.setattr(blocks, "read", partial(counting, seen))
     plan = actshard.plan.convert(made, tmp_path / "d", "safetensors", tasks=2, tokens=tokens)
     store = actshard.open(made)
     found = reads(plan, tmp_path / "f", fresh=store.contents.units is not None)

@@ -1,20 +1,23 @@
-"""Blocks of examples that a conversion reads: divides the examples into blocks, and reads their rows."""
+"""Blocks of examples: divides the examples of a conversion into blocks, reads them, and queues them for writing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._arguments import many
+from actshard.converting.columns import Columns
 from actshard.converting.planning import Asked, fitted
-from actshard.errors import ArgumentError
-from actshard.formats.target import Target
+from actshard.errors import ActshardError, ArgumentError, DtypeError
+from actshard.formats.target import Block, Target
 from actshard.layers import plain
 from actshard.stream.content import content_range
 from actshard.writing.given import convert as to_type
+from actshard.writing.segment import SegmentWriter
 
 _AT_ONCE = 8192
 """Number of examples whose lengths are read at once."""
@@ -171,3 +174,65 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     if not target.holds_partial_layers and (counts < 0).any():
         return np.where(counts < 0, counts.max(axis=1, keepdims=True), counts)
     return counts
+
+
+def copy_blocks(
+    asked: Asked,
+    writer: SegmentWriter,
+    columns: Columns,
+    span: tuple[int, int, int],
+    overflow: str,
+    progress: Callable[[int, int], object],
+) -> int:
+    """Reads the examples of a range, block by block, and queues them for writing. Returns the number of bytes of rows.
+
+    Args:
+        asked: the request.
+        writer: a writer that has written the examples before.
+        columns: the columns to convert.
+        span: first example, end, and the example at which the blocks begin.
+        overflow: ``"refuse"`` or ``"allow"``.
+        progress: called with (the end of the block, bytes of rows so far) after every block.
+
+    Raises:
+        DtypeError: a finite value is too large for the target's dtype, with ``overflow="refuse"``.
+        ActshardError: others of reading and writing; those of reading name the examples.
+    """
+    first, end, at = span
+    target = writer.target
+    size = 0
+    for whole_ids, whole_counts, unit in blocks(asked, target, at):
+        begin, at = at, min(at + len(whole_ids), end)  # blocks that are not whole files are cut at the end
+        if begin < first:
+            continue
+        ids, counts = whole_ids[: at - begin], whole_counts[: at - begin]
+        lengths = lengths_of(target, counts)
+        rows = int(np.maximum(lengths, 0).sum())
+        memory = writer.memory(rows)
+        lost: list[int] = []
+        try:
+            table = columns.of(ids, unit, target)
+            read(asked, ids, counts, lengths, memory, lost)
+        except ActshardError as error:
+            if "example" not in error.detail:
+                error.detail += f" (reading examples {begin} to {at - 1})"
+            raise
+        if sum(lost) and overflow == "refuse":
+            raise too_large(asked, target, sum(lost), f" of examples {begin} to {at - 1}")
+        writer.put(Block(memory, lengths, table, overflows=sum(lost)))
+        size += rows * target.row_bytes
+        del memory
+        progress(at, size)
+        if at >= end:
+            break
+    return size
+
+
+def too_large(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
+    """Builds the error for finite values that the result's dtype cannot represent."""
+    wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
+    return DtypeError(
+        f"dtype: {many(count, f'finite {asked.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
+        f"too large for {target.dtype} and would become infinite. Store {wider}, or pass overflow='allow' (-o overflow=allow).",
+        path=asked.store.path,
+    )

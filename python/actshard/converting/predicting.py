@@ -24,7 +24,6 @@ from actshard.converting.segments import Layout
 from actshard.errors import ActshardError, ArgumentError, DiskFullError
 from actshard.formats.target import Target
 from actshard.work import existing_above
-from actshard.writing.sink import write_memory
 
 WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
 """Limits of a conversion that is written completely: bytes of rows, and files."""
@@ -116,12 +115,6 @@ def _written(asked: Asked, made: Callable[[Asked, Path], Target], overflow: str)
             raise
         found = [Path(path, name).stat().st_size for path, _, names in os.walk(folder) for name in names]
     return Prediction(sum(found), len(found), False, overflows=overflows)
-
-
-def blocks_memory(target: Target, largest: int) -> int:
-    """Bytes of memory for the blocks of ranges of at most ``largest`` bytes of rows: one is read while another is written."""
-    block = min(target.block_bytes, max(largest, 1))
-    return int(min(2 * block, max(largest, 1)) + target.copies * block + write_memory(block))
 
 
 def refuse_full(root: Path, size: int, files: int) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
 from actshard._arguments import many
-from actshard.converting.blocks import blocks, lengths_of, read
+from actshard.converting.blocks import blocks, copy_blocks, lengths_of, read
 from actshard.converting.column_differences import ColumnComparison
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
@@ -281,37 +281,15 @@ def _write(
     the committed examples and did not record it.
     """
     sink = Sink(target, resume=resume)
-    begun = sink.committed
-    lost = sink.journal.overflows
+    begun, total = sink.committed, asked.count
+    LOG.info(
+        "%s: converting to %s at %s, from example %d of %d", asked.store.path, target.format, target.root, begun, total
+    )
+    done = (lambda at, size: None) if progress is None else (lambda at, size: progress(at, total, size))
     try:
-        LOG.info(
-            "%s: converting to %s at %s, from example %d of %d",
-            asked.store.path,
-            target.format,
-            target.root,
-            begun,
-            asked.count,
-        )
-        done = begun
-        size = 0
-        for ids, counts, unit in blocks(asked, target, begun):
-            lengths = lengths_of(target, counts)
-            rows = int(np.maximum(lengths, 0).sum())
-            table = columns.of(ids, unit, target)
-            memory = sink.memory(rows)
-            over: list[int] = []
-            read(asked, ids, counts, lengths, memory, over)
-            if sum(over) and overflow == "refuse":
-                raise overflowed(asked, target, sum(over), f" of examples {done} to {done + len(ids) - 1}")
-            lost = None if lost is None else lost + sum(over)
-            sink.put(Block(memory, lengths, table, overflows=sum(over)))
-            done += len(ids)
-            size += rows * target.row_bytes
-            del memory
-            if progress is not None:
-                progress(done, asked.count, size)
+        size = copy_blocks(asked, sink, columns, (begun, total, begun), overflow, done)
         columns.turned |= sink.columns.changes
-        return sink.finish(), begun, size, lost
+        return sink.finish(), begun, size, sink.journal.overflows
     except (ArgumentError, DtypeError, NumbersMatterError) as error:
         if begun:
             sink.abort()
@@ -329,16 +307,6 @@ def write_all(asked: Asked, settled: Callable[[], Target], overflow: str) -> int
     """Converts the whole request to a new dataset. Returns the number of values that overflowed."""
     _, _, written = _write_checked(asked, settled(), settled, resume=False, progress=None, overflow=overflow)
     return written[3] or 0
-
-
-def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
-    """Builds the error for finite values that the result's dtype cannot represent."""
-    wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
-    return DtypeError(
-        f"dtype: {many(count, f'finite {asked.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
-        f"too large for {target.dtype} and would become infinite. Store {wider}, or pass overflow='allow' (-o overflow=allow).",
-        path=asked.store.path,
-    )
 
 
 def _already_infinite(asked: Asked, target: Target, count: int) -> DtypeError:

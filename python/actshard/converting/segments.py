@@ -7,33 +7,20 @@ a single writer before it finishes the dataset. The commit then finishes the dat
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard._native as _native
-from actshard.converting.blocks import blocks, cuts, groups, lengths_of, read
+from actshard.converting.blocks import copy_blocks, cuts, groups, lengths_of
 from actshard.converting.columns import Columns
 from actshard.converting.planning import Asked
-from actshard.converting.running import overflowed
-from actshard.errors import ActshardError
 from actshard.formats.target import Apart, Block, Target
-from actshard.work import make_folder, sync_folders
-from actshard.writing.columns import Decided
-from actshard.writing.recorded import table_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-_BUFFERS = 2
-"""Blocks in memory: one is read while the other is written."""
-_PAGE = 4096
+from actshard.work import Commit
+from actshard.writing.segment import SegmentWriter
 
 
 @dataclass(frozen=True)
@@ -106,18 +93,14 @@ class Written:
     """The files and results of a written segment.
 
     Attributes:
-        table: lengths and columns of its examples.
-        state: the target's state, for :meth:`Target.together`.
+        commit: lengths and columns of its examples, the target's state for :meth:`Target.together`, and overflows.
         fragments: files that begin within a file of the dataset: (name, first byte, end).
-        overflows: finite values that became infinite.
         rows: bytes of rows.
         changes: columns that the format stores as another type, with a description.
     """
 
-    table: pa.Table
-    state: dict[str, Any]
+    commit: Commit
     fragments: list[tuple[str, int, int]]
-    overflows: int
     rows: int
     changes: dict[str, str]
 
@@ -144,56 +127,15 @@ def write_segment(
     Raises:
         Errors of reading and writing; errors of reading name the examples.
     """
-    first, end, origin = span
-    decided = Decided(target, [])
-    done: list[Block] = []
-    over, size, at = 0, 0, origin
-    make_folder(target.root)
-    buffers: list[NDArray[np.uint8] | None] = [None] * _BUFFERS
-    writing: list[Future[None]] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="actshard-writer") as pool:
-        for whole_ids, whole_counts, unit in blocks(asked, target, origin):
-            begin = at
-            at = min(begin + len(whole_ids), end)  # blocks that are not whole files are cut at the segment's end
-            if begin < first:
-                continue
-            ids, counts = whole_ids[: at - begin], whole_counts[: at - begin]
-            lengths = lengths_of(target, counts)
-            rows = int(np.maximum(lengths, 0).sum())
-            try:
-                fitted = decided.fit(columns.of(ids, unit, target), begin, len(ids), alike=False)
-                decided.keep(fitted)
-                while len(writing) >= _BUFFERS:
-                    writing.pop(0).result()
-                memory = _memory(buffers, len(done) % _BUFFERS, rows, target)
-                lost: list[int] = []
-                read(asked, ids, counts, lengths, memory, lost)
-                if sum(lost) and overflow == "refuse":
-                    raise overflowed(asked, target, sum(lost), f" of examples {begin} to {begin + len(ids) - 1}")
-            except ActshardError as error:
-                if "example" not in error.detail:
-                    error.detail += f" (reading examples {begin} to {begin + len(ids) - 1})"
-                raise
-            over += sum(lost)
-            size += rows * target.row_bytes
-            block = Block(memory, lengths, fitted.table)
-            writing.append(pool.submit(target.write, block))
-            done.append(Block(memory[:0], lengths, fitted.table))
-            tell(at - first, end - first)
-            if at >= end:
-                break
-        for each in writing:
-            each.result()
-    return _closed(target, done, over, size, decided.changes)
-
-
-def _closed(target: Target, done: Sequence[Block], over: int, size: int, changes: dict[str, str]) -> Written:
-    paths, state = target.dirty()
-    folders = {path.parent for path in paths}
-    _native.sync_files([path for path in paths if path not in folders])
-    target.committed()
-    sync_folders(sorted({Path(path) for path, _, _ in os.walk(target.root)}, reverse=True))
-    return Written(table_of(done), state, _fragments(target), over, size, changes)
+    first, end, _ = span
+    writer = SegmentWriter(target)
+    try:
+        rows = copy_blocks(asked, writer, columns, span, overflow, lambda at, size: tell(at - first, end - first))
+        writer.commit()
+    finally:
+        writer.abort()
+    assert writer.last is not None
+    return Written(writer.last, _fragments(target), rows, writer.columns.changes)
 
 
 def _fragments(target: Target) -> list[tuple[str, int, int]]:
@@ -213,14 +155,3 @@ def apart(target: Target, root: Path, first: int, state: dict[str, Any]) -> Targ
     target.apart = Apart(target.room)
     target.begin_at(first, state)
     return target
-
-
-def _memory(buffers: list[NDArray[np.uint8] | None], k: int, rows: int, target: Target) -> NDArray[Any]:
-    """A page-aligned array ``(rows, d_model)`` in the buffer k."""
-    need = rows * target.row_bytes
-    held = buffers[k]
-    if held is None or held.size < need + _PAGE:
-        held = buffers[k] = np.empty(max(need, min(target.block_bytes, 4 * need)) + _PAGE, np.uint8)
-    first = -held.ctypes.data % _PAGE
-    assert target.dtype is not None
-    return held[first : first + need].view(target.dtype).reshape(rows, target.spec.d_model)

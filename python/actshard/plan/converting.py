@@ -44,7 +44,7 @@ from actshard.converting.planning import (
     settle,
     source,
 )
-from actshard.converting.predicting import blocks_memory, predict, refuse_full
+from actshard.converting.predicting import predict, refuse_full
 from actshard.converting.running import Conversion, content_lengths
 from actshard.converting.segments import Layout, apart, balanced, write_segment
 from actshard.errors import (
@@ -80,6 +80,7 @@ from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
+from actshard.writing.segment import write_memory
 
 FILES = "files"
 _EXAMPLE_WEIGHT = 64
@@ -248,8 +249,9 @@ def _memory(
     if target.writes_parquet:
         arrow.append("pyarrow.parquet")
     begun = process.opening(asked.store, place, inputs, __name__, *arrow, write=asked.format)
-    share = max(sizes) / max(sum(sizes), 1)
-    return begun + converting(asked.store, share, blocks_memory(target, max(sizes)), inputs)
+    largest = max(sizes)
+    written = write_memory(target, largest) + int(target.copies * min(target.block_bytes, largest))
+    return begun + converting(asked.store, largest / max(sum(sizes), 1), written, inputs)
 
 
 def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -390,13 +392,13 @@ class Converting(Verb[_OpenedPlan]):
                 f"{error}; pass columns= with the column of sample numbers, and make the plan again",
                 path=asked.store.path,
             ) from error
-        lengths = examples.write(folder, made.table)
+        lengths = examples.write(folder, made.commit.table)
         return {
             "examples": list(span[:2]),
             "layers": part.get("layers"),
-            "state": made.state,
+            "state": made.commit.state,
             "fragments": [list(each) for each in made.fragments],
-            "overflows": made.overflows,
+            "overflows": made.commit.overflows,
             "changes": made.changes,
             "bytes": made.rows,
             **lengths,

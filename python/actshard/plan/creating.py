@@ -54,7 +54,7 @@ from actshard.work import PARTS, look, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_request
-from actshard.writing.sink import block_memory, write_memory
+from actshard.writing.segment import write_memory
 
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
@@ -281,7 +281,7 @@ def _predicted(
     each = [known[count][2] for count in counts]
     begun = process.writing(arguments.format, __name__)
     rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes
-    memory = begun + min(block_memory(target), rows) + write_memory(rows)
+    memory = begun + write_memory(target, rows)
     shards = set() if borders is None else {*borders.tolist()}
     copied = sum(
         count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in shards

@@ -40,7 +40,7 @@ from actshard.work.files import (
     write_json,
     write_json_at_once,
 )
-from actshard.work.journal import Journal
+from actshard.work.journal import Commit, Journal
 from actshard.work.lock import Lock, locked
 from actshard.work.marks import MESSAGES, Mark, Marks, look, tidy
 from actshard.work.names import (
@@ -75,6 +75,7 @@ __all__ = [
     "PLAN_FOLDER",
     "PUSHING",
     "STAGED",
+    "Commit",
     "Journal",
     "Lock",
     "Mark",

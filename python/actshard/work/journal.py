@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,25 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _TABLE = re.compile(r"examples-\d{6,12}\.arrow")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Examples whose files are on the disk.
+
+    Attributes:
+        examples: number of the dataset's examples up to the last of them.
+        table: their lengths and columns.
+        state: the target's state, for resuming.
+        overflows: number of finite values that they store as infinity.
+        files: the files that contain them, relative to the dataset's folder.
+    """
+
+    examples: int
+    table: pa.Table
+    state: dict[str, Any]
+    overflows: int
+    files: list[str]
 
 
 class Journal:
@@ -148,25 +168,13 @@ class Journal:
         counts = [record["overflows"] for record in self.commits if "overflows" in record]
         return sum(counts) if len(counts) == len(self.commits) else None
 
-    def commit(
-        self, examples: int, table: pa.Table | None, state: dict[str, Any], overflows: int, files: Sequence[str]
-    ) -> None:
-        """Records a commit.
-
-        Args:
-            examples: total number of committed examples.
-            table: columns and lengths of the examples added since the last commit; None for none.
-            state: the target's state, for resuming.
-            overflows: number of finite values that these examples store as infinity.
-            files: the files that the examples were written to, relative to the dataset's folder.
-        """
-        record: dict[str, Any] = {"examples": examples, "state": state, "overflows": overflows}
-        if table is not None:
-            name = f"examples-{len(self.commits):06}.arrow"
-            _write_table(self.folder / name, table)
-            record["table"] = name
-        self._append({**record, "files": [name for name in files if name not in self.files]})
-        self.files.update(files)
+    def commit(self, commit: Commit) -> None:
+        """Records a commit."""
+        record: dict[str, Any] = {"examples": commit.examples, "state": commit.state, "overflows": commit.overflows}
+        record["table"] = f"examples-{len(self.commits):06}.arrow"
+        _write_table(self.folder / record["table"], commit.table)
+        self._append({**record, "files": [name for name in commit.files if name not in self.files]})
+        self.files.update(commit.files)
         self.commits.append(record)
 
     def close(self) -> None:

@@ -1,30 +1,21 @@
-"""Writes blocks of examples on a background thread, commits them periodically, and finishes the dataset.
-
-A bounded queue connects the caller's thread and the writing thread: one block is written while others are filled or wait.
-"""
+"""Writes a dataset: commits its examples periodically to a journal, and finishes it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard._native as _native
 from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
     ArgumentError,
-    ClosedError,
     ExistsError,
     FormatError,
-    InternalError,
     from_os,
     warn,
 )
@@ -32,6 +23,7 @@ from actshard.formats.target import AllExamples, Block, Target
 from actshard.request import Request
 from actshard.work import (
     EMPTY,
+    Commit,
     Journal,
     make_folder,
     recorded_files,
@@ -41,52 +33,25 @@ from actshard.work import (
     sync_folders,
     write_json,
 )
-from actshard.writing.columns import Decided
 from actshard.writing.existing import complete_at
-from actshard.writing.recorded import OWN, columns_in, lengths_in, table_of
+from actshard.writing.recorded import OWN, columns_in, lengths_in
+from actshard.writing.segment import SegmentWriter
 
 COMMIT_BYTES = 1 << 30
 """Approximate bytes between two commits: the most that a crash loses."""
-MEMORY = 192 << 20
-"""Maximum bytes of three blocks; if they are larger, two are used."""
-_WRITES = 4 * (4 << 20)
-"""Bytes of the core's buffers for concurrent writes of rows whose alignment in memory differs from the file (write/pieces.rs)."""
-_PAGE = 4096
-"""Alignment of blocks in bytes: direct writes copy other memory first."""
 
 
-def blocks_of(target: Target) -> int:
-    """Number of blocks in memory at once."""
-    return 2 if 3 * target.block_bytes > MEMORY else 3
-
-
-def block_memory(target: Target) -> int:
-    """Bytes of the blocks in memory at once, unless single examples are larger than a block."""
-    return blocks_of(target) * target.block_bytes
-
-
-def write_memory(size: int) -> int:
-    """Bytes of the core's buffers while it writes a block of this size."""
-    return min(_WRITES, size)
-
-
-class Sink:
-    """Writes blocks of one dataset. Not thread-safe: only the thread that creates it may use it."""
+class Sink(SegmentWriter):
+    """Writes all examples of a dataset, or of a part: a journal records each commit."""
 
     def __init__(self, target: Target, *, resume: bool) -> None:
         self.target = target
         self.journal = Journal(target.root)
-        self._pid = os.getpid()
-        self._error: BaseException | None = None
-        self._closed = False
         self._configured = False
         self._finished: list[Path] = []
         """Files that completed the dataset."""
-        self._waiting: list[Block] = []
-        """Blocks that are written but not committed."""
         self._since = 0
-        self.written_bytes = 0
-        """Bytes of rows written to files so far."""
+        """Bytes of rows since the last commit."""
         make_folder(self.journal.folder)
         self.journal.lock.take()  # before a look at the journal, which another process may be writing
         try:
@@ -102,19 +67,10 @@ class Sink:
                 self._refuse_finished(resume)
             if self.journal.config:
                 self._continue(self.journal.config)
-            self.columns = Decided(target, self.journal.tables())
+            super().__init__(target, self.journal.tables())
         except BaseException:
             self.journal.lock.release()
             raise
-        self.committed = self._handed = self.journal.examples
-        blocks = blocks_of(target)
-        # All blocks may wait: blocks of a decoded shard are filled faster than a disk writes them.
-        self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(blocks)
-        self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()
-        for _ in range(blocks):
-            self._free.put(None)
-        self._thread = threading.Thread(target=self._work, name="actshard-writer", daemon=True)
-        self._thread.start()
 
     def _refuse_finished(self, resume: bool) -> None:
         """Raises ExistsError if another process finished the dataset before this one took the lock."""
@@ -190,73 +146,7 @@ class Sink:
             "that began it, or write to another folder."
         )
 
-    # -- blocks ----------------------------------------------------------------------------------------------------
-
-    def memory(self, rows: int) -> NDArray[Any]:
-        """Returns an array ``(rows, d_model)`` to fill. Waits for a free block; :meth:`put` returns it to the pool."""
-        self.check()
-        need = rows * self.target.row_bytes
-        held: NDArray[np.uint8] | None = None
-        while True:
-            try:
-                held = self._free.get(timeout=0.5)
-                break
-            except queue.Empty:
-                self.check()
-        if held is None or held.size < need + _PAGE:
-            held = np.empty(max(need, min(self.target.block_bytes, 4 * need)) + _PAGE, np.uint8)
-        dtype = self.target.dtype
-        assert dtype is not None
-        first = -held.ctypes.data % _PAGE
-        return held[first : first + need].view(dtype).reshape(rows, self.target.spec.d_model)
-
-    def put(self, block: Block) -> None:
-        """Queues a block for writing and takes ownership of its memory. The block may have new columns."""
-        self.check()
-        fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
-        self.columns.keep(fitted)
-        self.put_fitted(replace(block, columns=fitted.table))
-
-    def put_fitted(self, block: Block) -> None:
-        """Queues a block whose columns were already fitted."""
-        self.check()
-        self._handed += len(block)
-        self._send(("block", block))
-
-    def give_back(self, memory: NDArray[Any]) -> None:
-        """Returns memory of :meth:`memory` to the pool."""
-        while isinstance(memory.base, np.ndarray):
-            memory = memory.base
-        self._free.put(memory if memory.dtype == np.uint8 else None)
-
-    def commit(self) -> int:
-        """Waits until all queued blocks are committed; returns the number of committed examples."""
-        self.check()
-        self._send(("commit", None))
-        self._queue.join()
-        self.check()
-        return self.committed
-
-    def _send(self, what: tuple[str, Block | None]) -> None:
-        while True:
-            try:
-                self._queue.put(what, timeout=0.5)
-                return
-            except queue.Full:
-                self.check()
-
-    def check(self) -> None:
-        """Raises ClosedError if the sink is closed or belongs to another process, or the background thread's error."""
-        if self._pid != os.getpid():
-            raise ClosedError(
-                f"this writer belongs to process {self._pid}; create one in each process (part=)", path=self.target.root
-            )
-        if self._closed:
-            why = "" if self._error is None else f" after an error: {self._error}"
-            raise ClosedError(f"the writer was closed{why}", path=self.target.root)
-        if self._error is not None:
-            self.abort()
-            raise self._error
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> Path:
         """Commits everything, completes the dataset and returns its path."""
@@ -350,74 +240,27 @@ class Sink:
     def abort(self) -> None:
         """Stops without finishing. Committed examples stay and can be resumed."""
         if not self._closed:
-            self._closed = True
-            self._stop()
+            super().abort()
             self.journal.lock.release()
 
-    def _stop(self) -> None:
-        if self._thread.is_alive() and self._pid == os.getpid():
-            self._queue.put(None)
-            self._thread.join()
-
     # -- the background thread -------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (what := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    kind, block = what
-                    if block is not None:
-                        self._write(block)
-                    if kind == "commit" or self._since >= COMMIT_BYTES:
-                        self._commit()
-            except BaseException as error:
-                self._error = self._told(error)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _told(self, error: BaseException) -> BaseException:
-        """Converts an error to an ActshardError."""
-        if isinstance(error, ActshardError | MemoryError) or not isinstance(error, Exception):
-            return error
-        if isinstance(error, OSError):
-            made = from_os(error, error.filename or self.target.root, "write")
-        else:
-            made = InternalError(f"{type(error).__name__}: {error}", path=self.target.root)
-        made.__cause__ = error
-        return made
 
     def _write(self, block: Block) -> None:
         self.target.settle(block)
         self._configure()
-        make_folder(self.target.root)
-        self.target.write(block)
-        size = int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
-        self.written_bytes += size
-        self._since += size
-        self._waiting.append(replace(block, memory=block.memory[:0]))
-        self.give_back(block.memory)
+        super()._write(block)
+        self._since += int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
+        if self._since >= COMMIT_BYTES:
+            self._commit()
 
     def _configure(self) -> None:
         if not self._configured:
             self.journal.begin_with(self.target.config(), self.target.request)
             self._configured = True
 
-    def _commit(self) -> None:
-        if not self._waiting:
-            return
-        paths, state = self.target.dirty()
-        folders = {path.parent for path in paths}
-        _native.sync_files([path for path in paths if path not in folders])
-        sync_folders(sorted(folders))
-        self.target.committed()
-        below = len(os.fspath(self.target.root)) + 1
-        files = [os.fspath(path)[below:] for path in paths if path not in folders]
-        overflows = sum(block.overflows for block in self._waiting)
-        self.journal.commit(self.target.n, table_of(self._waiting), state, overflows, files)
-        self._waiting.clear()
+    def _record(self, commit: Commit) -> None:
+        self.journal.commit(commit)
         self._since = 0
-        self.committed = self.target.n
 
     # -- lengths and columns of the examples -----------------------------------------------------------------------
 

@@ -1,0 +1,201 @@
+"""Writes consecutive examples of a dataset on a background thread: all of them, or the range of one task of a plan.
+
+A bounded queue connects the caller's thread and the writing thread: one block is written while others are filled or wait.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard.errors import ActshardError, ClosedError, InternalError, from_os
+from actshard.formats.target import Block, Target
+from actshard.work import Commit, make_folder, sync_folders
+from actshard.writing.columns import Decided
+from actshard.writing.recorded import table_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MEMORY = 192 << 20
+"""Maximum bytes of three blocks; if they are larger, two are used."""
+_WRITES = 4 * (4 << 20)
+"""Bytes of the core's buffers for concurrent writes of rows whose alignment in memory differs from the file (write/pieces.rs)."""
+_PAGE = 4096
+"""Alignment of blocks in bytes: direct writes copy other memory first."""
+
+
+def blocks_of(target: Target) -> int:
+    """Number of blocks in memory at once."""
+    return 2 if 3 * target.block_bytes > MEMORY else 3
+
+
+def write_memory(target: Target, size: int) -> int:
+    """Bytes of memory for writing rows of ``size`` bytes, unless single examples are larger than a block."""
+    return min(blocks_of(target) * target.block_bytes, size) + min(_WRITES, size)
+
+
+class SegmentWriter:
+    """Writes blocks of examples. Not thread-safe: only the thread that creates it may use it."""
+
+    def __init__(self, target: Target, tables: Iterable[pa.Table] = ()) -> None:
+        """Starts after the examples that the target has written; ``tables`` are their lengths and columns."""
+        self.target = target
+        self.columns = Decided(target, tables)
+        self.committed = self._handed = target.n
+        self.last: Commit | None = None
+        """The latest commit."""
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._waiting: list[Block] = []
+        """Blocks that are written but not committed."""
+        blocks = blocks_of(target)
+        # All blocks may wait: blocks of a decoded shard are filled faster than a disk writes them.
+        self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(blocks)
+        self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()
+        for _ in range(blocks):
+            self._free.put(None)
+        self._thread = threading.Thread(target=self._work, name="actshard-writer", daemon=True)
+        self._thread.start()
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def memory(self, rows: int) -> NDArray[Any]:
+        """Returns an array ``(rows, d_model)`` to fill. Waits for a free block; :meth:`put` returns it to the pool."""
+        self.check()
+        need = rows * self.target.row_bytes
+        held: NDArray[np.uint8] | None = None
+        while True:
+            try:
+                held = self._free.get(timeout=0.5)
+                break
+            except queue.Empty:
+                self.check()
+        if held is None or held.size < need + _PAGE:
+            held = np.empty(max(need, min(self.target.block_bytes, 4 * need)) + _PAGE, np.uint8)
+        dtype = self.target.dtype
+        assert dtype is not None
+        first = -held.ctypes.data % _PAGE
+        return held[first : first + need].view(dtype).reshape(rows, self.target.spec.d_model)
+
+    def put(self, block: Block) -> None:
+        """Queues a block for writing and takes ownership of its memory. The block may have new columns."""
+        self.check()
+        fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
+        self.columns.keep(fitted)
+        self.put_fitted(replace(block, columns=fitted.table))
+
+    def put_fitted(self, block: Block) -> None:
+        """Queues a block whose columns were already fitted."""
+        self.check()
+        self._handed += len(block)
+        self._send(("block", block))
+
+    def give_back(self, memory: NDArray[Any]) -> None:
+        """Returns memory of :meth:`memory` to the pool."""
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
+        self._free.put(memory if memory.dtype == np.uint8 else None)
+
+    def commit(self) -> int:
+        """Waits until all queued blocks are committed; returns the number of committed examples."""
+        self.check()
+        self._send(("commit", None))
+        self._queue.join()
+        self.check()
+        return self.committed
+
+    def _send(self, what: tuple[str, Block | None]) -> None:
+        while True:
+            try:
+                self._queue.put(what, timeout=0.5)
+                return
+            except queue.Full:
+                self.check()
+
+    def check(self) -> None:
+        """Raises ClosedError if the sink is closed or belongs to another process, or the background thread's error."""
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this writer belongs to process {self._pid}; create one in each process (part=)", path=self.target.root
+            )
+        if self._closed:
+            why = "" if self._error is None else f" after an error: {self._error}"
+            raise ClosedError(f"the writer was closed{why}", path=self.target.root)
+        if self._error is not None:
+            self.abort()
+            raise self._error
+
+    def abort(self) -> None:
+        """Stops. Committed examples stay."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._thread.is_alive() and self._pid == os.getpid():
+            self._queue.put(None)
+            self._thread.join()
+
+    # -- the background thread -------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (what := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    kind, block = what
+                    if block is not None:
+                        self._write(block)
+                    if kind == "commit":
+                        self._commit()
+            except BaseException as error:
+                self._error = self._told(error)
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Converts an error to an ActshardError."""
+        if isinstance(error, ActshardError | MemoryError) or not isinstance(error, Exception):
+            return error
+        if isinstance(error, OSError):
+            made = from_os(error, error.filename or self.target.root, "write")
+        else:
+            made = InternalError(f"{type(error).__name__}: {error}", path=self.target.root)
+        made.__cause__ = error
+        return made
+
+    def _write(self, block: Block) -> None:
+        make_folder(self.target.root)
+        self.target.write(block)
+        self._waiting.append(replace(block, memory=block.memory[:0]))
+        self.give_back(block.memory)
+
+    def _commit(self) -> None:
+        if not self._waiting:
+            return
+        target = self.target
+        paths, state = target.dirty()
+        folders = {path.parent for path in paths}
+        files = [os.fspath(path) for path in paths if path not in folders]
+        _native.sync_files([*files])
+        sync_folders(sorted(folders))
+        target.committed()
+        below = len(os.fspath(target.root)) + 1
+        overflows = sum(block.overflows for block in self._waiting)
+        self.last = Commit(target.n, table_of(self._waiting), state, overflows, [path[below:] for path in files])
+        self._waiting.clear()
+        self._record(self.last)
+        self.committed = target.n
+
+    def _record(self, commit: Commit) -> None:
+        """Records a commit, before it counts."""
