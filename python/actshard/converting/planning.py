@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -238,10 +238,16 @@ def settle(
         options=options,
         created=created,
     )
+    target.content_lengths = partial(_content_lengths, asked)
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
     return target
+
+
+def _content_lengths(asked: Asked) -> NDArray[np.int64]:
+    """Number of tokens of each example without padding, neither the source's nor the target's."""
+    return asked.chosen(content_range(asked.store, asked.stored, asked.ids(0, asked.count))[1])
 
 
 def refuse_target_within(asked: Asked, target: Target) -> None:

@@ -11,7 +11,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.converting.planning import Asked, settle
-from actshard.converting.running import content_lengths, write_all
+from actshard.converting.running import write_all
 from actshard.converting.segments import Layout
 from actshard.errors import ActshardError, ArgumentError, DiskFullError
 from actshard.formats.target import Target
@@ -62,8 +61,6 @@ def predict(asked: Asked, target: Target, layout: Layout, sizes: Mapping[str, An
         sample = settle(some, folder, **sizes)
         sample.adopt(config)
         sample.request = target.request
-        if sample.tokens is not None:
-            sample.content_lengths = partial(content_lengths, some)
         return sample
 
     rows = tokens.astype(np.int64) * len(asked.layers) * target.row_bytes

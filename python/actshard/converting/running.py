@@ -42,7 +42,6 @@ from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.request import Request
 from actshard.store import Store
-from actshard.stream.content import content_range
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import can_overflow
 from actshard.writing.sink import Sink
@@ -225,8 +224,6 @@ def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> 
     target = settle(asked, root, **given)
     refuse_target_within(asked, target)
     target.request = conversion_request(asked, overflow, **given)
-    if target.tokens is not None:
-        target.content_lengths = partial(content_lengths, asked)
     return target
 
 
@@ -245,11 +242,6 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
     if not same:
         _refuse_other_columns(asked, target, there, known)
     return known, count, found.overflows if found is not None and same else None
-
-
-def content_lengths(asked: Asked) -> NDArray[np.int64]:
-    """Number of tokens of each example without padding, neither the source's nor the target's."""
-    return asked.chosen(content_range(asked.store, asked.stored, asked.ids(0, asked.count))[1])
 
 
 def _write_checked(

@@ -7,20 +7,14 @@ a single writer before it finishes the dataset. The commit then finishes the dat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.converting.blocks import copy_blocks, cuts, groups, lengths_of
-from actshard.converting.columns import Columns
+from actshard.converting.blocks import cuts, groups, lengths_of
 from actshard.converting.planning import Asked
-from actshard.formats.target import Apart, Block, Target
-from actshard.work import Commit
-from actshard.writing.segment import SegmentWriter
+from actshard.formats.target import Block, Target
 
 
 @dataclass(frozen=True)
@@ -86,72 +80,3 @@ def balanced(weights: NDArray[np.int64], borders: NDArray[np.int64], tasks: int)
         return [0]
     nearer = np.where(wanted - at[right - 1] <= at[right] - wanted, right - 1, right)
     return [int(x) for x in borders[np.unique(np.concatenate([[0], nearer]))]]
-
-
-@dataclass(frozen=True)
-class Written:
-    """The files and results of a written segment.
-
-    Attributes:
-        commit: lengths and columns of its examples, the target's state for :meth:`Target.together`, and overflows.
-        fragments: files that begin within a file of the dataset: (name, first byte, end).
-        rows: bytes of rows.
-        changes: columns that the format stores as another type, with a description.
-    """
-
-    commit: Commit
-    fragments: list[tuple[str, int, int]]
-    rows: int
-    changes: dict[str, str]
-
-
-def write_segment(
-    asked: Asked,
-    target: Target,
-    columns: Columns,
-    span: tuple[int, int, int],
-    *,
-    overflow: str,
-    tell: Callable[[int, int], object],
-) -> Written:
-    """Writes the examples of a segment to files below ``target.root`` and syncs them.
-
-    Args:
-        asked: the request.
-        target: a target that has begun at the segment's first example.
-        columns: the columns to convert.
-        span: first example, end, and the origin of the first block.
-        overflow: ``"refuse"`` or ``"allow"``.
-        tell: function called with (examples done, examples).
-
-    Raises:
-        Errors of reading and writing; errors of reading name the examples.
-    """
-    first, end, _ = span
-    writer = SegmentWriter(target)
-    try:
-        rows = copy_blocks(asked, writer, columns, span, overflow, lambda at, size: tell(at - first, end - first))
-        writer.commit()
-    finally:
-        writer.abort()
-    assert writer.last is not None
-    return Written(writer.last, _fragments(target), rows, writer.columns.changes)
-
-
-def _fragments(target: Target) -> list[tuple[str, int, int]]:
-    made = []
-    for path, (begin, end) in ({} if target.apart is None else target.apart.extents).items():
-        if begin == 0:
-            continue
-        # Complete files were renamed by then.
-        final = path if path.exists() else path.with_name(path.name.removeprefix(".").removesuffix(".part"))
-        made.append((final.relative_to(target.root).as_posix(), begin, end))
-    return sorted(made)
-
-
-def apart(target: Target, root: Path, first: int, state: dict[str, Any]) -> Target:
-    """Makes a target write the examples from ``first`` on to separate files below ``root``."""
-    target.root = root
-    target.apart = Apart(target.room)
-    target.begin_at(first, state)
-    return target

@@ -473,6 +473,16 @@ class Apart:
             raise InternalError(f"a task writes before the first byte of {files[int(pieces[:, 4].argmin())][0].name}")
         return moved, pieces
 
+    def fragments(self, root: Path) -> list[list[str | int]]:
+        """The files that begin within a file of the dataset: (name, first byte, end) of each."""
+        fragments: list[list[str | int]] = []
+        for path, (begin, end) in self.extents.items():
+            # Complete files were renamed by then.
+            file = path if path.exists() else path.with_name(path.name.removeprefix(".").removesuffix(".part"))
+            if begin:
+                fragments.append([file.relative_to(root).as_posix(), begin, end])
+        return sorted(fragments)
+
 
 def positive(options: Mapping[str, Any], name: str, default: int | None) -> int | None:
     """Returns an option that must be a positive integer; None if absent without a default."""

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,6 +28,7 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard._arguments import many
 from actshard._schema import json_values
+from actshard.converting.blocks import copy_blocks
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -45,8 +45,8 @@ from actshard.converting.planning import (
     source,
 )
 from actshard.converting.predicting import predict, refuse_full
-from actshard.converting.running import Conversion, content_lengths
-from actshard.converting.segments import Layout, apart, balanced, write_segment
+from actshard.converting.running import Conversion
+from actshard.converting.segments import Layout, balanced
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -57,7 +57,7 @@ from actshard.errors import (
 )
 from actshard.finding import is_finished
 from actshard.formats.options import FormatOptions
-from actshard.formats.target import AllExamples, Target, environment_time
+from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
 from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
@@ -80,7 +80,7 @@ from actshard.store import Store
 from actshard.work import make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
-from actshard.writing.segment import write_memory
+from actshard.writing.segment import SegmentWriter, write_memory
 
 FILES = "files"
 _EXAMPLE_WEIGHT = 64
@@ -351,8 +351,6 @@ def _target(plan: Planned, asked: Asked) -> Target:
         check_config(config, target.config(), plan.work)
         target.adopt(config)
         target.request = Request.from_dict(plan.arguments["request"], plan.work)
-    if target.tokens is not None:
-        target.content_lengths = partial(content_lengths, asked)
     return target
 
 
@@ -384,23 +382,33 @@ class Converting(Verb[_OpenedPlan]):
         target = _target(plan, asked)
         target.root = folder / FILES
         if "layers" not in part:
-            apart(target, folder / FILES, span[0], part["state"])
+            target.apart = Apart(target.room)
+            target.begin_at(span[0], part["state"])
+        first, end, _ = span
+        writer = SegmentWriter(target)
         try:
-            made = write_segment(asked, target, request.columns, span, overflow=request.overflow, tell=tell)
+            size = copy_blocks(
+                asked, writer, request.columns, span, request.overflow, lambda at, size: tell(at - first, end - first)
+            )
+            writer.commit()
         except NumbersMatterError as error:
             raise FormatError(
                 f"{error}; pass columns= with the column of sample numbers, and make the plan again",
                 path=asked.store.path,
             ) from error
-        lengths = examples.write(folder, made.commit.table)
+        finally:
+            writer.abort()
+        commit = writer.last
+        assert commit is not None
+        lengths = examples.write(folder, commit.table)
         return {
             "examples": list(span[:2]),
             "layers": part.get("layers"),
-            "state": made.commit.state,
-            "fragments": [list(each) for each in made.fragments],
-            "overflows": made.commit.overflows,
-            "changes": made.changes,
-            "bytes": made.rows,
+            "state": commit.state,
+            "fragments": [] if target.apart is None else target.apart.fragments(target.root),
+            "overflows": commit.overflows,
+            "changes": writer.columns.changes,
+            "bytes": size,
             **lengths,
         }
 

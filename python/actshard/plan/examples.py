@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import actshard._native as _native
 from actshard._columns import numbers
-from actshard.errors import FormatError, from_reader
+from actshard.errors import FormatError
+from actshard.work import read_table, write_table
 from actshard.writing.recorded import TOKENS
 
 if TYPE_CHECKING:
@@ -31,12 +31,7 @@ def write(folder: Path, table: pa.Table) -> dict[str, Any]:
     """Stores the examples of a task: returns the values for its result, or writes a file in its folder and returns none."""
     if table.column_names == [TOKENS] and table.num_rows <= _INLINE and not table[TOKENS].null_count:
         return {KEY: table[TOKENS].to_pylist()}
-    import pyarrow as pa
-
-    path = folder / FILE
-    with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-    _native.sync_files([path])
+    write_table(folder / FILE, table)
     return {}
 
 
@@ -65,12 +60,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
         if lengths:
             made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
             lengths = []
-        path = result.folder / FILE
-        try:
-            with path.open("rb") as file:
-                made.append(pa.ipc.open_file(file).read_all())
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise from_reader(error, path, "read", f"expected the examples of a task: {error}") from error
+        made.append(read_table(result.folder / FILE))
     if lengths:
         made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
     return made

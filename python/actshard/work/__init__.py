@@ -40,7 +40,7 @@ from actshard.work.files import (
     write_json,
     write_json_at_once,
 )
-from actshard.work.journal import Commit, Journal
+from actshard.work.journal import Commit, Journal, read_table, write_table
 from actshard.work.lock import Lock, locked
 from actshard.work.marks import MESSAGES, Mark, Marks, look, tidy
 from actshard.work.names import (
@@ -89,6 +89,7 @@ __all__ = [
     "locked",
     "look",
     "make_folder",
+    "read_table",
     "record_files",
     "recorded_files",
     "refuse_within",
@@ -105,4 +106,5 @@ __all__ = [
     "write_bytes_at_once",
     "write_json",
     "write_json_at_once",
+    "write_table",
 ]

@@ -172,7 +172,7 @@ class Journal:
         """Records a commit."""
         record: dict[str, Any] = {"examples": commit.examples, "state": commit.state, "overflows": commit.overflows}
         record["table"] = f"examples-{len(self.commits):06}.arrow"
-        _write_table(self.folder / record["table"], commit.table)
+        write_table(self.folder / record["table"], commit.table)
         self._append({**record, "files": [name for name in commit.files if name not in self.files]})
         self.files.update(commit.files)
         self.commits.append(record)
@@ -191,18 +191,9 @@ class Journal:
 
     def tables(self) -> Iterator[pa.Table]:
         """Yields the tables of all commits in order, memory-mapped."""
-        import pyarrow as pa
-
         for record in self.commits:
             if "table" in record:
-                path = self.folder / record["table"]
-                try:
-                    # Memory-mapped, so that columns are loaded only when used.
-                    with map_arrow(path) as source:
-                        table = pa.ipc.open_file(source).read_all()
-                except (pa.ArrowException, OSError, ValueError) as error:
-                    raise from_reader(error, path, "read", f"expected the Arrow table of a commit: {error}") from error
-                yield table
+                yield read_table(self.folder / record["table"])
 
     def remove(self) -> None:
         """Removes the working folder. The caller holds the lock, which is removed last so that no other writer takes it earlier."""
@@ -240,7 +231,8 @@ class Journal:
         self._valid += len(line)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def write_table(path: Path, table: pa.Table) -> None:
+    """Writes the lengths and columns of some examples, and syncs them to the disk."""
     import pyarrow as pa
 
     try:
@@ -250,3 +242,14 @@ def _write_table(path: Path, table: pa.Table) -> None:
         raise from_os(error, path, "write") from error
     _native.sync_files([path])
     _native.sync_files([path.parent])
+
+
+def read_table(path: Path) -> pa.Table:
+    """Returns the table of :func:`write_table`, memory-mapped, so that columns are loaded only when used."""
+    import pyarrow as pa
+
+    try:
+        with map_arrow(path) as source:
+            return pa.ipc.open_file(source).read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise from_reader(error, path, "read", f"expected lengths and columns of examples: {error}") from error
