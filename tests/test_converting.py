@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 import actshard
 from actshard.cli.convert import show_previews
-from actshard.converting import preview
+from actshard.converting import blocks, preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
 from conftest import GOLDEN, bits, refuses, saev_dump
@@ -776,3 +777,23 @@ def test_labels_follow_their_tokens_or_are_a_loss(
         return
     assert found is not None
     assert np.array_equal(found, labels[options.get("examples", range(6))][:, kept])
+
+
+@pytest.mark.parametrize("way", ["verb", "plan"])
+def test_errors_of_reading_name_the_examples_in_every_way(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with actshard.create(tmp_path / "src", "npy", layers=[0], d_model=8) as writer:
+        writer.append(np.ones((10, 1, 3, 8), np.float32))
+    monkeypatch.setattr(SaevTarget, "block_bytes", 2 * 3 * 32)
+    plan = actshard.plan.convert(tmp_path / "src", tmp_path / "d", "saev", tasks=1)
+    read, calls = blocks.read, itertools.count()
+
+    def damaged(*arguments: Any) -> None:
+        if next(calls) == 2:
+            raise actshard.FormatError("a damaged shard", path=tmp_path / "src")
+        read(*arguments)
+
+    monkeypatch.setattr(blocks, "read", damaged)
+    with pytest.raises(actshard.FormatError, match=r"a damaged shard \(reading examples 4 to 5\)"):
+        plan.run(0) if way == "plan" else actshard.convert(tmp_path / "src", tmp_path / "e", "saev")
