@@ -377,3 +377,30 @@ def test_a_part_whose_writer_was_killed_at_once_is_missing(tmp_path: Path) -> No
     (tmp_path / "run/.parts/part-00000-of-00002").rename(tmp_path / "away")
     with pytest.raises(actshard.UnfinishedError):
         actshard.merge(tmp_path / "run")
+
+
+@pytest.mark.parametrize("format", ["npy", "zarr", "lmprobe", "pickle"])
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_plan_does_not_replace_the_rows_of_an_unfinished_dataset(tmp_path: Path, format: str, alive: bool) -> None:
+    with actshard.create(tmp_path / "s", format, layers=[0, 1], d_model=4) as source:
+        source.append(np.full((5, 2, 3, 4), 9, np.float32))
+    plan = actshard.plan.convert(tmp_path / "s", tmp_path / "d", format, tasks=1)
+    begun = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4)
+    begun.append(np.ones((3, 2, 3, 4), np.float32))
+    begun.flush()
+    if not alive:
+        begun.abort()
+    for call in (
+        lambda: actshard.plan.convert(tmp_path / "s", tmp_path / "d", format, tasks=1),
+        lambda: (plan.run(0), plan.commit()),
+    ):
+        with pytest.raises(actshard.ActshardError) as caught:
+            call()
+        assert isinstance(caught.value, actshard.UnfinishedError | actshard.LockedError)
+    if not alive:
+        begun = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4, resume=True)
+    begun.append(np.ones((3, 2, 3, 4), np.float32))
+    begun.close()
+    store = actshard.open(tmp_path / "d")
+    assert len(store) == 6
+    assert (store.layer(0).rows()[:] == 1).all()

@@ -461,10 +461,6 @@ class PlacesMachine(CountedMachine):
         )
         self.after_call(name, outcome, verdict, request, "merge")
 
-    def is_known(self, place: Place) -> bool:
-        """Whether a fault that is not mended would show: a plan replaces the rows of an unfinished dataset."""
-        return isinstance(place.state, Begun)
-
     # -- plans -----------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.plans) < 4)
@@ -474,8 +470,6 @@ class PlacesMachine(CountedMachine):
         assert found is not None
         path, contents, stamp = found
         place = self.resolved(name)
-        if self.is_known(place):
-            return
         request = Request(("convert", format, choice, stamp), calls.converted(contents, format, choice))
         verdict = model.planning(place.state, request, bool(place.extras), None)
         file = self.folder / f"plan{len(self.plans)}.json"
@@ -491,8 +485,6 @@ class PlacesMachine(CountedMachine):
         request, name, tasks, (source, stamp), _ = self.plans[number]
         task %= tasks
         place = self.resolved(name)
-        if self.is_known(place):
-            return
         state = place.state
         verdict = model.running(
             state,
@@ -543,8 +535,6 @@ class PlacesMachine(CountedMachine):
         number %= len(self.plans)
         request, name, tasks, (source, stamp), _ = self.plans[number]
         place = self.resolved(name)
-        if self.is_known(place):
-            return
         if finishes and isinstance(place.state, Nothing | Planned):
             for task in range(tasks):
                 self.run_task(number, task, None)

@@ -61,7 +61,7 @@ from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
 from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
-from actshard.plan.book import RESULT, work_folder
+from actshard.plan.book import RESULT, remove_work_folders, work_folder
 from actshard.plan.converting_checks import (
     ConvertArguments,
     TargetSettings,
@@ -77,7 +77,7 @@ from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
 from actshard.request import Request
 from actshard.store import Store
-from actshard.work import make_folder, rename, sync_folders
+from actshard.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter, write_memory
@@ -164,7 +164,7 @@ def convert(
         refuse_target_within(asked, target)
         target.request = conversion_request(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
-        if not plan.book.exists() and (there := complete_at(target)) is not None:
+        if not plan.book.exists() and (there := complete_at(target, resumes=False)) is not None:
             raise ExistsError(
                 "already contains this dataset, finished. Remove it, or choose another folder.", path=there
             )
@@ -449,7 +449,13 @@ class Converting(Verb[_OpenedPlan]):
         if there is not None:  # renamed by a commit that was killed
             check_written(target.request, there)
         else:
-            there = self._put(plan, target, results)
+            lock = locked(target.root / FOLDER)  # a writer may have begun here since the plan was made
+            try:
+                look(target.root).refuse("writing", "merging")
+                there = self._put(plan, target, results)
+            finally:
+                lock.path.unlink(missing_ok=True)
+                lock.release()
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
         lost = _losses(plan.arguments_as(ConvertArguments), target, over)
@@ -491,6 +497,8 @@ class Converting(Verb[_OpenedPlan]):
         target.finish(AllExamples(lengths, columns))
         place = target.place()
         if place != target.root:
+            (target.root / FOLDER / LOCK).unlink(missing_ok=True)
+            remove_work_folders(target.root)
             rename(target.root, place)
         sync_folders([place.parent, place])
         return place
@@ -498,7 +506,7 @@ class Converting(Verb[_OpenedPlan]):
     def committed(self, plan: Planned) -> Conversion | None:
         asked = self._request(plan).asked
         target = _target(plan, asked)
-        there = complete_at(target)
+        there = complete_at(target, resumes=False)
         if there is None:
             return None
         found = check_written(target.request, there)
@@ -506,11 +514,8 @@ class Converting(Verb[_OpenedPlan]):
         return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
 
     def after(self, plan: Planned) -> None:
-        above = plan.work.parent
-        try:
-            above.rmdir()
-        except OSError:  # another plan or a saev writer is using it
-            return
+        with contextlib.suppress(OSError):  # another plan or a saev writer is using it
+            plan.work.parent.rmdir()
 
 
 Pieces = list[tuple[int, int, Path]]

@@ -244,7 +244,7 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
         if exist_ok:
             return
         raise ExistsError.finished(there)
-    complete_at(target)
+    complete_at(target, resumes=False)
     refuse_full(root, plan.predicted.bytes + plan.predicted.scratch, plan.predicted.files + 4 * len(plan))
     if (root / PARTS).exists():
         raise ExistsError(

@@ -15,15 +15,21 @@ from actshard.request import Request
 from actshard.work import EMPTY, look, tidy
 
 
-def complete_at(target: Target) -> Path | None:
-    """Returns the path of the finished dataset; None if there is none. Raises ExistsError for other contents."""
-    dataset = _finished(target)
+def complete_at(target: Target, *, resumes: bool = True) -> Path | None:
+    """Returns the path of the finished dataset; None if there is none, or an unfinished one that the caller ``resumes``.
+
+    Raises:
+        ExistsError: the folder has other contents.
+        UnfinishedError: it contains an unfinished dataset, and the caller is a plan, which does not resume it; or other unfinished
+            work.
+    """
+    dataset = _finished(target, resumes)
     if dataset is not None:
         tidy(dataset)
     return dataset
 
 
-def _finished(target: Target) -> Path | None:
+def _finished(target: Target, resumes: bool) -> Path | None:
     is_part = target.spec.part is not None
     root = target.spec.path.parent.parent if is_part else target.spec.path
     look(root).refuse("planned dumps" if target.names_itself else "planned", "staging", own=target.plan)
@@ -36,7 +42,10 @@ def _finished(target: Target) -> Path | None:
         refuse_file(target.spec.path)
     if dataset is not None or target.names_itself:
         return dataset
-    if look(target.root).journal is not None:
+    marks = look(target.root)
+    if not resumes:
+        marks.refuse("writing", "merging")
+    if marks.journal is not None:
         return None
     if is_finished(target.root, target.format):
         return target.root
