@@ -23,6 +23,7 @@ from actshard.errors import (
     ArgumentError,
     ExistsError,
     FileAccessError,
+    FormatError,
     MissingFileError,
     NotAFileError,
     UnfinishedError,
@@ -152,6 +153,20 @@ def is_finished(root: Path | Location, format: str) -> bool:
     """Whether a path is a finished dataset of a format."""
     place = Place.of(Location.at(root), format)
     return place.is_a(format) and not {"parts", "writing", "merging"} & set(place.marks.kinds())
+
+
+def check_opens(path: Path, format: str) -> None:
+    """The last step of writing: the dataset is found again, as one of the format that was written and of no other.
+
+    Raises:
+        UnknownFormatError: no format, or several, recognise it.
+        FormatError: another format recognises it.
+    """
+    name = detect(Location.at(path))
+    if name != format:
+        raise FormatError(
+            f"was written as {format}, and is whole, but opens as {name}: move other files out of its folder", path=path
+        )
 
 
 def check_finished(root: Location, format: str | None = None, *, described: bool = False) -> None:

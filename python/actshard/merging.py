@@ -35,7 +35,7 @@ from actshard.errors import (
     UnsupportedError,
     boundary,
 )
-from actshard.finding import beside_parts, existing, find
+from actshard.finding import beside_parts, check_opens, existing, find
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, fingerprint
@@ -212,6 +212,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
     finally:
         lock.release()
     _native.sync_files([root])
+    check_opens(place, plan.format)
     return place
 
 

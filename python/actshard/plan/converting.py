@@ -55,7 +55,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
-from actshard.finding import is_finished
+from actshard.finding import check_opens, is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
@@ -501,6 +501,7 @@ class Converting(Verb[_OpenedPlan]):
             remove_work_folders(target.root)
             rename(target.root, place)
         sync_folders([place.parent, place])
+        check_opens(place, target.format)
         return place
 
     def committed(self, plan: Planned) -> Conversion | None:

@@ -19,6 +19,7 @@ from actshard.errors import (
     from_os,
     warn,
 )
+from actshard.finding import check_opens
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.request import Request
 from actshard.work import (
@@ -189,6 +190,7 @@ class Sink(SegmentWriter):
             raise from_os(error, error.filename or target.root, "finish") from error
         finally:
             self.journal.lock.release()
+        check_opens(place, target.format)
         return place
 
     def _finish_empty(self) -> Path:
