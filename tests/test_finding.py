@@ -367,3 +367,13 @@ def test_a_change_after_the_listing_is_not_seen_by_the_same_look(tmp_path: Path)
         assert not (Location.at(tmp_path) / "c" / "d.json").exists()
         assert [entry.name for entry in Location.at(tmp_path).entries()] == ["a.json"]
     assert (Location.at(tmp_path) / "b.json").exists()
+
+
+def test_no_message_about_parts_advises_to_remove_them(tmp_path: Path) -> None:
+    written(tmp_path / "d", part=(0, 2))
+    written(tmp_path / "d/run")
+    for path in (tmp_path / "d", tmp_path / "d/.parts"):
+        with pytest.raises(actshard.UnfinishedError, match=r"next to them is a finished dataset \(run\)") as caught:
+            actshard.open(path)
+        assert "part-0" not in caught.value.detail
+        assert "remove" not in caught.value.detail

@@ -130,7 +130,7 @@ class Place:
             whole = look(self.root.parent) if self.root.name == PARTS else self.marks
             whole.refuse("planned", "planned dumps")  # only the plan's commit merges them
             error = self.marks.error("parts")
-            raise UnfinishedError(error.detail + beside_parts(self.root), path=self.root)
+            raise UnfinishedError(error.detail + beside_parts(whole.root), path=self.root)
         self.marks.refuse("writing", "merging", "planned")
         if not self.marks.is_copy:
             self.marks.refuse("staging")
@@ -230,15 +230,12 @@ new_caches.append(refuse_dataset)
 
 
 def beside_parts(root: Location) -> str:
-    """For messages about unmerged parts: lists finished datasets next to them, and a remedy. Empty if there are none."""
+    """For messages about unmerged parts: lists finished datasets next to them. Empty if there are none."""
     finished = [place.name for place, kind in Walk(root, _kind, 1) if kind != UNFINISHED]
     if not finished:
         return ""
     shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
-    return (
-        f"; next to them is a finished dataset ({shown}), which opens by its own path. If the parts were written again after a "
-        f"merge, remove {PARTS}"
-    )
+    return f"; next to them is a finished dataset ({shown}), which opens by its own path"
 
 
 def find_any(root: Location) -> tuple[Location, str]:
