@@ -69,12 +69,12 @@ SELECTIONS: list[dict[str, Any]] = [
     {"keep": KEEP},
     {"max_norm": 2.5},
     {"min_token": 3},
-    {"tokens": "all", "ignore_labels": iter([0, 2]), "keep": KEEP, "max_norm": 3.0, "min_token": 1},
+    {"tokens": "all", "ignore_labels": [0, 2], "keep": KEEP, "max_norm": 3.0, "min_token": 1},
     {"tokens": "last", "ignore_labels": [2], "keep": KEEP, "max_norm": 3.0},
 ]
 
 
-@pytest.mark.parametrize("options", SELECTIONS, ids=str)
+@pytest.mark.parametrize("options", SELECTIONS, ids=lambda options: "+".join(options) or "default")
 def test_every_verb_has_the_same_rows(store: actshard.Store, options: dict[str, Any], tmp_path: Path) -> None:
     options = {name: list(value) if name == "ignore_labels" else value for name, value in options.items()}
     places = naive(store, 2, **options)
