@@ -18,6 +18,7 @@ import pytest
 import actshard
 from actshard import finding, formats, storage
 from actshard.location import Location
+from actshard.work import marks
 from conftest import GOLDEN, refuses, saev_dump
 
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
@@ -377,3 +378,88 @@ def test_no_message_about_parts_advises_to_remove_them(tmp_path: Path) -> None:
             actshard.open(path)
         assert "part-0" not in caught.value.detail
         assert "remove" not in caught.value.detail
+
+
+@pytest.mark.parametrize("name", ["_names", "_unfinished"])
+def test_a_dataset_that_is_finished_during_a_look_is_unfinished_or_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The marks are read before the folder is listed: otherwise a listing without the last files would meet marks that are gone."""
+    writer = actshard.create(tmp_path / "p" / "d", "npy", layers=[0], d_model=2, dtype="float32")
+    writer.append(np.ones((4, 1, 3, 2), np.float32))
+    writer.flush()
+    function = getattr(marks, name)
+
+    def finish_first(*args: Any) -> Any:
+        monkeypatch.setattr(marks, name, function)
+        writer.close()
+        return function(*args)
+
+    monkeypatch.setattr(marks, name, finish_first)
+    assert len(actshard.open(tmp_path / "p" / "d")) == 4
+
+
+def test_the_only_dataset_may_be_finished_while_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = actshard.create(tmp_path / "p" / "d", "npy", layers=[0], d_model=2, dtype="float32")
+    writer.append(np.ones((4, 1, 3, 2), np.float32))
+    writer.flush()
+    looks = 0
+
+    def look(root: Any) -> marks.Marks:
+        nonlocal looks
+        looks += str(root).endswith("p/d")
+        if looks == 2:
+            writer.close()
+        return marks.look(root)
+
+    monkeypatch.setattr(finding, "look", look)
+    assert len(actshard.open(tmp_path / "p")) == 4
+
+
+def test_a_lock_that_a_kill_left_makes_no_finished_dataset_unfinished(tmp_path: Path) -> None:
+    written(tmp_path / "p" / "d")
+    filled(tmp_path / "p" / "d", ".actshard/lock")
+    assert len(actshard.open(tmp_path / "p" / "d")) == len(actshard.open(tmp_path / "p")) == 3
+    (tmp_path / "q").mkdir()
+    shutil.move(tmp_path / "p", tmp_path / "q")
+    filled(tmp_path / "q" / "p", ".actshard/lock")
+    with pytest.raises(actshard.UnknownFormatError, match=r"Open one: p/d \(zarr\)"):
+        finding.detect(Location.of(tmp_path / "q"))
+
+
+def test_a_folder_of_dumps_with_a_plan_has_the_dumps_that_are_finished(tmp_path: Path) -> None:
+    for name, count in (("s", 3), ("more", 4)):
+        with actshard.create(tmp_path / name, "npy", layers=[0], d_model=2, dtype="float32") as source:
+            source.append(np.ones((count, 1, 3, 2), np.float32))
+    actshard.convert(tmp_path / "s", tmp_path / "p" / "saev", "saev")
+    actshard.plan.convert(tmp_path / "more", tmp_path / "p" / "saev", "saev", tasks=2).run(0)
+    assert len(actshard.open(tmp_path / "p")) == 3
+
+
+def test_a_long_name_hides_no_dataset(tmp_path: Path) -> None:
+    written(tmp_path / "short")
+    written(tmp_path / ("l" * 245))
+    assert "2 datasets" in why(tmp_path)
+    assert len(actshard.open(tmp_path / ("l" * 245))) == 3
+
+
+def test_a_pipe_in_the_place_of_a_lock_stops_nobody(tmp_path: Path) -> None:
+    written(tmp_path / "d", finish=False)
+    (tmp_path / "d/.actshard/lock").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "d/.actshard/lock")
+    with refuses(actshard.UnfinishedError, tmp_path / "d", "is running, or was interrupted"):
+        actshard.open(tmp_path / "d")
+
+
+def test_a_look_at_a_renamed_folder_keeps_the_lock_of_this_process(tmp_path: Path) -> None:
+    writer = actshard.create(tmp_path / "a" / "d", "npy", layers=[0], d_model=2)
+    writer.append(np.ones((2, 1, 3, 2), np.float32))
+    writer.flush()
+    (tmp_path / "a").rename(tmp_path / "b")
+    with refuses(actshard.UnfinishedError, tmp_path / "b/d", "its writer is a writer of this process"):
+        actshard.open(tmp_path / "b/d")
+    code = f"import actshard; actshard.create({str(tmp_path / 'b/d')!r}, 'npy', layers=[0], d_model=2, resume=True)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "LockedError" in done.stderr
+    (tmp_path / "b").rename(tmp_path / "a")
+    writer.abort()

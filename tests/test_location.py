@@ -228,7 +228,7 @@ def test_one_look_lists_a_folder_once(tmp_path: Path, monkeypatch: pytest.Monkey
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: (listed.append(os.fspath(path)), scandir(path))[1])
     folder = Location.at(tmp_path)
-    with one_look():
+    with one_look(str(tmp_path)):
         first, every = folder.first(1), iter(folder.storage.scan(folder.key, False))
         next(every)
         assert [entry.name for entry in folder.entries()] == ["a", "b", "c"]

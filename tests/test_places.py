@@ -404,3 +404,22 @@ def test_a_plan_does_not_replace_the_rows_of_an_unfinished_dataset(tmp_path: Pat
     store = actshard.open(tmp_path / "d")
     assert len(store) == 6
     assert (store.layer(0).rows()[:] == 1).all()
+
+
+@pytest.mark.parametrize("format", ["zarr", "pickle", "lmprobe"])
+def test_parts_are_not_merged_over_a_dataset_that_is_being_written(tmp_path: Path, format: str) -> None:
+    whole = actshard.create(tmp_path / "d", format, layers=[0], d_model=2, dtype="float32")
+    for part in range(2):
+        with actshard.create(tmp_path / "d", format, layers=[0], d_model=2, dtype="float32", part=(part, 2)) as writer:
+            writer.append(np.full((3, 1, 5, 2), part, np.float32))
+    with pytest.raises(actshard.LockedError):
+        actshard.merge(tmp_path / "d")
+    whole.append(np.full((3, 1, 5, 2), 9, np.float32))
+    whole.flush()
+    whole.abort()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(
+        actshard.UnfinishedError, match="3 examples of an unfinished dataset: its writer was interrupted"
+    ):
+        actshard.merge(tmp_path / "d")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -162,7 +162,9 @@ def check_opens(path: Path, format: str) -> None:
         UnknownFormatError: no format, or several, recognise it.
         FormatError: another format recognises it.
     """
-    name = detect(Location.at(path))
+    place = Place.of(Location.at(path))
+    place.marks.refuse("writing", "merging")
+    name = _detect(place)
     if name != format:
         raise FormatError(
             f"was written as {format}, and is whole, but opens as {name}: move other files out of its folder", path=path
@@ -289,10 +291,12 @@ def find_in(place: Place) -> tuple[Location, str]:
         dataset = Location.at(path)
         if name == UNFINISHED:
             marks = look(dataset)
+            if not marks.kinds():  # finished since it was found
+                return find(root)
             raise marks.error(marks.kinds()[0]) from None
         if dataset.relative_to(root).count("/") >= STANDS_FOR:
             raise
-        check_finished(dataset)
+        check_finished(dataset, name)
         return dataset, name
 
 
@@ -442,6 +446,9 @@ def _kind(folder: Location) -> str | None:
     place = Place.of(folder)
     if place.is_cache:
         return of_tokens()
-    if _OF_ACTIVATIONS & set(place.marks.kinds()):
+    kinds = _OF_ACTIVATIONS & set(place.marks.kinds())
+    # A finished dataset may keep its writer's lock after a kill, and a folder of dumps may have a plan and finished dumps.
+    is_only_begun = kinds <= {"begun", "planned dumps"}
+    if kinds and not (is_only_begun and (place.matches or any(Walk(folder, _kind, STANDS_FOR)))):
         return UNFINISHED
     return "/".join(place.matches) or None

@@ -179,6 +179,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 _leave(root)
                 return _there(root, asked.physical)
             try:
+                look(root).refuse("writing", is_locked=True)
                 _begin(root, asked, marker)
             except BaseException:
                 if not marker.exists():
@@ -397,6 +398,7 @@ def _datasets(parts: Sequence[Path]) -> list[Path]:
 
 def checked(root: Path, asked: AskedMerge) -> Merge:
     """Checks a merge that has not begun. Writes nothing."""
+    look(root).refuse("writing")
     if asked.parts is None:
         sources = _own_parts(root)
     else:
@@ -416,7 +418,6 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
-        look(root).refuse("writing")
         refuse_existing(root)
     format, request = _check_alike(sources, asked)
     merger = merger_of(format)

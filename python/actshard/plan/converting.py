@@ -451,10 +451,11 @@ class Converting(Verb[_OpenedPlan]):
         else:
             lock = locked(target.root / FOLDER)  # a writer may have begun here since the plan was made
             try:
-                look(target.root).refuse("writing", "merging")
+                look(target.root).refuse("writing", "merging", is_locked=True)
                 there = self._put(plan, target, results)
             finally:
                 lock.path.unlink(missing_ok=True)
+                remove_work_folders(target.root)
                 lock.release()
         size = sum(int(result.value["bytes"]) for result in results)
         over = sum(int(result.value["overflows"]) for result in results)
@@ -498,7 +499,7 @@ class Converting(Verb[_OpenedPlan]):
         place = target.place()
         if place != target.root:
             (target.root / FOLDER / LOCK).unlink(missing_ok=True)
-            remove_work_folders(target.root)
+            remove_work_folders(target.root)  # of saev, whose folder gets another name
             rename(target.root, place)
         sync_folders([place.parent, place])
         check_opens(place, target.format)

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import struct
 import sys
 import threading
@@ -26,6 +27,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _TRIES = 100
 _held: dict[str, int] = {}
 """Maps locked folders to the process that locked them: a forked child inherits this dict, but not the locks."""
+_files: dict[tuple[int, int], int] = {}
+"""The same by device and inode of the lock's file: a folder may have been renamed since, and have several paths."""
 _held_lock = threading.Lock()
 
 
@@ -53,7 +56,7 @@ class Lock:
                 )
             while self._file is None:
                 self._file = self._try()
-            _held[self._key] = os.getpid()
+            _held[self._key] = _files[_inode(os.fstat(self._file))] = os.getpid()
 
     def _try(self) -> int | None:
         """Returns the locked file; None if a writer that finished removed the file in between."""
@@ -132,12 +135,17 @@ class Lock:
                 owned = _held.get(self._key) == os.getpid()
                 if owned:
                     del _held[self._key]
+                    _files.pop(_inode(os.fstat(self._file)), None)
             if owned:  # not a forked child's copy
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, 0)
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
+
+
+def _inode(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _owner(file: int) -> str:
@@ -160,10 +168,13 @@ def state_of(folder: Path) -> str:
     """
     unknown = "is running, or was interrupted"
     with _held_lock:
-        if _held.get(os.path.realpath(folder)) == os.getpid():
-            return "is a writer of this process"  # its lock would be lost if its file were opened and closed again
         try:
-            file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            found = (folder / LOCK).stat()
+            if _files.get(_inode(found)) == os.getpid():
+                return "is a writer of this process"  # its lock would be lost if its file were opened and closed again
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe may block
+                return unknown
+            file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return "was interrupted"
         except OSError:

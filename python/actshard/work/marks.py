@@ -6,6 +6,7 @@ Every verb asks :func:`look`, writers while they hold the lock. The messages are
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Literal, get_args
 from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
+    FileAccessError,
     MissingFileError,
     NotAFileError,
     UnfinishedError,
@@ -108,22 +110,36 @@ class Marks:
         """The working folder of an uncommitted plan of a kind, other than ``own``."""
         return next((work for work in self.plans.get(kind, ()) if work != own), None)
 
-    def error(self, mark: Mark, own: Path | None = None, path: Location | None = None) -> UnfinishedError:
-        """The error about unfinished work of a kind. ``path`` is the path that a user named, if it is not the folder."""
+    def error(
+        self, mark: Mark, own: Path | None = None, path: Location | None = None, *, is_locked: bool = False
+    ) -> UnfinishedError:
+        """The error about unfinished work of a kind.
+
+        Args:
+            mark: the kind.
+            own: as for :meth:`kinds`.
+            path: the path that a user named, if it is not the folder.
+            is_locked: whether the caller holds the folder's lock: then no other writer is running.
+        """
         plan = self.plan(mark, own)
+        state = None
+        if mark in ("writing", "merging"):
+            state = "was interrupted" if is_locked else state_of(self.root.local / FOLDER)
         text = MESSAGES[mark].format(
             parts=many(self.parts or 0, "unmerged part"),
             examples=None if self.journal is None else many(self.journal.examples, "example"),
             plan=None if plan is None else plan / PLAN,
-            state=state_of(self.root.local / FOLDER) if mark in ("writing", "merging") else None,
+            state=state,
         )
         return UnfinishedError(text, path=path or self.root)
 
-    def refuse(self, *marks: Mark, own: Path | None = None, path: Location | None = None) -> None:
+    def refuse(
+        self, *marks: Mark, own: Path | None = None, path: Location | None = None, is_locked: bool = False
+    ) -> None:
         """Raises UnfinishedError if the folder contains unfinished work of one of these kinds; see :meth:`error`."""
         for mark in self.kinds(own):
             if mark in marks:
-                raise self.error(mark, own, path)
+                raise self.error(mark, own, path, is_locked=is_locked)
 
 
 def look(root: Path | Location) -> Marks:
@@ -140,6 +156,7 @@ def look(root: Path | Location) -> Marks:
             not folder.lists or folder.kind() != "folder"
         ):  # a web server has no listings, and writers write to local folders
             return Marks(folder, None, None, {}, frozenset())
+        folder.look_into()
         others: set[Mark] = {"uploading"} if (folder / PUSHING).exists() else set()
         return Marks(folder, count_parts(folder), None, {}, frozenset(others))
 
@@ -147,20 +164,25 @@ def look(root: Path | Location) -> Marks:
 def _look(root: Path) -> Marks:
     folder = Location.at(root)
     working = root / FOLDER
-    names = _names(working) if (folder / FOLDER).exists() else []
+    names = _names(
+        working
+    )  # before the folder is listed: a writer that finishes meanwhile is seen as unfinished, or not at all
     plans: dict[Mark, tuple[Path, ...]] = {
         "planned": _plans(working, names, PLAN_FOLDER),
         "planned dumps": _plans(working, names, DUMPS_PLAN_FOLDER),
     }
     if root.name:
         stage = staging_folder(root)
-        plans["staging"] = _plans(stage, _names(stage), PLAN_FOLDER)
+        with contextlib.suppress(FileAccessError):  # of another user, who stages it
+            plans["staging"] = _plans(stage, _names(stage), PLAN_FOLDER)
     journal = _unfinished(root) if JOURNAL in names else None
     others: set[Mark] = set()
     if MERGING in names:
         others.add("merging")
     if (folder / BUILDING).exists():
         others.add("building")
+    if (folder / PUSHING).exists():  # the folder is a mounted bucket, or a copy of one
+        others.add("uploading")
     if LOCK in names and JOURNAL not in names:
         others.add("begun")
     return Marks(folder, count_parts(folder), journal, plans, frozenset(others), (folder / STAGED).exists())
@@ -173,6 +195,8 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # then there is no such folder
+            return []
         raise from_os(error, folder, "list") from error
 
 
