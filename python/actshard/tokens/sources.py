@@ -414,6 +414,8 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
         MissingFileError: a path or glob matches nothing.
         ArgumentError: no sources, unsupported file names, or two files with the same shard name.
     """
+    if not isinstance(given, str | os.PathLike | RowSource | Iterable):
+        raise ArgumentTypeError(f"sources: expected paths or RowSources, found {type(given).__name__}")
     items: Iterable[Any] = [given] if isinstance(given, str | os.PathLike | RowSource) else given
     paths: list[str] = []
     others: list[RowSource] = []

@@ -211,8 +211,9 @@ def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokeni
     if not template and own.kind() == "file":
         template = own.read_utf8()
     if isinstance(template, list):  # named templates; a tokenizer without a default one has no template
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        if all(isinstance(entry.get("name"), str) for entry in entries):
+            template = {entry["name"]: entry.get("template") for entry in entries}.get("default")
     if needs_template and template is not None and not isinstance(template, str):
         raise FormatError(
             f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
