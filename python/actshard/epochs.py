@@ -112,6 +112,10 @@ class Epochs(ABC, Generic[B]):
         """Everything that determines the batches of an epoch before ``batch``, if that is less than :meth:`_settings`."""
         return self._settings()
 
+    def _translated(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a state, those of an older release under the names of this one."""
+        return saved
+
     def _added(self, saved: dict[str, Any]) -> set[str]:
         """Settings that a state of an older release lacks."""
         return set()
@@ -174,7 +178,7 @@ class Epochs(ABC, Generic[B]):
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
-        own, saved = self._settings_at(batch), state["settings"]
+        own, saved = self._settings_at(batch), self._translated(state["settings"])
         added = self._added(saved)
         names: set[str] = (own.keys() | saved.keys()) - added
         differ = [k for k in names if own.get(k) != saved.get(k)]

@@ -116,7 +116,7 @@ def test_a_cache_that_changes_while_it_is_open_gives_its_rows_or_an_error(
         assert cache[row]["input_ids"].tolist() == [7] * 4
     change(tmp_path / "c")
     for other in range(1, 10):
-        with pytest.raises(actshard.FormatError, match="open the (cache|dataset) again") as raised:
+        with pytest.raises(actshard.FormatError, match=r"open the (cache|dataset) again") as raised:
             cache[other]
         ledger, offsets = tmp_path / "c/shard_ledger.json", tmp_path / "c/input_ids/offsets/c"
         assert raised.value.path == ledger or Path(raised.value.path or "").parent == offsets

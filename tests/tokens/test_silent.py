@@ -204,6 +204,9 @@ def test_named_chat_templates_are_read(tmp_path: Path) -> None:
     with pytest.raises(actshard.FormatError, match="pass chat_template="):
         tokens.load_tokenizer(tmp_path)
     assert tokens.load_tokenizer(tmp_path, chat_template="X").chat_template == "X"
+    config.write_text(json.dumps({"chat_template": [{"name": ["default"], "template": "D"}]}))
+    with pytest.raises(actshard.FormatError, match="field 'chat_template': expected a string, found"):
+        tokens.load_tokenizer(tmp_path)
 
 
 def test_records_in_place_of_sources_are_refused_at_the_first(tmp_path: Path) -> None:
@@ -216,6 +219,8 @@ def test_records_in_place_of_sources_are_refused_at_the_first(tmp_path: Path) ->
     with pytest.raises(actshard.ArgumentTypeError, match=r"found dict; pass records as RowSource"):
         tokens.build_cache(endless(), tmp_path / "c", format="prebuilt")
     assert next(taken) == 1
+    with pytest.raises(actshard.ArgumentTypeError, match=r"sources: expected paths or RowSources, found int"):
+        tokens.build_cache(5, tmp_path / "c", format="prebuilt")  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_listed_twice_is_named(tmp_path: Path) -> None:
@@ -282,6 +287,47 @@ class TestStates:
         for other in refused:
             with pytest.raises(actshard.ArgumentError, match="whose batches differ"):
                 other.stream(8).load_state_dict(state)
+
+    def test_a_state_of_a_shuffled_mixture_is_refused_by_one_with_other_stages(self, datasets: Any) -> None:
+        def stream(second: dict[str, float]) -> tokens.TokenStream:
+            stages = (0, {"a": 0.5, "b": 0.5}), (32, second)
+            return self.mixture(datasets, *stages, stop_strategy="first_exhausted").stream(8, shuffle="feistel")
+
+        state = json.loads(json.dumps(stream({"a": 0.75, "b": 0.25}).state_dict()))
+        stream({"a": 0.75, "b": 0.25}).load_state_dict(state)
+        with pytest.raises(actshard.ArgumentError, match="stages"):
+            stream({"a": 1, "b": 0}).load_state_dict(state)
+
+    def test_a_state_of_an_older_release_is_loaded_with_a_warning(self, datasets: Any) -> None:
+        stream = datasets["a"].stream(6, world_size=2)
+        loop = iter(stream)
+        next(loop)
+        state = stream.state_dict()
+        settings = {key: state["settings"][key] for key in ("format", "examples", "shuffle", "drop_last")}
+        # As the last release without "examples_per_batch" identified this dataset.
+        settings |= {"dataset": "5f3d0df4c2051546", "batch_size": 6, "world_size": 2}
+        older = {**state, "settings": settings}
+        for size, ranks in [(6, 2), (3, 4)]:
+            again = datasets["a"].stream(size, world_size=ranks)
+            with pytest.warns(actshard.ActshardWarning, match="a state of an older release") as caught:
+                again.load_state_dict(older)
+            assert [str(w.message.code) for w in caught] == ["state-without-dataset"]  # type: ignore[union-attr]
+            assert again.state_dict()["batch"] == 1
+        with pytest.raises(actshard.ArgumentError, match="examples_per_batch: 12 in the state, 24 here"):
+            datasets["a"].stream(6, world_size=4).load_state_dict(older)
+        with pytest.raises(actshard.ArgumentError, match="another dataset"):
+            windows(datasets["a"].cache.path.parent / "other", 50, 7).stream(6, world_size=2).load_state_dict(older)
+
+    def test_identities_are_json_of_the_datasets_alone(self, datasets: Any) -> None:
+        part = tokens.mixing.Sliced(datasets["a"], np.int64(3), np.int64(20))  # type: ignore[arg-type]
+        assert json.loads(json.dumps(part.stream(4).state_dict())) == part.stream(4).state_dict()
+        assert len(part.stream(4).identity) == 16
+
+        class Cooked(tokens.TokenSeqDataset):
+            recipe = staticmethod(lambda: {1, 2})
+
+        cooked = Cooked(datasets["a"].cache, 4)
+        assert cooked.stream(4).identity == datasets["a"].stream(4).identity
 
     def test_a_state_is_refused_by_a_cache_of_other_documents(self, datasets: Any, tmp_path: Path) -> None:
         state = datasets["a"].stream(4).state_dict()

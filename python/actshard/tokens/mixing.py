@@ -16,7 +16,7 @@ from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
-from actshard.tokens.stream import Examples, Streamed, recipe_of, short_digest
+from actshard.tokens.stream import Composed, Examples, recipe_of, short_digest
 
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_MIXTURE_BLOCK = 2048
@@ -26,7 +26,7 @@ _MOST = (1 << 62) - 1
 _whole = partial(_arguments.whole, wrong_type=ArgumentTypeError)
 
 
-class Permuted(Streamed):
+class Permuted(Composed):
     """A dataset in the order of a permutation."""
 
     def __init__(self, dataset: Examples, order: Permutation) -> None:
@@ -47,13 +47,13 @@ class Permuted(Streamed):
         return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
 
 
-class Sliced(Streamed):
+class Sliced(Composed):
     """Examples ``start`` to ``stop`` of a dataset."""
 
     def __init__(self, dataset: Examples, start: int, stop: int) -> None:
         self.dataset = dataset
-        self.start = start
-        self._length = max(stop - start, 0)
+        self.start = int(start)
+        self._length = max(int(stop) - self.start, 0)
 
     def __len__(self) -> int:
         return self._length
@@ -67,7 +67,7 @@ class Sliced(Streamed):
         return self.dataset.get_batch(np.asarray(_arguments.members(indices, self._length, "example")) + self.start)
 
 
-class Mixture(Streamed):
+class Mixture(Composed):
     """Several datasets mixed by weights, with the order of Levanter's ``MixtureDataset``.
 
     Each block of ``block_size`` examples contains a fixed number of examples of every dataset; the largest dataset gets the
@@ -117,7 +117,8 @@ class Mixture(Streamed):
         self._starts = _checked_starts([at for at, _ in stages], block_size)
         normal = [_normalized(w, datasets) for _, w in stages]
         self.names = tuple(name for name in datasets if any(w.get(name, 0) > 0 for w in normal))
-        self._datasets = {name: datasets[name] for name in self.names}
+        chosen = {name: datasets[name] for name in self.names}
+        self._datasets = {name: int(d) if isinstance(d, np.integer) else d for name, d in chosen.items()}
         self.lengths = tuple(d if isinstance(d, int) else len(d) for d in self._datasets.values())
         for name, length in zip(self.names, self.lengths, strict=True):
             if length <= 0 and stop_strategy != "first_exhausted":

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -88,6 +89,14 @@ class Streamed:
             world_size=world_size,
             ahead=ahead,
         )
+
+
+class Composed(Streamed, ABC):
+    """A dataset of other datasets' examples."""
+
+    @abstractmethod
+    def recipe(self) -> dict[str, Any]:
+        """Identifies the examples, as JSON values; see :func:`recipe_of`."""
 
 
 class TokenStream(Epochs[Any]):
@@ -266,12 +275,12 @@ class TokenStream(Epochs[Any]):
 
     def _settings_at(self, batch: int) -> dict[str, Any]:
         """Settings that determine the examples before a batch. Their division among ranks is not one of them."""
-        shuffle = None
+        shuffle, recipe = None, self._dataset_recipe()
         if self._order is not None:
             kind, how, length, key, sizes = self._order.made_of
             shuffle = [kind, how, length, list(key), list(sizes)]
         return {
-            "dataset": _before(self._dataset_recipe(), self._begin_of(batch)),
+            "dataset": recipe if self._order is not None else _before(recipe, self._begin_of(batch)),
             "format": "tokens",
             "examples": self.num_examples,
             "examples_per_batch": self.batch_size * self.world_size,
@@ -280,6 +289,18 @@ class TokenStream(Epochs[Any]):
             "shuffle": shuffle,
             "drop_last": self.drop_last,
         }
+
+    def _translated(self, saved: dict[str, Any]) -> dict[str, Any]:
+        batch_size, world_size = saved.get("batch_size"), saved.get("world_size")
+        if type(batch_size) is not int or type(world_size) is not int:
+            return saved
+        same = {name: value for name, value in saved.items() if name not in ("batch_size", "world_size")}
+        if same.get("dataset") == _digest_of_some(self.dataset).hexdigest()[:16]:
+            del same["dataset"]  # older releases identified a dataset by some examples
+        return {**same, "examples_per_batch": batch_size * world_size}
+
+    def _added(self, saved: dict[str, Any]) -> set[str]:
+        return set() if "examples_read" in saved else {"dataset", "examples_read"} - saved.keys()
 
 
 class _TokenLoop(Loop[Any]):
@@ -302,12 +323,22 @@ class _TokenLoop(Loop[Any]):
 def recipe_of(dataset: Any) -> DatasetRecipe:
     """Identifies a dataset's examples as JSON values.
 
-    What its ``recipe`` method returns; or a digest of its length, a few examples, and the checksums or counts of its cache.
+    The recipe of a mixture, slice or permutation. For others a digest of the length, a few examples, and the checksums or
+    counts of the cache.
     """
-    recipe = getattr(dataset, "recipe", None)
-    if callable(recipe):
-        values: dict[str, Any] = recipe()
-        return values
+    if isinstance(dataset, Composed):
+        return dataset.recipe()
+    digest = _digest_of_some(dataset)
+    cache = getattr(dataset, "cache", None)
+    if isinstance(cache, TokenCache):
+        ledger = cache.ledger
+        content = ledger.checksums or [ledger.total_num_rows, ledger.field_counts, ledger.shard_rows]
+        digest.update(json.dumps(content, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def _digest_of_some(dataset: Any) -> hashlib._Hash:
+    """A digest of a dataset's length and a few examples."""
     n = len(dataset) if getattr(dataset, "is_finite", True) else None
     digest = hashlib.sha256(json.dumps(n).encode())
     among = _ENDLESS if n is None else n
@@ -319,12 +350,7 @@ def recipe_of(dataset: Any) -> DatasetRecipe:
             continue
         for name, array in arrays(examples).items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    cache = getattr(dataset, "cache", None)
-    if isinstance(cache, TokenCache):
-        ledger = cache.ledger
-        content = ledger.checksums or [ledger.total_num_rows, ledger.field_counts, ledger.shard_rows]
-        digest.update(json.dumps(content, sort_keys=True).encode())
-    return digest.hexdigest()[:16]
+    return digest
 
 
 def short_digest(value: Any) -> str:
