@@ -449,6 +449,44 @@ class TestConfiguration:
         form = levanter.TextLmDatasetFormat()
         levanter.load_lm_dataset_cache(tmp_path / "caches/a/train", form, str(tmp_path / "copy"))
 
+    @pytest.mark.parametrize("writer", ["an older release", "Levanter"])
+    def test_caches_without_digests_of_parts_are_compared_by_all_that_they_have(
+        self, config: Any, writer: str, tmp_path: Path
+    ) -> None:
+        def edit(folder: Path) -> Path:
+            ledger = json.loads((folder / "shard_ledger.json").read_text())
+            if writer == "Levanter":
+                del ledger["actshard"]
+            else:
+                del ledger["actshard"]["parts"], ledger["actshard"]["checksums"]
+            (folder / "shard_ledger.json").write_text(json.dumps(ledger))
+            return folder
+
+        form, path = levanter.TextLmDatasetFormat(), edit(tmp_path / "caches/a/train")
+        shutil.copytree(GOLDEN / GPT2, tmp_path / "copy")
+        other = shutil.copytree(GOLDEN / GPT2, tmp_path / "other") / "tokenizer.json"
+        content = json.loads(other.read_text())
+        other.write_text(json.dumps({**content, "normalizer": {"type": "Lowercase"}}))
+        with warnings.catch_warnings():  # of a tokenizer at another path
+            warnings.simplefilter("error")
+            dataclasses.replace(config, tokenizer=str(tmp_path / "copy")).train_sets(4)
+        if writer == "Levanter":
+            with pytest.warns(actshard.ActshardWarning, match="no digest"):
+                levanter.load_lm_dataset_cache(path, form, str(tmp_path / "copy"))
+            return
+        levanter.load_lm_dataset_cache(path, form, str(tmp_path / "copy"))
+        with pytest.raises(actshard.ExistsError, match="was built with tokenizer"):
+            levanter.load_lm_dataset_cache(path, form, str(tmp_path / "other"))
+        with pytest.warns(actshard.ActshardWarning, match="was built with tokenizer"):
+            dataclasses.replace(config, tokenizer=str(tmp_path / "other")).train_sets(4)
+        source = write_lines(tmp_path / "texts.jsonl", TEXTS)
+        tokens.build_cache(source, tmp_path / "built", GOLDEN / GPT2)
+        before = edit(tmp_path / "built").joinpath("shard_ledger.json").read_text()
+        tokens.build_cache(source, tmp_path / "built", tmp_path / "copy")
+        assert (tmp_path / "built/shard_ledger.json").read_text() == before
+        with pytest.raises(actshard.ExistsError, match="was built with tokenizer"):
+            tokens.build_cache(source, tmp_path / "built", tmp_path / "other")
+
     @pytest.mark.parametrize(
         ("settings", "message"),
         [

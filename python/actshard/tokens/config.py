@@ -63,7 +63,7 @@ from actshard.tokens.orders import (
     split,
 )
 from actshard.tokens.processing import processor
-from actshard.tokens.recipe import parts_of, settings_difference
+from actshard.tokens.recipe import parts_of, settings_difference, settings_of
 from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.walking import refuse_taken
@@ -409,8 +409,9 @@ class LmDataConfig:
             metadata = processor(form, tokenizer, enforce_eos=self.enforce_eos).metadata()
         except ActshardError:  # for example without a chat template: caches can be read, not built
             metadata = {}
-        parts = parts_of(form, None if tokenizer is None else tokenizer.digest(), {})
-        differs = settings_difference(cache.ledger, parts, metadata)
+        digest = None if tokenizer is None else tokenizer.digest()
+        settings = settings_of(form, digest, BuildOptions(enforce_eos=self.enforce_eos).of_rows())
+        differs = settings_difference(cache.ledger, parts_of(form, digest, {}), metadata, settings)
         if differs is not None:
             warn(f"{cache.path}: the cache was built with {differs}, as in the configuration", code="cache-settings")
 

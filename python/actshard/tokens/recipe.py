@@ -61,12 +61,7 @@ class Recipe:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that affects rows. The tokenizer, which may have megabytes, is included as a digest."""
-        return {
-            "format": formats.as_dict(self.format),
-            "tokenizer": self.tokenizer,
-            **self.options,
-            "skip": self.skip,
-        }
+        return settings_of(self.format, self.tokenizer, self.options, skip=self.skip)
 
     def identity(self, source: AnySource, now: Sequence[Any] | None) -> str:
         """Identifies a source's shard. ``now`` is the time passed to chat templates."""
@@ -114,7 +109,8 @@ class Recipe:
 
     def _difference(self, ledger: Ledger) -> str | None:
         """The first difference between a finished cache and this recipe, as text; None if they are equal."""
-        differs = settings_difference(ledger, self.parts, self.metadata)
+        differs = name_difference(ledger, self.metadata)
+        differs = differs or settings_difference(ledger, self.parts, self.metadata, self.settings)
         if differs is not None:
             return f"was built with {differs}"
         own = ledger.extra.get(OURS)
@@ -206,6 +202,13 @@ class Recipe:
         return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
 
 
+def settings_of(
+    format: RowFormat, tokenizer: str | None, options: Mapping[str, Any], *, skip: bool = False
+) -> dict[str, Any]:
+    """Everything that affects rows, as JSON values; ``tokenizer`` is its digest."""
+    return {"format": formats.as_dict(format), "tokenizer": tokenizer, **options, "skip": skip}
+
+
 _OF_READING = ("pack", "mask_user_turns")
 """Fields of formats that do not affect rows."""
 
@@ -216,23 +219,46 @@ def parts_of(format: RowFormat, tokenizer: str | None, options: Mapping[str, Any
     return {name: digest(value)[:16] for name, value in {"tokenizer": tokenizer, **fields, **options}.items()}
 
 
-def settings_difference(ledger: Ledger, parts: Mapping[str, str], metadata: Mapping[str, Any]) -> str | None:
+def settings_difference(
+    ledger: Ledger, parts: Mapping[str, str], metadata: Mapping[str, Any], settings: Mapping[str, Any]
+) -> str | None:
     """The difference between a finished cache's settings and these, as text; None if they are equal as far as the ledger shows.
+
+    A tokenizer's name is a difference only where its digest may differ: one tokenizer may lie at several paths, and Levanter
+    records the hub's name. Where the ledger has no digest, see :func:`name_difference`.
 
     Args:
         ledger: of the cache.
         parts: of :func:`parts_of`, or some of them.
         metadata: the ``preprocessor_metadata``, compared first, because its values can be shown.
+        settings: of :func:`settings_of`, for ledgers of older releases, which have no parts.
     """
-    found, own = ledger.preprocessor, ledger.extra.get(OURS)
+    preprocessor, own = ledger.preprocessor, ledger.extra.get(OURS)
     stored = own.get("parts") if isinstance(own, dict) else None
-    differing = [] if not isinstance(stored, dict) else [name for name in parts if stored.get(name) != parts[name]]
+    if isinstance(stored, dict):
+        differing = [name for name in parts if stored.get(name) != parts[name]]
+        names_count = "tokenizer" in differing
+    elif isinstance(own, dict) and own.get("settings") == digest(settings):
+        return None
+    else:
+        differing, names_count = [], _has_digest(ledger)
     for key, expected in metadata.items():
-        # One tokenizer may lie at several paths.
-        is_same = key == "tokenizer" and isinstance(stored, dict) and key not in differing
-        if found and found.get(key) != expected and not is_same:
-            return f"{key} {_short(found.get(key))} instead of {_short(expected)}"
+        if preprocessor and preprocessor.get(key) != expected and (key != "tokenizer" or names_count):
+            return f"{key} {_short(preprocessor.get(key))} instead of {_short(expected)}"
     return f"other settings: {', '.join(differing)}" if differing else None
+
+
+def _has_digest(ledger: Ledger) -> bool:
+    own = ledger.extra.get(OURS)
+    return isinstance(own, dict) and "settings" in own
+
+
+def name_difference(ledger: Ledger, metadata: Mapping[str, Any]) -> str | None:
+    """The difference between the names of tokenizers, as text, of a cache without a digest; None if there is none."""
+    name, expected = ledger.preprocessor.get("tokenizer"), metadata.get("tokenizer")
+    if not ledger.preprocessor or _has_digest(ledger) or name == expected:
+        return None
+    return f"tokenizer {_short(name)} instead of {_short(expected)}"
 
 
 def shard_ledger(

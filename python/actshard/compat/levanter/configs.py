@@ -22,12 +22,12 @@ from actshard.compat.levanter.datasets import (
     examples_of,
     length_of,
 )
-from actshard.errors import ArgumentError, ExistsError
+from actshard.errors import ArgumentError, ExistsError, warn
 from actshard.tokens import components, formats
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
 from actshard.tokens.processing import WEIGHTS
-from actshard.tokens.recipe import parts_of, settings_difference
+from actshard.tokens.recipe import name_difference, parts_of, settings_difference
 
 LmDatasetFormatBase = formats.FormatBase
 TextLmDatasetFormat = formats.TextFormat
@@ -208,14 +208,18 @@ def load_lm_dataset_cache(
     Raises:
         MissingFileError: there is no cache.
         ExistsError: it was built with other settings; the message names them.
+
+    Warns of another name of the tokenizer if the cache has no digest of it, as Levanter's: a local copy has another name.
     """
     cache = open_cache(cache_dir)
     build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
-    # A name of a tokenizer is no difference: Levanter records the hub's, and a local copy has a path.
-    metadata = {key: value for key, value in build.process.metadata().items() if key != "tokenizer"}
-    differs = settings_difference(cache.ledger, parts_of(build.format, build.recipe.tokenizer, {}), metadata)
+    recipe, metadata = build.recipe, build.process.metadata()
+    differs = settings_difference(cache.ledger, parts_of(build.format, recipe.tokenizer, {}), metadata, recipe.settings)
     if differs is not None:
         raise ExistsError(f"was built with {differs}", path=cache.path)
+    if (names := name_difference(cache.ledger, metadata)) is not None:
+        text = f"{cache.path}: was built with {names}, and its ledger has no digest of it; check that they are the same"
+        warn(text, code="cache-settings")
     return TreeCache(cache)
 
 
