@@ -576,6 +576,19 @@ def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path
         assert rows(caches[0], field) == rows(caches[1], field)
 
 
+def test_chat_templates_get_lists_of_parquet_files_as_lists(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    record = {"messages": [{"role": "assistant", "content": "a"}], "system": [1, 2]}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    write_lines(tmp_path / "a.jsonl", [record])
+    form = {"type": "chat", "chat_template": template, "system_prompt": "system"}
+    parquet, lines = (
+        tokens.build_cache(tmp_path / f"a.{kind}", tmp_path / kind, GOLDEN / GPT2, form)
+        for kind in ("parquet", "jsonl")
+    )
+    assert rows(parquet) == rows(lines)
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [

@@ -64,7 +64,9 @@ class _SampleOfKind:
         """Never raised: the sample skips unusable records; the task that reads them reports them."""
         return problem.error(None)
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
         """Yields the records of all parts."""
         for part in self.parts:
             yield from part(self, columns)

@@ -68,7 +68,9 @@ class LineRange(Source):
                 return RowProblem(begin, problem.detail, "line at byte").error(self.path)
         return problem.error(self.path)
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
         """Yields records with their numbers in the range, from 1."""
         with reading(self.path):
             for number, _, line in self.lines(tell):
@@ -119,11 +121,13 @@ class RowGroups(Source):
         """The row groups' share of the file's bytes."""
         return self.bytes
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
         """Yields records with their numbers in the file, from 1."""
         groups = list(range(self.first, self.stop))
         with reading(self.path), Location.at(self.path).open("read") as raw:
-            for number, record in parquet_rows(raw, columns, self.path, groups=groups):
+            for number, record in parquet_rows(raw, columns, self.path, groups=groups, arrays=arrays):
                 yield number + self.before, record
         if tell is not None:
             tell(self.bytes)

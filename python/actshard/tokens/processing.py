@@ -59,6 +59,9 @@ class Processor(ABC):
     fields: dict[str, np.dtype[Any]]
     """Stored fields and their dtypes."""
 
+    takes_arrays: bool = False
+    """Whether lists of numbers may be numpy arrays. Chat templates get lists, as from JSON."""
+
     now: time.struct_time | None = None
     """The time passed to chat templates; None: the time of rendering."""
 
@@ -344,6 +347,8 @@ class ChatProcessor(Processor):
 
 class PrebuiltProcessor(Processor):
     """Existing ids and weights, checked and cast."""
+
+    takes_arrays = True
 
     def __init__(self, format: PrebuiltFormat, dtype: Any) -> None:
         super().__init__(None)

@@ -123,8 +123,10 @@ class Records(Protocol):
     def what(self) -> str:
         """The unit of record numbers."""
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
-        """Yields records with their numbers."""
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
+        """Yields records with their numbers. With ``arrays``, lists of numbers may be numpy arrays."""
 
     def error(self, problem: RowProblem) -> FormatError:
         """The exception to raise for an unusable record."""
@@ -144,7 +146,7 @@ def write_rows(
     def read(n: int) -> None:
         counts.bytes += n
 
-    records = source.records(process.columns, read)
+    records = source.records(process.columns, read, arrays=process.takes_arrays)
     first_field = next(iter(process.fields))
     for prepared, encoded in _encoded_ahead(process, _batches(records, process, source.what)):
         rows = process.finish(prepared, encoded, source.what)

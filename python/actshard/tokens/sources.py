@@ -112,8 +112,12 @@ class Source:
         """The exception to raise for an unusable record."""
         return problem.error(self.path)
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
         """Yields records with their numbers from 1. Unusable ones are yielded as :class:`RowProblem`.
+
+        With ``arrays``, lists of numbers may be numpy arrays.
 
         Raises:
             MissingFileError, FileAccessError, FormatError: the file cannot be read, or is truncated.
@@ -124,7 +128,9 @@ class Source:
             if kind == ".parquet":
                 plain = compression(self.path) is None
                 share = _share_of(self.size(), tell) if plain else None
-                yield from parquet_rows(raw if plain else inflated(watched, self.path), columns, self.path, share)
+                yield from parquet_rows(
+                    raw if plain else inflated(watched, self.path), columns, self.path, share, arrays=arrays
+                )
                 return
             stream = inflated(watched, self.path)
             if kind == ".json" and _is_array(stream):
@@ -176,7 +182,9 @@ class RowSource:
         """The exception to raise for an unusable record."""
         return problem.error(self.path)
 
-    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+    def records(
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
+    ) -> Iterator[Record]:
         """Yields records with their numbers from 1."""
         for number, record in enumerate(self.begin(), 1):
             yield number, record if isinstance(record, Mapping) else _no_object(number, record, "row")
@@ -365,8 +373,10 @@ def parquet_rows(
     path: Path,
     share: Callable[[int, int], object] | None = None,
     groups: list[int] | None = None,
+    *,
+    arrays: bool = False,
 ) -> Iterator[Record]:
-    """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1."""
+    """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1. With ``arrays``, see :func:`_arrays`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -385,14 +395,15 @@ def parquet_rows(
                     number += 1
                     yield number, {}
                 continue
-            for values in zip(*map(_values, batch.columns), strict=True):
+            lists = [_arrays(column) if arrays else column.to_pylist() for column in batch.columns]
+            for values in zip(*lists, strict=True):
                 number += 1
                 yield number, dict(zip(batch.schema.names, values, strict=True))
     except pa.ArrowException as error:
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
 
 
-def _values(column: Any) -> Iterable[Any]:
+def _arrays(column: Any) -> Iterable[Any]:
     """The values of a column. Lists of numbers are numpy arrays: a Python object per number would take most of a build's time."""
     import pyarrow as pa
 
