@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -368,6 +370,18 @@ def test_a_change_after_the_listing_is_not_seen_by_the_same_look(tmp_path: Path)
         assert not (Location.at(tmp_path) / "c" / "d.json").exists()
         assert [entry.name for entry in Location.at(tmp_path).entries()] == ["a.json"]
     assert (Location.at(tmp_path) / "b.json").exists()
+
+
+@pytest.mark.parametrize("dataset", [SAEV, LMPROBE])
+def test_a_dataset_that_nobody_refers_to_is_closed_at_once(dataset: Path) -> None:
+    """No error of the search for its format keeps the frames that opened it."""
+    gc.collect()
+    gc.disable()
+    try:
+        store = weakref.ref(actshard.open(dataset))
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_no_message_about_parts_advises_to_remove_them(tmp_path: Path) -> None:

@@ -193,13 +193,13 @@ class _Entries:
     def _more(self) -> bool:
         """Reads one more entry. A failure is stored and raised again: a failed generator would look empty to the next reader."""
         if self._error is not None:
-            raise self._error
+            raise _copied(self._error)
         try:
             self._seen.append(next(self._entries))
         except StopIteration:
             return False
         except OSError as error:
-            self._error = error
+            self._error = _copied(error)
             raise
         return True
 
@@ -239,7 +239,7 @@ class _Look:
             )
         if isinstance(known, Stat):
             return known
-        raise known.with_traceback(None)
+        raise _copied(known)
 
     def _lacks(self, key: str) -> bool:
         if not key.startswith(self._above):
@@ -254,7 +254,12 @@ def _state(key: str) -> Stat | OSError:
     try:
         return _stat(key)
     except OSError as error:
-        return error
+        return _copied(error)
+
+
+def _copied(error: OSError) -> OSError:
+    """The same error without its traceback, which keeps the frames of all callers alive, and what they opened, in a cycle."""
+    return OSError(error.errno, error.strerror, error.filename)
 
 
 _NAMES = 10_000

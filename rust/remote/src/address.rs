@@ -200,11 +200,14 @@ pub fn path_of(key: &str) -> String {
     utf8_percent_encode(key, IN_PATH).to_string()
 }
 
-/// A key of a web server as the path of a URL. Escapes that were written stay as they are: `%2F` is no separator, and a server
-/// may distinguish `%2B` from `+`.
-pub fn web_path_of(key: &str) -> String {
+/// A key of a web server as the path of a URL. In the part that the user wrote, `root`, escapes stay as they are: `%2F` is no
+/// separator, and a server may distinguish `%2B` from `+`. Names below it come from the dataset and are escaped, `%` too: else
+/// a file name would be another object's, or `%2e%2e` the folder above.
+pub fn web_path_of(root: &str, key: &str) -> String {
+    let below = key.strip_prefix(root).filter(|rest| root.is_empty() || rest.is_empty() || rest.starts_with('/'));
+    let Some(below) = below else { return path_of(key) };
     let mut path = String::with_capacity(key.len());
-    let mut parts = key.split('%');
+    let mut parts = root.split('%');
     path.push_str(&path_of(parts.next().unwrap_or_default()));
     for part in parts {
         let is_escape =
@@ -212,6 +215,7 @@ pub fn web_path_of(key: &str) -> String {
         path.push_str(if is_escape { "%" } else { "%25" });
         path.push_str(&path_of(part));
     }
+    path.push_str(&path_of(below));
     path
 }
 
@@ -245,9 +249,22 @@ mod tests {
         for path in ["a/group%2Fname", "caf%E9", "a%20b", "a+b", "a%2Bb", "x%25y", "a//b", "%f0%9f%98%80", "%"] {
             let key = StoreUrl::parse(&format!("https://host/{path}/x")).unwrap().key;
             let expected = if path == "%" { "%25" } else { path };
-            assert_eq!(web_path_of(&key), format!("{expected}/x"));
+            assert_eq!(web_path_of(&key, &key), format!("{expected}/x"));
         }
-        assert_eq!(web_path_of("run/100% a?#%zz/é"), "run/100%25%20a%3F%23%25zz/%C3%A9");
+        let root = "run/100% a?#%zz/é";
+        assert_eq!(web_path_of(root, root), "run/100%25%20a%3F%23%25zz/%C3%A9");
+    }
+
+    #[test]
+    fn names_of_a_dataset_on_the_web_are_the_names_of_its_files() {
+        for (name, expected) in
+            [("layer%205", "layer%25205"), ("%2e%2e/x", "%252e%252e/x"), ("..%2fx", "..%252fx"), ("a b", "a%20b")]
+        {
+            assert_eq!(web_path_of("a%20b", &format!("a%20b/{name}")), format!("a%20b/{expected}"));
+            assert_eq!(web_path_of("", name), expected);
+            // Outside the URL, nothing is as the user wrote it.
+            assert_eq!(web_path_of("a%20b", &format!("a%20bc/{name}")), format!("a%2520bc/{expected}"));
+        }
     }
 
     #[test]

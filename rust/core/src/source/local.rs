@@ -218,7 +218,11 @@ impl Source for Positioned {
         {
             return Err(replaced(&self.location, "its size or the time of its last change differs"));
         }
-        if stat.st_nlink == 0 && self.location.path().is_some_and(Path::exists) {
+        // Some FUSE file systems report no links of any file.
+        if stat.st_nlink == 0
+            && let Some(named) = self.location.path().and_then(|path| path.metadata().ok())
+            && (named.dev(), named.ino()) != (stat.st_dev as u64, stat.st_ino as u64)
+        {
             return Err(replaced(&self.location, "its name belongs to another file now"));
         }
         Ok(())
@@ -304,5 +308,38 @@ impl Source for Mapped {
 
     fn holds_descriptor(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_file_is_replaced_when_its_name_belongs_to_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("a"), folder.path().join("b"));
+        for io in [Io::Mmap, Io::Pread] {
+            fs::write(&path, b"rows").unwrap();
+            let source = open_with(&path, io, true).unwrap();
+            fs::remove_file(&path).unwrap();
+            source.unchanged().unwrap();
+            fs::write(&other, b"rows").unwrap();
+            fs::rename(&other, &path).unwrap();
+            assert!(source.unchanged().unwrap_err().detail.contains("belongs to another file"));
+        }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_file_without_links_is_not_replaced_while_its_name_is_its_own() {
+        use std::os::fd::AsRawFd;
+        // As on FUSE file systems that count no links: a name that leads to the file, whose count is 0.
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, b"rows").unwrap();
+        let source = open_to_jump(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), Io::Pread).unwrap();
+        source.unchanged().unwrap();
     }
 }

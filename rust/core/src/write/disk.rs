@@ -44,9 +44,19 @@ pub(super) fn open_to_write(path: &Path, direct: bool) -> Result<Option<File>> {
 /// Maximum number of concurrent syncs: each waits for the disk, which serves many together.
 const SYNCS_AT_ONCE: usize = 16;
 
-/// Waits until the data written to these files is on disk. Each file is synced: `syncfs` reports no failed write before Linux 5.8,
-/// and later to one caller only.
+/// Files, at least, whose file system is synced first, so that they share one commit of its journal: syncing 20,000 files of
+/// 4 KiB on ext4 then takes half of the time.
+#[cfg(target_os = "linux")]
+const MANY: usize = 256;
+
+/// Waits until the data written to these files is on disk. Each file is synced, and reports its failed writes: `syncfs` reports
+/// none before Linux 5.8, and later to one caller only.
 pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
+    #[cfg(target_os = "linux")]
+    if let (MANY.., Some(Ok(file))) = (paths.len(), paths.first().map(File::open)) {
+        // An error may be that of another program's file; that of one of these is reported by its own sync.
+        let _ = rustix::fs::syncfs(file);
+    }
     let one = |i: usize| {
         let path = &paths[i];
         let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;

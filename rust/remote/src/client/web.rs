@@ -19,6 +19,8 @@ use crate::runtime::PerProcess;
 #[derive(Debug)]
 pub struct WebClient {
     base: String,
+    /// The key of the URL.
+    root: String,
     query: Option<Secret>,
     token: Option<Secret>,
     settings: Arc<crate::options::RequestLimits>,
@@ -31,6 +33,7 @@ impl WebClient {
     pub fn new(address: &StoreUrl, settings: &ProviderSettings, pace: Arc<Pace>) -> WebClient {
         WebClient {
             base: address.bucket.clone(),
+            root: address.key.clone(),
             query: address.query.clone().map(Secret),
             token: settings.get("token").map(|token| Secret(token.to_string())),
             settings: Arc::new(settings.limits.clone()),
@@ -53,7 +56,7 @@ impl Client for WebClient {
                     .map(|wire| Arc::new(ResolvedFiles::new(wire)))
             })?;
             let query = self.query.as_ref().map(|query| format!("?{}", query.0)).unwrap_or_default();
-            let url = format!("{}/{}{query}", self.base, web_path_of(key));
+            let url = format!("{}/{}{query}", self.base, web_path_of(&self.root, key));
             let wanted = WantedBytes { url: &url, token: self.token.as_ref(), range, expected, own_etag: true };
             places.get(key, &wanted).await
         }
