@@ -141,6 +141,13 @@ class Selection:
         return self.tokens == "content" and not self.ignore_labels and self.keep is None and not self._has_limits
 
     @property
+    def arguments(self) -> dict[str, Any] | None:
+        """``tokens`` and ``ignore_labels``, if there are no other arguments: files name rows by them. Else None."""
+        if self.keep is not None or self._has_limits:
+            return None
+        return {"tokens": self.tokens, "ignore_labels": sorted(set(self.ignore_labels))}
+
+    @property
     def _has_limits(self) -> bool:
         return self.min_token > 0 or self.max_norm is not None
 
@@ -161,11 +168,12 @@ class Selection:
             masked = bool(self.ignore_labels) or self.keep is not None or self._has_limits
             each = store.contents.tokens_each
             if not masked and each is not None and store.content_lengths is None:
-                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples)
+                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples, arguments=self.arguments)
             stored = stored_tokens(store, layers)
             masks = (_unlabelled(store, self.tokens, self.ignore_labels, stored), _kept(store, self.keep, stored))
             flags = [mask for mask in masks if mask is not None]
-            rows = SelectedRows(_native_form(store, self.tokens, stored, flags), store.num_examples)
+            native = _native_form(store, self.tokens, stored, flags)
+            rows = SelectedRows(native, store.num_examples, arguments=self.arguments)
             return self._limited(store, layers, stored, flags, rows) if self._has_limits else rows
 
     def _limited(
