@@ -413,7 +413,7 @@ def test_an_ellipsis_of_no_axes_between_a_list_and_a_number_is_refused(tmp_path:
         acts[:, [0, 1, 2], ..., 3]
     keys: list[Any] = [
         np.s_[..., [0, 1], 3], np.s_[:, [0, 1], 3], np.s_[:, ..., [0, 1], 3], np.s_[[0, 1], ..., 1, 3], np.s_[:, 1, ..., 3],
-        np.s_[[0, 1], :, ..., 3], np.s_[:, [0, 1], ...],
+        np.s_[[0, 1], :, ..., 3], np.s_[:, [0, 1], ...], np.s_[:, [0, 1], ..., 2:4],
     ]  # fmt: skip
     for key in keys:
         assert np.array_equal(acts[key], whole[key]), key

@@ -274,7 +274,7 @@ def test_errors_that_say_nothing_about_the_files_are_no_findings(tmp_path: Path,
         raise error("stop")
 
     with pytest.raises(error):
-        report.field(tmp_path, fail)
+        report.faults.parse(tmp_path, fail)
     with pytest.raises(error), report.noting(tmp_path):
         fail()
     assert report.findings == []

@@ -305,3 +305,24 @@ def test_a_repr_fits_a_screen(pair: Any) -> None:
     mixture = actshard.mix([(a, 1), (b, 1)] * 20)
     assert len(repr(mixture)) < 800
     assert len(repr(mixture.stream(5, 80))) < 400
+
+
+def test_a_state_of_a_release_whose_streams_named_less_continues_with_a_warning(pair: Any) -> None:
+    a, b = pair
+    mixture = actshard.mix({a: 0.7, b: 0.3}, seed=3)
+    stream = mixture.stream(5, 20)
+    expected = [first_values(batch) for batch in stream]
+    state = {**stream.state_dict(), "epoch": 0, "batch": 4}
+    for settings_of_source in state["settings"]["mixture"]:
+        for name in ("sample", "dtype", "shape"):
+            del settings_of_source[name]
+    again = mixture.stream(5, 20)
+    with pytest.warns(actshard.ActshardWarning, match="does not name its dataset completely"):
+        again.load_state_dict(state)
+    assert [first_values(batch) for batch in again] == expected[4:]
+    state["settings"]["mixture"][1]["selection"] = "0"
+    with pytest.raises(actshard.ArgumentError, match="mixture 1 selection: '0' in the state"):
+        mixture.stream(5, 20).load_state_dict(state)
+    state["settings"]["mixture"] = [1]
+    with pytest.raises(actshard.ArgumentError, match="belongs to another stream"):
+        mixture.stream(5, 20).load_state_dict(state)

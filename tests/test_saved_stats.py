@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import actshard
 from actshard import saved
 from actshard.stats import Stats
-from actshard.stream.selection import CONTENT
+from actshard.stream.selection import CONTENT, Selection
 from conftest import GOLDEN, saev_dump
 from served import served
 
@@ -67,6 +67,29 @@ def test_kept_statistics_are_read_back_with_the_same_bits(data: Path, monkeypatc
         assert found.layer == layer
         assert found.norms.median == stats.norms.median
         assert found.findings() == stats.findings()
+
+
+def test_files_of_earlier_releases_are_used_and_are_looked_up_without_a_read_of_lengths(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names are digests of the layer, ``tokens``, ``ignore_labels`` and the examples of a filter."""
+    store = actshard.open(data)
+    part = store.filter([0, 2])
+    for each, options, name in (
+        (store, {}, "5ad7c70a"),
+        (store, {"tokens": "last"}, "1a43e3ae"),
+        (part, {}, "6c2e05fc"),
+    ):
+        stats = each.stats(3, save=True, **options)  # type: ignore[arg-type]  # one of several
+        (file,) = data.with_name("run.stats").glob(f"layer-3-{name}.json")
+        assert json.loads(file.read_text())["actshard_stats"] == 3
+        with monkeypatch.context() as patch:
+            never(patch)
+            patch.delattr(Selection, "resolve")
+            assert same(each.stats(3, save=True, **options), stats)  # type: ignore[arg-type]  # one of several
+            found = saved.kept(each, 3, Selection(**options))  # type: ignore[arg-type]  # one of several
+            assert found is not None
+            assert same(found, stats)
 
 
 def test_the_arrays_are_a_safetensors_file(data: Path) -> None:

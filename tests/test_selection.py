@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,31 @@ def test_a_rectangular_mask_has_one_meaning_for_the_whole_store(store: actshard.
     for width in (7, 10):
         with pytest.raises(actshard.ArgumentError, match=rf"expected 9 columns \(or 8 without.*found {width}"):
             both.stream(2, 9, keep=np.ones((12, width), bool))
+
+
+def test_a_rectangular_mask_is_wider_than_the_examples_only_if_longer_ones_were_filtered_out(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "run", "zarr", layers=[2], d_model=WIDTH) as writer:
+        for tokens in (3, 5, 2):
+            writer.append(np.ones((1, 1, tokens, WIDTH), np.float32))
+    whole = actshard.open(tmp_path / "run")
+    part = whole.filter([0, 2])
+    for store, width, most in ((whole, 6, 5), (part, 6, 3), (part, 2, 3)):
+        with pytest.raises(actshard.ArgumentError, match=f"expected {most} columns, .* found {width}"):
+            store.stream(2, 9, keep=np.ones((len(store), width), bool))
+    for width in (3, 5):
+        assert part.stream(2, 9, keep=np.ones((2, width), bool)).num_rows == 5
+
+
+def test_digests_of_padded_examples_of_one_length_are_those_of_their_lengths(tmp_path: Path) -> None:
+    """Saved states have them."""
+    with actshard.create(tmp_path / "a", "saev", layers=[2], d_model=4, pad=True, tokens_per_example=6) as writer:
+        writer.append(np.ones((3, 1, 4, 4), np.float32))
+    store = actshard.open(writer.path)
+    assert store.content_lengths is not None
+    for tokens, parts in (("content", [b"0;", np.full(3, 4)]), ("last", [np.full(3, 3)]), ("all", [b"0;", b"6;"])):
+        rows = Selection(tokens=tokens).resolve(store, [2])  # type: ignore[arg-type]  # one of several
+        data = b"".join(part if isinstance(part, bytes) else part.astype(np.int64).tobytes() for part in parts)  # type: ignore[attr-defined]
+        assert rows.digest == hashlib.sha256(data).hexdigest()[:16]
 
 
 def test_a_plan_takes_selections_that_a_file_can_name(tmp_path: Path) -> None:

@@ -480,7 +480,13 @@ def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
         raise OutOfRangeError(f"too many indices: the array has {ndim} axes, found {len(given) - len(dots)}")
     rest = [slice(None)] * (ndim - len(given) + len(dots))
     at = dots[0] if dots else len(given)
-    if dots and not rest and at == 2 and isinstance(given[0], slice) and isinstance(given[1], np.ndarray):
+    moves = (
+        at == 2
+        and isinstance(given[0], slice)
+        and isinstance(given[1], np.ndarray)
+        and not isinstance(given[-1], slice)
+    )
+    if dots and not rest and moves:
         raise ArgumentError(
             "index: an ellipsis between a list and a number is ambiguous: numpy moves the list's axes to the front. Leave it out."
         )

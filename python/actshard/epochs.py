@@ -120,6 +120,12 @@ class Epochs(ABC, Generic[B]):
         """Settings that a state of an older release lacks."""
         return set()
 
+    def _common(self, own: dict[str, Any], saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        """The settings of this stream and of a state without those that the state's release lacked, and the names of these."""
+        added = self._added(saved)
+        mine, theirs = ({k: v for k, v in each.items() if k not in added} for each in (own, saved))
+        return mine, theirs, added
+
     @property
     def resumes(self) -> bool:
         """Whether the next loop continues at a loaded state."""
@@ -178,10 +184,8 @@ class Epochs(ABC, Generic[B]):
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
-        own, saved = self._settings_at(batch), self._translated(state["settings"])
-        added = self._added(saved)
-        names: set[str] = (own.keys() | saved.keys()) - added
-        differ = [k for k in names if own.get(k) != saved.get(k)]
+        own, saved, added = self._common(self._settings_at(batch), self._translated(state["settings"]))
+        differ = [k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k)]
         if differ:
             what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: own.get(k) for k in differ}))
             which = "another dataset" if differ == ["dataset"] else "another stream"

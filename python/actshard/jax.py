@@ -224,8 +224,7 @@ class DataSource:
         self._rows = Stream(store, layer, 1, selection, dtype=dtype)
         settings: Mapping[str, Any] = self._rows.state()["settings"]
         self._name = (
-            f"actshard.jax.DataSource(dataset={settings['dataset']}, sample={settings['sample']}, layer={self._layer!r}, "
-            f"tokens={tokens!r}, "
+            f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={self._layer!r}, tokens={tokens!r}, "
             f"selection={settings['selection']}, rows={len(self)}, dtype={self._rows.dtype})"
         )
 

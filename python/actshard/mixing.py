@@ -218,6 +218,17 @@ class MixedStream(Epochs[MixedBatch]):
             "seed": self.mixture.seed,
         }
 
+    def _common(self, own: dict[str, Any], saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        """As of each source's stream."""
+        states = saved.get("mixture")
+        if not isinstance(states, list) or len(states) != len(self._sources):
+            return own, saved, set()
+        if not all(isinstance(state, dict) for state in states):
+            return own, saved, set()
+        found = [source._common(*each) for source, *each in zip(self._sources, own["mixture"], states, strict=True)]
+        mine, theirs = ([each[i] for each in found] for i in range(2))
+        return {**own, "mixture": mine}, {**saved, "mixture": theirs}, set[str]().union(*(each[2] for each in found))
+
 
 class _MixLoop(Loop[MixedBatch]):
     """The iterator of one loop over a mixture."""

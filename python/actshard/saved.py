@@ -8,9 +8,10 @@ Next to a dataset ``/data/run``, or in any other folder:
       layer-5-1f0c2a9b.json            rows, mean norm, histogram of norms, positions, largest rows and columns; layer and selection
       layer-5-1f0c2a9b.safetensors     float64 mean, variance, min, max, std, norm_edges; int64 nan, inf, zeros, norm_counts
 
-The second part of a name is a digest of the layer, of the examples of a filter, and of the rows that a selection resolved to. The
-JSON has the SHA-256 of the arrays' file, is written last, and both are renamed into place, so that unfinished or mixed files
-are not used. ``dataset`` is :func:`actshard.inputs.fingerprint`: names, sizes and modification times, and ``layout=``.
+The second part of a name is a digest of the layer, of the examples of a filter, and of ``tokens`` and ``ignore_labels``; or, if the
+selection has other arguments or the store is joined, of the rows that it resolves to. The JSON has the SHA-256 of the arrays' file,
+is written last, and both are renamed into place, so that unfinished or mixed files are not used. ``dataset`` is
+:func:`actshard.inputs.fingerprint`: names, sizes and modification times, and ``layout=``.
 
 If the dataset's parent folder is not writable, or the dataset is a URL, the files are in the user's cache folder:
 ``$ACTSHARD_CACHE-stats/``, or ``~/.cache/actshard-stats/``, in a folder named by the SHA-256 of the dataset's location.
@@ -42,11 +43,11 @@ from actshard.logs import LOG
 from actshard.stats import COUNTS, FLOATS, Stats
 from actshard.stream.readable import Readable
 from actshard.stream.rows import SelectedRows
+from actshard.stream.selection import Selection
 from actshard.work import make_folder, write_bytes_at_once
 
-VERSION = 4
-"""Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows; version 3 named arguments of a
-selection and not its rows."""
+VERSION = 3
+"""Version 1 had no quantiles of norms by position; version 2 counted rows of NaN as repeated rows."""
 _LONG = 10_000_000_000
 """Reading at least this many bytes for statistics logs a warning."""
 _LONGEST = 80
@@ -67,14 +68,18 @@ class StatsFile:
         self,
         store: Readable,
         layer: Layer,
-        rows: SelectedRows,
+        rows: Selection | SelectedRows,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.dataset, self.width, self.layer = fingerprint(store), store.d_model, layer
         chosen = store.contents.chosen
+        # Rows are resolved only if necessary: formats without an index decode all shards for the lengths of examples.
+        named = None if _has_parts(store) else rows.arguments  # concat(special_tokens=) decides which rows are content
+        if named is None:
+            named = {"rows": (rows.resolve(store, [layer]) if isinstance(rows, Selection) else rows).digest}
         self.of = {
             "layer": layer,
-            "rows": rows.digest,
+            **named,
             "examples": None if chosen is None else hashlib.sha256(chosen.digest()).hexdigest(),
         }
         key = hashlib.sha256(json.dumps([type(layer).__name__, self.of], sort_keys=True).encode()).hexdigest()
@@ -147,7 +152,7 @@ class StatsFile:
 def kept_or_made(
     store: Readable,
     layer: Layer,
-    rows: SelectedRows,
+    rows: Selection | SelectedRows,
     save: Any,
     make: Callable[[], Stats],
 ) -> Stats:
@@ -179,7 +184,7 @@ def kept_or_made(
     return made
 
 
-def kept(store: Readable, layer: Layer, rows: SelectedRows) -> Stats | None:
+def kept(store: Readable, layer: Layer, rows: Selection | SelectedRows) -> Stats | None:
     """The statistics of a layer's rows that ``store.stats(layer, save=True)`` saved, if they are still valid; otherwise None."""
     return StatsFile(store, layer, rows).read() if not _has_parts(store) else None
 
@@ -197,7 +202,7 @@ def known(store: Readable, layer: Layer, rows: SelectedRows) -> Stats:
     return store.stats_of(layer, rows)
 
 
-def kept_in(store: Readable, layer: Layer, rows: SelectedRows) -> Path | None:
+def kept_in(store: Readable, layer: Layer, rows: Selection | SelectedRows) -> Path | None:
     """The folder that contains saved statistics of a layer's rows, valid or not; None if there is none."""
     place = StatsFile(store, layer, rows)
     return next((folder for folder in place.folders if Location.at(folder / f"{place.name}.json").exists()), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -593,18 +592,27 @@ class Store(StreamVerbs, SampledVerbs):
         """
         _arguments.check_progress(progress)
         selection, seed = Selection(tokens, ignore_labels, keep, max_norm, min_token), _arguments.whole(seed, "seed")
-        selected = selection.resolve(self, [self.layers[self._group(layer)]])
+        name = self.layers[self._group(layer)]
+        chosen: Selection | SelectedRows = selection  # resolved only if no file has its statistics
         if rows is not None:
             from actshard.sampled.rows import count_of, spread
 
             with memory_for_flags(self):
-                selected = selected.take(spread(selected.count, count_of(rows, "rows"), seed))
-        make = functools.partial(self.stats_of, layer, selected, progress)
+                found = selection.resolve(self, [name])
+                chosen = found.take(spread(found.count, count_of(rows, "rows"), seed))
+        elif save is False or selection.arguments is None:
+            chosen = selection.resolve(self, [name])
+
+        def make() -> Stats:
+            return self.stats_of(
+                name, chosen.resolve(self, [name]) if isinstance(chosen, Selection) else chosen, progress
+            )
+
         if save is False:
             return make()
         from actshard.saved import kept_or_made
 
-        return kept_or_made(self, self.layers[self._group(layer)], selected, save, make)
+        return kept_or_made(self, name, chosen, save, make)
 
     def stats_of(self, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None) -> Stats:
         """Computes statistics of a layer's rows. Internal."""

@@ -41,7 +41,7 @@ def run(
     made: dict[Layer, Stats] = {}
     for layer in layers:
         name = store.layers[store.group_of(layer)]
-        if rows is None and (found := kept(store, name, Selection(tokens).resolve(store, [name]))) is not None:
+        if rows is None and (found := kept(store, name, Selection(tokens))) is not None:
             made[layer] = found
             continue
         with progress(f"layer {plain(layer)}", quiet=quiet, unit="rows") as watch:
@@ -97,8 +97,8 @@ def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> No
 
 def show_folders(store: Store, found: dict[Layer, Stats], tokens: Any) -> None:
     """Prints where statistics are saved."""
-    rows = {layer: Selection(tokens).resolve(store, [layer]) for layer in found}
-    folders = {folder for layer, each in rows.items() if (folder := kept_in(store, layer, each)) is not None}
+    selection = Selection(tokens)
+    folders = {folder for layer in found if (folder := kept_in(store, layer, selection)) is not None}
     for folder in sorted(folders):
         console().print(f"saved in {escape(str(folder))}; reused while the dataset is unchanged", soft_wrap=True)
     if not folders:

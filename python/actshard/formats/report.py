@@ -78,8 +78,9 @@ class Report:
     faults: Collected = field(init=False, repr=False, compare=False)
     """Faults that the format's parser finds. Opening the dataset raises the first of them."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
-    _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""
+    _wrong: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Codes and messages of errors by file, so that :meth:`error` does not report them twice. Files are texts, because errors
+    of reading name a URL and checks its location."""
 
     def __post_init__(self) -> None:
         self.faults = Collected(self)
@@ -157,7 +158,7 @@ class Report:
             self._seen.add(made)
             self.findings.append(made)
             if severity == ERROR:
-                self._wrong |= {(path, code), (path, text)}
+                self._wrong |= {(str(path), code), (str(path), text)}
 
     def count(self, what: str, n: int = 1) -> None:
         """Adds to a number in :attr:`checked`."""
@@ -171,14 +172,14 @@ class Report:
         """
         if isinstance(error, NOT_OF_DATA):
             raise error
-        if (error.path or place_of(path), code or error.code or "format") not in self._wrong:
+        if (str(error.path or path), code or error.code or "format") not in self._wrong:
             self.fault(error, path, code)
 
     def fault(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
         """Adds an exception as a finding, unless its message was already reported for the same file."""
         where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"
-        if (where, error.detail) not in self._wrong:
+        if (str(where), error.detail) not in self._wrong:
             self.add(code or error.code or "format", where, error.detail, place=place)
 
     @contextmanager

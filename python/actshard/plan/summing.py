@@ -304,7 +304,7 @@ class Summing(Verb[Store]):
         made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in arguments.layers}
         if arguments.save:
             for name, stats in made.items():
-                StatsFile(store, name, arguments.selection.resolve(store, [name])).write(stats)
+                StatsFile(store, name, arguments.selection).write(stats)
         keep(plan, [stats.as_plain() for stats in made.values()])
         return made
 

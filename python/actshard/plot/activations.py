@@ -73,7 +73,7 @@ def measured(
 
 def kept_of(store: Store, names: Sequence[Layer], selection: Selection) -> dict[Layer, Stats]:
     """The statistics of layers that ``store.stats(save=True)`` kept and that are still true."""
-    found = {name: saved.kept(store, name, selection.resolve(store, [name])) for name in names}
+    found = {name: saved.kept(store, name, selection) for name in names}
     return {name: stats for name, stats in found.items() if stats is not None}
 
 

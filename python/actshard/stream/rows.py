@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +37,13 @@ class SelectedRows:
         native: the form that the core takes.
         num_examples: examples of the store.
         left_out: numbers of rows that each of :data:`LIMITS` left out.
+        arguments: those of the selection, if they name these rows without a read; see :attr:`.Selection.arguments`.
     """
 
     native: NativeSelection
     num_examples: int
     left_out: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
+    arguments: Mapping[str, Any] | None = None
 
     @cached_property
     def count(self) -> int:

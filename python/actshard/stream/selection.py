@@ -141,6 +141,13 @@ class Selection:
         return self.tokens == "content" and not self.ignore_labels and self.keep is None and not self._has_limits
 
     @property
+    def arguments(self) -> dict[str, Any] | None:
+        """``tokens`` and ``ignore_labels``, if there are no other arguments: files name rows by them. Else None."""
+        if self.keep is not None or self._has_limits:
+            return None
+        return {"tokens": self.tokens, "ignore_labels": sorted(set(self.ignore_labels))}
+
+    @property
     def _has_limits(self) -> bool:
         return self.min_token > 0 or self.max_norm is not None
 
@@ -161,11 +168,12 @@ class Selection:
             masked = bool(self.ignore_labels) or self.keep is not None or self._has_limits
             each = store.contents.tokens_each
             if not masked and each is not None and store.content_lengths is None:
-                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples)
+                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples, arguments=self.arguments)
             stored = stored_tokens(store, layers)
             masks = (_unlabelled(store, self.tokens, self.ignore_labels, stored), _kept(store, self.keep, stored))
             flags = [mask for mask in masks if mask is not None]
-            rows = SelectedRows(_native_form(store, self.tokens, stored, flags), store.num_examples)
+            native = _native_form(store, self.tokens, stored, flags)
+            rows = SelectedRows(native, store.num_examples, arguments=self.arguments)
             return self._limited(store, layers, stored, flags, rows) if self._has_limits else rows
 
     def _limited(
@@ -239,13 +247,14 @@ def _native_form(
 ) -> NativeSelection:
     """The selected tokens whose flags are all set; ``flags``: arrays with one flag per stored token."""
     first, stop = content_range(store, stored)
+    padded = store.content_lengths is not None
     special = store.special_tokens if tokens == "content" else 0
     counts = {"content": stop - first, "special": first}.get(tokens, stored)
     if not flags:
         if tokens == "last":
-            same = _same(stop)
+            same = None if padded else _same(stop)  # states have a digest of this form
             return (stop - 1,) if same is None else (same - 1, 1) if same else (0, 0)
-        same = _same(counts)
+        same = None if padded and tokens == "content" else _same(counts)
         return (special, counts) if same is None else (special, same)
     chosen = functools.reduce(np.logical_and, flags)
     if tokens == "last":
@@ -345,7 +354,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
             return np.repeat(keep, stored)
         if keep.ndim != 2 or len(keep) != n:
             raise ArgumentError(f"keep: expected ({n},) or ({n}, tokens), found {keep.shape}")
-        return _rectangular(keep, stored, special)
+        return _rectangular(store, keep, stored)
     if len(keep) != n:
         raise ArgumentError(f"keep: expected {n} entries, one per example, found {len(keep)}")
     if n and all(isinstance(x, bool | np.bool_) for x in keep):
@@ -367,16 +376,19 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
     return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
 
 
-def _rectangular(keep: NDArray[np.bool_], stored: NDArray[np.int64], special: int) -> NDArray[np.bool_]:
+def _rectangular(store: Readable, keep: NDArray[np.bool_], stored: NDArray[np.int64]) -> NDArray[np.bool_]:
     """A mask with a row per example, which is padded after short examples, as one flag per stored token.
 
-    Its width decides for all examples whether it has columns of special tokens. Without special tokens it may be wider than
-    necessary: the longest examples may have been filtered out.
+    Its width decides for all examples whether it has columns of special tokens. Without special tokens the mask of a filtered
+    store may be as wide as that of the whole dataset: the longest examples may have been filtered out.
     """
-    width, most = keep.shape[1], int(stored.max(initial=0))
+    width, most, special = keep.shape[1], int(stored.max(initial=0)), store.special_tokens
+    widest, contents = most, store.contents
+    if contents.chosen is not None and contents.whole is not None and not special and width > most:
+        widest = max(most, int(contents.whole.token_counts().max(initial=0)))
     if special and width == most - special:
         keep = np.concatenate([np.ones((len(keep), special), np.bool_), keep], axis=1)
-    elif width < most or (special and width > most):
+    elif not most <= width <= widest:
         also = f" (or {most - special} without special tokens)" if special else ""
         raise ArgumentError(f"keep: expected {most} columns{also}, one per token of the longest example, found {width}")
     return keep[np.arange(keep.shape[1]) < stored[:, None]]

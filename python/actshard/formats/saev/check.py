@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from actshard.formats.format import Tell
 from actshard.formats.report import Report
 from actshard.formats.saev.read import DumpMetadata
 from actshard.location import Location
 
 
-def check(root: Location, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks metadata and every shard, as opening does, and looks for shards that are not listed."""
-    dump = report.faults.parse(root, lambda: DumpMetadata(root, report.faults))
+    dump = report.faults.parse(root, lambda: DumpMetadata(root, report.faults, tell))
     if dump is None:
         return
     report.count("files", len(dump.shards))

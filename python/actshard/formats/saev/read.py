@@ -41,6 +41,7 @@ from actshard.errors import (
 )
 from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Tell
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class DumpMetadata:
     Args:
         path: the dump's folder.
         faults: receives the faults of metadata.json, of shards.json, and of the sizes of shards.
+        tell: called while the sizes of shards are checked.
     """
 
-    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE, tell: Tell = lambda what, done, total: None) -> None:
         self.path = path
         self.faults = faults
         self.fields = fields = Fields(read_json(path / "metadata.json"), path / "metadata.json", faults=faults)
@@ -126,7 +128,7 @@ class DumpMetadata:
             faults.refuse(FormatError(f"{sizes} exceeds 2^62 bytes", path=fields.path))
         self.shards = self._list_shards()
         """The shard files in order, each with its number of examples."""
-        self.bytes = self._check_sizes()
+        self.bytes = self._check_sizes(tell)
         _check_hash(path, fields.value, self.warnings)
 
     def _list_shards(self) -> list[tuple[Location, int]]:
@@ -187,12 +189,13 @@ class DumpMetadata:
             self.faults.add(FormatError(text, path=listing))
         return shards
 
-    def _check_sizes(self) -> int:
+    def _check_sizes(self, tell: Tell) -> int:
         """Checks that every listed file is a regular file of a valid size. Returns the bytes of all."""
         problems: list[ActshardError] = []
         last = max((i for i, (_, count) in enumerate(self.shards) if count), default=0)
         size = 0
         for i, (shard, count) in enumerate(self.shards):
+            tell("shards", i, len(self.shards))
             if count:
                 try:
                     size += _size_of_shard(shard, count, self.eps, self.example_bytes, is_last=i == last)
