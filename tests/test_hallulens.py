@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +268,15 @@ def test_a_damaged_header_of_scores_is_an_error_of_ours(capture: Path) -> None:
             with warnings.catch_warnings(), contextlib.suppress(actshard.ActshardError):
                 warnings.simplefilter("ignore")  # unreadable scores are left out with a warning
                 actshard.open(capture)
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_samples_that_were_committed_are_read_while_the_capture_is_written(io: str, capture: Path) -> None:
+    store = opened(capture, io)
+    rows = [store.sequence(i, 0) for i in range(len(store))]
+    written = [time.time_ns() + 10**9] * 2
+    for array in capture.glob("*_activations.npy"):
+        with array.open("ab") as file:
+            file.write(bytes(len(array.read_bytes())))
+        os.utime(array, ns=(written[0], written[1]))
+    assert all(np.array_equal(store.sequence(i, 0), want) for i, want in enumerate(rows))

@@ -367,3 +367,12 @@ def test_a_dataset_of_texts_is_none_of_activations(cache: Path) -> None:
     (cache / "dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(actshard.UnknownFormatError, match="found a dataset without columns of vectors"):
         actshard.open(cache)
+
+
+@pytest.mark.parametrize("dtype", [["float32"], {"float32": 1}, None, 3])
+def test_a_dtype_that_is_no_text_is_none_of_vectors(dtype: Any, cache: Path) -> None:
+    info = json.loads((cache / "dataset_info.json").read_text())
+    info["features"] = {"x": {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "Sequence"}}
+    (cache / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(actshard.UnknownFormatError, match="found a dataset without columns of vectors"):
+        actshard.open(cache)

@@ -681,3 +681,12 @@ def test_parts_of_another_saev_dump_are_merged_beside_the_first(tmp_path: Path) 
     check(made[0], first)
     assert len(actshard.open(made[1])) == 4
     assert not (tmp_path / "d/.parts").exists()
+
+
+def test_parts_of_which_only_folders_exist_are_told(tmp_path: Path) -> None:
+    write_parts(tmp_path / "d", "zarr", only=(0,))
+    part = next((tmp_path / "d/.parts").iterdir())
+    shutil.rmtree(part)
+    part.mkdir()
+    with refuses(actshard.UnfinishedError, tmp_path / "d/.parts", "only empty folders"):
+        actshard.merge(tmp_path / "d")

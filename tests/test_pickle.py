@@ -359,3 +359,10 @@ def test_dicts_with_other_keys_in_each_shard_take_no_more_memory_than_their_text
         warnings.simplefilter("ignore")
         column = actshard.open(tmp_path).table["d"]
     assert [json.loads(v) for v in column.to_pylist()] == [{f"{i}_{k}": k for k in range(300)} for i in range(9)]
+
+
+def test_names_of_shards_that_are_no_text_are_findings(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d")
+    change(folder, lambda m: m["shards"][0].update(filename=["shard_0000.pkl.gz"]))
+    report = actshard.verify(folder)
+    assert any("filename" in f.found for f in report.errors)

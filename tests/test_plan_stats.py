@@ -247,3 +247,12 @@ print(callable(actshard.plan.stats))
         writer.append(np.ones((2, 1, 3, 4), np.float32))
     done = run_script(script, tmp_path / "s", tmp_path)
     assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_arguments_that_are_not_given_are_not_in_the_plan(source: Path, tmp_path: Path) -> None:
+    """A plan that an earlier release made has the same id."""
+    plan = actshard.plan.stats(source, work=tmp_path / "w")
+    assert list(plan.arguments) == ["path", "format", "layout", "tokens", "ignore_labels", "layers", "save"]
+    again = actshard.plan.load(plan.save(tmp_path / "plan.json"))
+    assert (again.id, again.as_dict()) == (plan.id, plan.as_dict())
+    assert "min_token" in actshard.plan.stats(source, min_token=1, work=tmp_path / "v").arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import actshard
 from actshard._arguments import many
+from actshard.formats.report import Report
 from actshard.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
 from shell import run_command
@@ -450,3 +452,15 @@ def test_one_of_a_thing_is_told_in_the_singular(tmp_path: Path) -> None:
     assert found["duplicate-example"] == "1 example equals another one in every layer: 3 = 2"
     assert many(1, "file", "is", "are") == "1 file is"
     assert many(2_000, "file", "is", "are") == "2,000 files are"
+
+
+def test_the_time_of_verify_is_linear_in_the_number_of_faults(tmp_path: Path) -> None:
+    """With a comparison of all pairs, these take minutes."""
+    report = Report(tmp_path, None, deep=False)
+    errors = [actshard.FormatError(f"fault {i}", path=tmp_path) for i in range(60_000)]
+    began = time.process_time()
+    report.faults.add(*errors)
+    report.faults.add(*errors)
+    assert time.process_time() - began < 30
+    assert report.faults.errors == errors
+    assert len(report.findings) == len(errors)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
+from actshard.request import RECORD
 from conftest import GOLDEN, bits, refuses
 from zarr_files import change, write_array, write_store
 
@@ -581,3 +582,29 @@ def test_stores_of_other_writers_keep_their_fill_values_when_they_are_merged(tmp
     (parts[1] / "arrays/activations/1.1.0.0").unlink()
     merged = actshard.merge(tmp_path / "m", parts, physical=True)
     assert actshard.open(merged).sequences([3], 1)[0].tolist() == np.zeros((5, 3)).tolist()
+
+
+def test_a_store_that_is_merged_of_stores_of_other_writers_keeps_its_fill_values(tmp_path: Path) -> None:
+    """Merges of earlier releases have the attribute "written_by", too, but record another verb, or nothing."""
+    path = written(tmp_path)
+    (path / "arrays/activations/2.1.0.0").unlink()
+    record = path / RECORD
+    record.write_text(record.read_text().replace('"create"', '"merge"'))
+    assert not actshard.open(path).sequences([2], 1)[0].any()
+    record.write_text("{")  # of no use, but no reason to refuse the rows
+    assert not actshard.open(path).sequences([2], 1)[0].any()
+    record.unlink()
+    assert not actshard.open(path).sequences([2], 1)[0].any()
+    assert "written_by" in json.loads((path / ".zattrs").read_text())
+    assert [f.code for f in actshard.verify(path).findings] == ["chunk-missing"]
+
+
+def test_a_missing_chunk_of_a_store_that_was_written_as_a_part_is_an_error(tmp_path: Path) -> None:
+    for part in range(2):
+        with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=3, part=(part, 2)) as writer:
+            writer.append(np.ones((2, 1, 5, 3), np.float32))
+    path = actshard.merge(tmp_path / "d")
+    chunk = next(path.rglob("arrays/activations/1.0.0.0"))
+    chunk.unlink()
+    with refuses(actshard.MissingFileError, chunk):
+        actshard.open(path).sequences(range(4), 0)

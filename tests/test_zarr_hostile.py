@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import _native
+from actshard import _native, describing
 from actshard.formats.zarr import package as _zarr_package
 from conftest import GOLDEN, refuses
 from shell import run_script
@@ -365,7 +365,7 @@ class TestPackage:
             errors = [f.exception() for f in [threads.submit(s.gather, 0, 0, 0) for s in stores]]
         assert {type(e) for e in errors} == {MemoryError}
         together.abort()
-        monkeypatch.setattr(actshard.Store, "identity", "of rows that cannot be read")
+        monkeypatch.setattr(describing, "_add_rows", lambda *_: None)  # the identity, which a stream compares
         batches = iter(stores[0].stream(0, 2))
         for _ in range(2):
             with pytest.raises(MemoryError, match="stop"):
@@ -387,7 +387,7 @@ class TestPackage:
             raise error
 
         monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
-        monkeypatch.setattr(actshard.Store, "identity", "of rows that cannot be read")
+        monkeypatch.setattr(describing, "_add_rows", lambda *_: None)  # the identity, which a stream compares
         batches = iter(opened(store).stream(0, 2))
         assert called.wait(PATIENCE)
         batches.close()  # type: ignore[attr-defined]

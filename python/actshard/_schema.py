@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,6 +22,8 @@ from actshard.location import Location
 Kind = TypeVar("Kind")
 _Parser = Callable[[Any], Any]
 _NOTHING = object()
+OMITTED: Mapping[str, bool] = {"omitted": True}
+"""Metadata of a field that :func:`json_values` leaves out while it has its default."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,11 @@ def read_value(kind: type[Kind], value: Any) -> Kind:
     return result
 
 
-def omitted() -> Any:
-    """A field that :func:`json_values` leaves out while it is None, its default."""
-    return field(default=None, metadata={"omitted": True})
-
-
 def json_values(value: Any) -> Any:
     """Returns a dataclass as the JSON values that :func:`read` reads."""
     if is_dataclass(value):
         items = [(f, getattr(value, f.name)) for f in fields(value)]
-        return {f.name: json_values(item) for f, item in items if item is not None or "omitted" not in f.metadata}
+        return {f.name: json_values(item) for f, item in items if "omitted" not in f.metadata or item != f.default}
     if isinstance(value, Mapping):
         return {name: json_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -441,7 +441,12 @@ def _own_parts(root: Path) -> list[Path]:
         if numbered is not None and any(files_below(folder)):  # a writer that was killed at once leaves empty folders
             found[int(numbered[1])] = folder
             counts.add(int(numbered[2]))
-    if len(counts) != 1:
+    if not counts:
+        raise UnfinishedError(
+            f"expected parts, found only empty folders: no writer has begun{beside_parts(Location.at(root))}",
+            path=root / PARTS,
+        )
+    if len(counts) > 1:
         raise UnfinishedError(
             f"expected the same number of parts in all names, found {sorted(counts)}{beside_parts(Location.at(root))}",
             path=root / PARTS,

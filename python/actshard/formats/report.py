@@ -199,6 +199,7 @@ class Collected(Faults):
         self._report = report
         self.errors: list[ActshardError] = []
         """All faults, in the order in which the parser found them."""
+        self._ids: set[int] = set()
 
     def add(self, *errors: ActshardError) -> None:
         """Adds each fault as a finding.
@@ -209,7 +210,8 @@ class Collected(Faults):
         for error in errors:
             if isinstance(error, NOT_OF_DATA):
                 raise error
-            if not any(error is other for other in self.errors):
+            if id(error) not in self._ids:
+                self._ids.add(id(error))  # of no other object, because the list keeps the error
                 self.errors.append(error)
                 self._report.fault(error, self._report.path)
 

@@ -120,7 +120,17 @@ class Planned:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return {"actshard_plan": VERSION, "id": self.id, **json_values(self)}
+        return {
+            "actshard_plan": VERSION,
+            "id": self.id,
+            "verb": self.verb,
+            "arguments": dict(self.arguments),
+            "inputs": [list(file) for file in self.inputs],
+            "tasks": [dict(task) for task in self.tasks],
+            "predicted": json_values(self.predicted),
+            "work": str(self.work),
+            "notes": list(self.notes),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the plan as JSON. Returns the file's path. Any number of processes may call it at once.
@@ -181,5 +191,5 @@ def fewer(found: int, asked: int, why: str) -> list[str]:
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:
     """:attr:`Plan.id` of a plan with these parts."""
     parts = [VERSION, verb, arguments, list(inputs), list(tasks)]
-    text = json.dumps(json_values(parts), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=json_values)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

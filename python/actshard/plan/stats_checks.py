@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard._json import show
-from actshard._schema import Amount
+from actshard._schema import OMITTED, Amount
 from actshard.errors import ActshardError
 from actshard.formats.report import NOT_OF_DATA
 from actshard.layers import Layer, plain
@@ -65,8 +65,8 @@ class StatsArguments:
     ignore_labels: tuple[int, ...]
     layers: tuple[SummedLayer, ...]
     save: bool
-    keep: KeptColumn | None = None
-    min_token: Amount = 0
+    keep: KeptColumn | None = field(default=None, metadata=OMITTED)
+    min_token: Amount = field(default=0, metadata=OMITTED)
 
     @property
     def selection(self) -> Selection:

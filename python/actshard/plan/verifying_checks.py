@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from actshard._arguments import many
 from actshard._json import show
-from actshard._schema import Amount, AnyText, omitted
+from actshard._schema import OMITTED, Amount, AnyText
 from actshard.errors import ActshardError, FormatError
 from actshard.formats.report import NOT_OF_DATA, Report
 from actshard.layers import Layer, plain
@@ -99,8 +99,8 @@ class VerifyResult:
 
     examples: Span
     bytes: Amount
-    report: Mapping[str, Any] | None = omitted()
-    values: bool | None = omitted()
+    report: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
+    values: bool | None = field(default=None, metadata=OMITTED)
     layers: tuple[LayerScan | FailedScan, ...] = ()
     units: Amount = 0
 

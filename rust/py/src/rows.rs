@@ -199,7 +199,7 @@ impl Rows {
                     location: place.location,
                     rows: RowsIn::At { start, rows, swapped },
                 };
-                let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
+                let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?.growing();
                 Ok(Dataset::Spans(files, layout))
             })
         })

@@ -71,7 +71,8 @@ def _is_vectors(feature: Any, depth: int = 0) -> bool:
     if "feature" in feature:
         return depth < 3 and _is_vectors(feature["feature"], depth + 1)
     listed = depth > 0 or str(feature.get("_type", "")).startswith("Array")
-    return listed and feature.get("dtype") in FLOATS
+    dtype = feature.get("dtype")
+    return listed and isinstance(dtype, str) and dtype in FLOATS
 
 
 def data_files(path: Location, state: Fields) -> list[Location]:

@@ -39,7 +39,8 @@ def check(root: Location, report: Report, tell: Any) -> None:
             tell("shards", i, len(shards))
             _check_shard(shard, seen, widths, types, report)
         # The names of entries with faults, too.
-        listed = {entry.value.get("filename") for entry in metadata.items("shards")}
+        entries = [entry.value.get("filename") for entry in metadata.items("shards")]
+        listed = {name for name in entries if isinstance(name, str)}
         names = [entry.name for entry in folder.entries()] if folder.lists else []
         present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
         for stray in sorted(present - listed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import re
@@ -16,10 +18,18 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, exists, utf8
 from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, MissingFileError, TruncatedFileError, UnsupportedError
+from actshard.errors import (
+    ActshardError,
+    FileAccessError,
+    FormatError,
+    MissingFileError,
+    TruncatedFileError,
+    UnsupportedError,
+)
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location, read_ahead, read_together
+from actshard.request import Request
 
 WRITER = "actshard"
 """First word of the attribute "written_by" of stores that this package wrote."""
@@ -132,11 +142,21 @@ class ZarrStore:
         fields = Fields(value, own, "" if own.name != ".zmetadata" else key)
         return _parsed(self.path, node, self.version, fields, complete=self.is_complete)
 
-    @property
+    @functools.cached_property
     def is_complete(self) -> bool:
-        """Whether the store's writer stores every chunk. For other writers, a missing chunk has the fill value."""
+        """Whether the store's writer stores every chunk. For other writers, a missing chunk has the fill value.
+
+        The attribute alone does not prove it: merged stores of other writers have it, too, without their missing chunks.
+        """
         writer = self.attributes.get("written_by")
-        return isinstance(writer, str) and writer.startswith(f"{WRITER} ")
+        if not (isinstance(writer, str) and writer.startswith(f"{WRITER} ")):
+            return False
+        run = [self.path.parent.parent] if self.path.parent.name == "shards" else []
+        for place in (self.path, *run):
+            with contextlib.suppress(FormatError, FileAccessError):
+                if (request := Request.read(place)) is not None:
+                    return request.verb in ("create", "convert")
+        return False
 
     def names(self, group: str) -> list[str]:
         """Names of the arrays in a group. Lists the group's folder, but no chunks.

@@ -130,9 +130,7 @@ def _one_store(plan: Merge) -> Path:
         layers=stores[0].layers,
         d_model=first_of.width,
         dtype=dtype,
-        metadata={k: v for k, v in first_of.metadata.items() if k not in (*OWN_ATTRIBUTES, "written_by")}
-        # Chunks that are missing in a part of another writer are missing in the merged store, and have the fill value there.
-        | ({} if all(member.store.is_complete for member in members) else {"written_by": None}),
+        metadata={k: v for k, v in first_of.metadata.items() if k not in (*OWN_ATTRIBUTES, "written_by")},
         num_examples=start,
         tokens=None,
         shard_bytes=None,
