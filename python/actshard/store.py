@@ -598,27 +598,24 @@ class Store(StreamVerbs, SampledVerbs):
             from actshard.sampled.rows import count_of, spread
 
             with memory_for_flags(self):
-                found = selection.resolve(self, [name])
-                chosen = found.take(spread(found.count, count_of(rows, "rows"), seed))
-        elif save is False or selection.arguments is None:
+                every = selection.resolve(self, [name])
+                chosen = every.take(spread(every.count, count_of(rows, "rows"), seed))
+        elif selection.arguments is None:
             chosen = selection.resolve(self, [name])
-
-        def make() -> Stats:
-            return self.stats_of(
-                name, chosen.resolve(self, [name]) if isinstance(chosen, Selection) else chosen, progress
-            )
-
         if save is False:
-            return make()
+            return self.stats_of(name, chosen, progress)
         from actshard.saved import kept_or_made
 
-        return kept_or_made(self, name, chosen, save, make)
+        return kept_or_made(self, name, chosen, save, lambda: self.stats_of(name, chosen, progress))
 
-    def stats_of(self, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None) -> Stats:
+    def stats_of(
+        self, layer: Layer, rows: Selection | SelectedRows, progress: Callable[[int, int], object] | None = None
+    ) -> Stats:
         """Computes statistics of a layer's rows. Internal."""
-        group, total = self._group(layer), rows.count
+        rows = rows.resolve(self, [layer]) if isinstance(rows, Selection) else rows
+        group, total, native = self._group(layer), rows.count, rows.native
         report = None if progress is None else lambda done: progress(done, total)
-        return Stats.of(self._open_rows().stats(group, rows.native, report), self.layers[group])
+        return Stats.of(self._open_rows().stats(group, native, report), self.layers[group])
 
     def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats:
         """Returns saved statistics of a layer's rows if they are still valid; otherwise computes them without saving. Internal."""
