@@ -755,7 +755,7 @@ def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
         import os
         from actshard import errors
         from actshard.tokens import sources
-        def fails(self, columns, read):
+        def fails(self, columns, read, arrays=()):
             {failing}
         sources.Source.records = fails
     """
