@@ -124,8 +124,8 @@ def test_a_dataset_is_converted_with_its_selection_order_and_columns(tmp_path: P
         assert name == "renamed" or store.table["label"].to_pylist() == order
         assert [p.name for p in (tmp_path / "to" / name).iterdir() if p.name.startswith(".")] == []
     assert orders["shuffled"] != [0, 1, 2, 3]
-    kept = actshard.convert(whole, tmp_path / "to" / "whole" / "made", "zarr", exist_ok=True)
-    assert kept.resumed_at == 4
+    conversion = actshard.convert(whole, tmp_path / "to" / "whole" / "made", "zarr", exist_ok=True)
+    assert conversion.resumed_at == 4
     with pytest.raises(actshard.ExistsError):
         actshard.convert(whole.select([1, 0, 2, 3]), tmp_path / "to" / "whole" / "made", "zarr", exist_ok=True)
     for source, options, said in (

@@ -128,10 +128,10 @@ def test_a_file_of_the_same_size_and_another_time_counts_as_changed(data: Path) 
 
 def test_statistics_of_files_that_change_meanwhile_are_not_kept(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = actshard.open(data)
-    some = max((file for file in data.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    chunk = max((file for file in data.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
     def change(*_: object) -> Stats:
-        os.utime(some, ns=(0, 10**18))
+        os.utime(chunk, ns=(0, 10**18))
         return store.stats(3)
 
     with caplog.at_level(logging.WARNING, "actshard"):

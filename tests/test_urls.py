@@ -504,7 +504,7 @@ def test_a_server_that_fails_is_told_in_one_line_and_not_asked_by_each_format(st
     server.absent = (status, b"")
     with pytest.raises(actshard.FileAccessError, match=rf"^http.*{status}") as caught:
         actshard.open(server.web("run"), storage_options={"max_retries": 1})
-    assert len({key for _, key, _ in server.requests}) == 1  # slow requests are sent twice
+    assert len(server.requests) <= 2
     assert len(str(caught.value)) < 300
     with pytest.raises(actshard.FileAccessError, match=r"^http://127\.0\.0\.1:1/run.*connect"):
         actshard.open("http://127.0.0.1:1/run", storage_options={"max_retries": 0})
