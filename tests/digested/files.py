@@ -19,7 +19,6 @@ from digested.datasets import FORMATS, N, columns, equal, opened, patch_labels, 
 
 LEVANTER = GOLDEN / "levanter"
 _SOURCES = re.compile(rb'"(sources|identity)": ("[0-9a-f]{32}"|\[[^]]*\])')
-_ADDED = re.compile(rb', "actshard": \{"checksums": \{[^}]*\}\}|, "(parts|checksums)": \{[^}]*\}')
 _WITH_SOURCES = ("shard_ledger.json", ".actshard-record.json")
 Job = Callable[[Path], object]
 
@@ -33,8 +32,8 @@ def tree(folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path in files:
         data = path.read_bytes()
-        # Leave out digests of the sources' paths and modification times, and keys that ledgers got after they were recorded.
-        digest = short(_SOURCES.sub(b"", _ADDED.sub(b"", data)) if path.name in _WITH_SOURCES else data)
+        # Leave out digests of the sources' paths and modification times.
+        digest = short(_SOURCES.sub(b"", data) if path.name in _WITH_SOURCES else data)
         is_table = path.suffix == ".parquet"
         made[path.relative_to(folder).as_posix()] = {"contents": _table(path), "bytes": digest} if is_table else digest
     return made

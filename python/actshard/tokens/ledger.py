@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -80,40 +82,51 @@ class Ledger:
         Raises:
             DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
-        ledger = self
-        if OURS in self.extra:
-            own = {**self.extra[OURS], "checksums": checksums(Location.at(folder), self)}
-            ledger = replace(self, extra={**self.extra, OURS: own})
+        ledger = self.with_checksums(checksums(Location.at(folder), self)) if OURS in self.extra else self
         write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
 
     @property
-    def checksums(self) -> dict[str, int]:
-        """CRC-32 of each data file, by its path in the cache; for a sharded cache that of each shard's ledger. Empty if unknown."""
+    def checksums(self) -> dict[str, str]:
+        """CRC-32 (8 hexadecimal digits) by path in the cache: of data files, or of each shard's checksums. Empty if unknown."""
         own = self.extra.get(OURS)
         stored = own.get("checksums") if isinstance(own, dict) else None
-        return {str(path): crc for path, crc in stored.items() if type(crc) is int} if isinstance(stored, dict) else {}
+        return (
+            {str(path): crc for path, crc in stored.items() if isinstance(crc, str)} if isinstance(stored, dict) else {}
+        )
+
+    def with_checksums(self, checksums: Mapping[str, str]) -> Ledger:
+        """A copy with the checksums of its files; the ledger itself if it is not actshard's."""
+        if OURS not in self.extra:
+            return self
+        return replace(self, extra={**self.extra, OURS: {**self.extra[OURS], "checksums": dict(checksums)}})
 
 
-def checksums(folder: Location, ledger: Ledger) -> dict[str, int]:
+def checksums(folder: Location, ledger: Ledger) -> dict[str, str]:
     """CRC-32 of each data file of a cache, by its path; for a sharded cache that of each shard's checksums."""
     if ledger.layout == SHARDED:
         inner = {shard: read(folder / shard).checksums for shard in ledger.finished_shards}
-        return {shard: zlib.crc32(json.dumps(sums, sort_keys=True).encode()) for shard, sums in inner.items()}
+        return {shard: _hex(zlib.crc32(json.dumps(sums, sort_keys=True).encode())) for shard, sums in inner.items()}
     arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in ("offsets", "data", "shapes")]
     present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
-    files = (file for array in present for file, _ in array.files() if file.name != "zarr.json")
-    return {file.relative_to(folder): _crc(file) for file in files}
+    files = [file for array in present for file, _ in array.files() if file.name != "zarr.json"]
+    with ThreadPoolExecutor(_READING_THREADS) as pool:
+        return {file.relative_to(folder): crc for file, crc in zip(files, pool.map(_crc, files), strict=True)}
 
 
-def _crc(file: Location) -> int:
+def _crc(file: Location) -> str:
     crc = 0
     with file.open("read") as stream:
         while block := stream.read(_AT_ONCE):
             crc = zlib.crc32(block, crc)
-    return crc
+    return _hex(crc)
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
 
 
 _AT_ONCE = 1 << 22
+_READING_THREADS = 4
 _KNOWN = {
     "total_num_rows",
     "shard_rows",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actshard.tokens.ledger import CONSOLIDATED
+from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.recipe import Recipe, shard_ledger
 
 INNER, PER_FILE = 262_144, 512
@@ -30,6 +30,11 @@ class Arrays:
     item: int
     texts: tuple[int, int]
     stored: tuple[float, float] | None
+
+    def paths(self, field: str, rows: int, elements: int) -> list[str]:
+        """Paths of the data files of both arrays, as in the ledger's checksums."""
+        counts = {"offsets": _files(rows + 1 if rows else 0), "data": _files(elements)}
+        return [f"{field}/{array}/c/{number}" for array, count in counts.items() for number in range(count)]
 
     def size(self, rows: int, elements: int) -> tuple[int, int]:
         """(bytes, files) of both arrays."""
@@ -87,19 +92,34 @@ def of_cache(
         rows: number of rows by shard.
         elements: number of elements by shard and field.
     """
-    size, files = len(json.dumps(recipe.ledger(rows, elements, {}, None).as_dict())), 1
+    whole = recipe.ledger(rows, elements, {}, None)
+    if recipe.layout == CONSOLIDATED:
+        paths = [
+            path
+            for name, array in arrays.items()
+            for path in array.paths(name, whole.total_num_rows, whole.field_counts[name])
+        ]
+    else:
+        paths = list(rows)
+    size, files = _ledger_size(whole, paths), 1
     folders = [(shard, arrays) for shard in recipe.kept]
     plain = {name: Arrays(a.item, a.texts, None) for name, a in arrays.items()}
     if recipe.layout == CONSOLIDATED:
         folders = [(shard, plain) for shard in recipe.kept]
-        every = {name: sum(elements[shard].get(name, 0) for shard in rows) for name in arrays}
         for name, array in arrays.items():
-            more = array.size(sum(rows.values()), every[name])
+            more = array.size(whole.total_num_rows, whole.field_counts[name])
             size, files = size + more[0], files + more[1]
     for shard, stored in folders:
         held = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
-        size, files = size + len(json.dumps(held.as_dict())), files + 1 + bool(rows[shard])
+        paths = [
+            p for name, array in stored.items() for p in array.paths(name, rows[shard], elements[shard].get(name, 0))
+        ]
+        size, files = size + _ledger_size(held, paths), files + 1 + bool(rows[shard])
         for name, array in stored.items():
             more = array.size(rows[shard], elements[shard].get(name, 0))
             size, files = size + more[0], files + more[1]
     return size, files
+
+
+def _ledger_size(ledger: Ledger, paths: Iterable[str]) -> int:
+    return len(json.dumps(ledger.with_checksums(dict.fromkeys(paths, "0" * 8)).as_dict()))
