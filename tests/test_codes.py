@@ -151,7 +151,14 @@ def scaled(scale: float, code: int) -> Callable[[Path], Path]:
     return make
 
 
+def other_rows(folder: Path) -> Path:
+    path = written(folder, "npy", np.ones((1, 1, 1, 4), np.float32))
+    np.save(next(path.rglob("*.npy")), np.full((1, 4), 2, np.float32))
+    return path
+
+
 FINDINGS: dict[str, Callable[[Path], Path]] = {
+    "other-rows": other_rows,
     "unknown-format": unknown,
     "not-listed": on_the_web,
     "unfinished": unfinished,

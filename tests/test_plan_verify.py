@@ -7,6 +7,7 @@ import random
 import shutil
 import tracemalloc
 from functools import reduce
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
+from actshard.request import Digest
 from actshard.verifying.deep import first_row, joined
 from conftest import GOLDEN
 from test_verifying import CASES
@@ -156,6 +158,7 @@ def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
     values = st.sampled_from([0, 1, 6, 0x7F])
     rows = np.array(data.draw(st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=12)), np.uint8)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    hashes = np.arange(len(rows), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     parts = []
     for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         some = rows[a:b].astype(np.uint64)
@@ -166,12 +169,17 @@ def test_scans_of_ranges_join_to_the_scan_of_all(data: st.DataObject) -> None:
         zeros = [(i, 0) for i in range(a, b) if not rows[i].any()]
         part["zero_rows"] = (len(zeros), zeros)
         part["first"] = first_row(part)
+        part["digests"] = (Digest.of(hashes[a:b], a),)
         parts.append(part)
     before = [{name: np.copy(x) for name, x in part.items() if isinstance(x, np.ndarray)} for part in parts]
     found = reduce(joined, parts, None)
     assert found is not None
     for part, same in zip(parts, before, strict=True):
         assert all(np.array_equal(part[name], x) for name, x in same.items()), "a task's own scan is not changed"
+    total, ordered = (
+        sum(int(x) * k for x, k in zip(hashes, numbers, strict=False)) % 2**64 for numbers in (repeat(1), count(1))
+    )
+    assert found["digests"] == (Digest(total, ordered),)
     every = rows.astype(np.uint64)
     assert found["rows"] == len(rows)
     assert found["magnitudes"].tolist() == np.bitwise_or.reduce(every, axis=0).tolist()

@@ -198,6 +198,7 @@ def test_merged_parts_record_the_request_of_their_writers(format: str, tmp_path:
         "{}",
         '{"verb": 1, "arguments": {}, "sources": []}',
         '{"verb": "create", "arguments": {}, "sources": [1]}',
+        '{"actshard_record": 1, "verb": "create", "arguments": {}, "sources": [], "digests": ["12"]}',
     ],
 )
 def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
@@ -418,3 +419,128 @@ actshard.merge(sys.argv[1], sys.argv[2:])
         actshard.merge(tmp_path / "to", parts)
     whole.rename(parts[2])
     assert len(values(actshard.merge(tmp_path / "to", parts))) == 9
+
+
+_ODD, _WORD = 0x9E3779B97F4A7C15, 1 << 64
+
+
+def _rotated(x: int, by: int) -> int:
+    return (x << by | x >> (64 - by)) % _WORD
+
+
+def _hash(rows: Any) -> int:
+    """The hash of an example's rows, from its definition: four lanes of multiply and rotate, with the length of each row."""
+    lanes = [_ODD * k % _WORD for k in (1, 2, 3, 4)]
+
+    def mix(lane: int, word: int) -> None:
+        lanes[lane] = _rotated((lanes[lane] ^ word) * _ODD % _WORD, 29)
+
+    for row in rows:
+        data = row.tobytes()
+        for at in range(0, len(data), 8):
+            mix(at // 8 % 4, int.from_bytes(data[at : at + 8], "little"))
+        mix(3, len(data))
+    total = 0
+    for lane in lanes:
+        total = (_rotated(total, 23) ^ lane) * _ODD % _WORD
+    return total
+
+
+def _digests(rows: Any) -> list[str]:
+    """The digests of ``(n, layers, tokens, d_model)``."""
+    hashes = [[_hash(example[layer]) for example in rows] for layer in range(rows.shape[1])]
+    return [
+        f"{sum(layer) % _WORD:016x}{sum(i * hash for i, hash in enumerate(layer, 1)) % _WORD:016x}" for layer in hashes
+    ]
+
+
+def _recorded(path: Path) -> list[str]:
+    record = Request.read(path)
+    assert record is not None
+    assert record.digests is not None
+    return list(map(str, record.digests))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("format", [*FORMATS, "npy", "hf_arrow", "safetensors"])
+def test_every_way_to_write_rows_records_their_digests(format: str, dtype: str, tmp_path: Path) -> None:
+    rows = np.random.default_rng(8).normal(size=(7, 2, 3, 21)).astype(dtype)
+    about: dict[str, Any] = {"layers": [4, 1], "d_model": 21}
+    own: dict[str, Any] = {"machine_id": 1} if format == "pickle" else {}
+    try:
+        with actshard.create(tmp_path / "one", format, **about, **own) as writer:
+            writer.append(rows)
+    except actshard.DtypeError:
+        pytest.skip(f"{format} has no {dtype}")
+    expected = _digests(rows)
+    assert _recorded(writer.path) == expected
+    with actshard.create(tmp_path / "again", format, **about, **own) as writer:
+        writer.append(rows[:2])
+        writer.flush()
+        writer.abort()
+    with actshard.create(tmp_path / "again", format, resume=True, **about, **own) as writer:
+        writer.append(rows[writer.committed :])
+    assert _recorded(writer.path) == expected
+    with actshard.create(tmp_path / "npy", "npy", **about) as writer:
+        writer.append(rows)
+    assert _recorded(actshard.convert(tmp_path / "npy", tmp_path / "converted", format).path) == expected
+    for tasks in (1, 3):
+        plan = actshard.plan.convert(tmp_path / "npy", tmp_path / f"plan{tasks}", format, tasks=tasks)
+        assert _recorded(committed(plan)) == expected
+    if format not in FORMATS:
+        return
+    for part in range(3):
+        with actshard.create(tmp_path / "parts", format, part=(part, 3), **about) as writer:
+            writer.append(rows[part * 3 : part * 3 + 3])
+    assert _recorded(actshard.merge(tmp_path / "parts")) == expected
+    pieces = []
+    for number, some in enumerate((rows[:5], rows[5:])):
+        with actshard.create(
+            tmp_path / f"piece{number}", format, **about, **({"machine_id": number} if own else {})
+        ) as writer:
+            writer.append(some)
+        pieces.append(writer.path)
+    assert _recorded(actshard.merge(tmp_path / "merged", pieces)) == expected
+    for path in (writer.path, *pieces, actshard.merge(tmp_path / "merged", pieces, resume=True)):
+        assert actshard.verify(path, deep=True).ok
+
+
+def test_verifying_finds_rows_that_were_changed_or_moved(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "d")
+    assert actshard.verify(path, deep=True).ok
+    file = path / "activations" / "layer_0001.npy"
+    rows = np.load(next(path.rglob("*1.npy")) if not file.exists() else file)
+    file = file if file.exists() else next(path.rglob("*1.npy"))
+
+    def found() -> list[tuple[str | None, str]]:
+        report = actshard.verify(path, deep=True)
+        plan = actshard.plan.verify(path, tasks=3, work=tmp_path / f"work{len(list(tmp_path.iterdir()))}")
+        for task in range(len(plan)):
+            plan.run(task)
+        assert plan.commit().as_dict() == report.as_dict()
+        assert actshard.verify(path).ok
+        return [(finding.place, finding.found) for finding in report.errors if finding.code == "other-rows"]
+
+    moved = np.concatenate([rows[4:8], rows[:4], rows[8:]])
+    np.save(file, moved)
+    assert found() == [("layer 1", "the rows of the examples, in another order")]
+    rows.view(np.uint8)[5, 3] ^= 1
+    np.save(file, rows)
+    assert found() == [("layer 1", "other rows")]
+    (path / RECORD).unlink()
+    assert found() == []
+
+
+def test_a_plan_of_an_earlier_release_records_no_digests(tmp_path: Path) -> None:
+    source = numbered(tmp_path / "source")
+    plan = actshard.plan.convert(source, tmp_path / "to", "zarr", tasks=3)
+    for task in range(len(plan)):
+        plan.run(task)
+    file = next(plan.work.rglob("00001/result.json"))
+    result = json.loads(file.read_text())
+    del result["value"]["digests"]
+    file.write_text(json.dumps(result))
+    record = Request.read(plan.commit().path)
+    assert record is not None
+    assert record.digests is None
+    assert actshard.verify(tmp_path / "to", deep=True).ok

@@ -242,6 +242,7 @@ def test_an_interrupted_append_loses_nothing_that_was_counted(tmp_path: Path, mo
         '{"examples": true, "state": {}}',
         '{"examples": 5, "state": {}, "table": "../../x.arrow"}',
         '{"examples": 5, "state": {}, "table": 3}',
+        '{"examples": 5, "state": {}, "digests": ["12"]}',
         '{"examples": 5, "state": {}, "table": "examples-000009.arrow"}',
         "[" * 100_000,
     ],

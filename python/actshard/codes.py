@@ -331,6 +331,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "leave the layer out; embeddings of one token are equal (layer 0 of last tokens), otherwise check the hook",
         ),
         Code(
+            "other-rows",
+            ERROR,
+            "The rows are not those that actshard wrote, by the digests in the record of the dataset.",
+            "The dataset was changed, or damaged, after it was written.",
+            "write the dataset again, or restore its files from a copy",
+        ),
+        Code(
             "duplicate-example",
             WARNING,
             "Examples have identical rows in every layer.",

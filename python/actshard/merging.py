@@ -41,7 +41,7 @@ from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, fingerprint
 from actshard.location import Location
 from actshard.opening import open_quietly
-from actshard.request import RECORD, Request
+from actshard.request import RECORD, Digests, Request, joined_digests
 from actshard.work import (
     EMPTY,
     FOLDER,
@@ -142,10 +142,10 @@ class AskedMerge:
             raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
-    def request_of(self, format: str, digests: Sequence[str], examples: int) -> Request:
-        """The request of a merge of datasets whose files have these digests."""
+    def request_of(self, format: str, sources: Sequence[str], examples: int, digests: Digests | None) -> Request:
+        """The request of a merge of datasets whose files have the digests ``sources``. ``digests``: of their rows."""
         arguments = {"format": format, "physical": self.physical, "different_models": self.different_models}
-        return Request.of("merge", arguments, digests, examples)
+        return Request.of("merge", arguments, sources).finished(examples, None, digests)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the arguments that the marker of an unfinished merge records."""
@@ -159,7 +159,17 @@ def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
     if len(counts) < len(parts):
         return None
     whole = [part.without_part(sum(counts)) for part in requests]
-    return whole[0] if all(request == whole[0] for request in whole) else None
+    digests = _digests_of(requests, counts)
+    return replace(whole[0], digests=digests) if all(request == whole[0] for request in whole) else None
+
+
+def _digests_of(parts: Sequence[Request | None], counts: Sequence[int]) -> Digests | None:
+    """Digests of the rows of all parts, one after the other; None if a part records none for its number of examples."""
+    shifted: list[Digests | None] = []
+    for part, count, first in zip(parts, counts, itertools.accumulate(counts, initial=0), strict=False):
+        known = None if part is None or part.examples != count else part.digests
+        shifted.append(None if known is None else tuple(digest.after(first) for digest in known))
+    return joined_digests(shifted)
 
 
 def merged(root: Path, asked: AskedMerge) -> Path:
@@ -481,8 +491,8 @@ def _own_parts(root: Path) -> list[Path]:
 def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None]:
     """Returns the common format and the request. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
-    digests: list[str] = []
-    examples = 0
+    fingerprints: list[str] = []
+    counts: list[int] = []
     most = max(_LEAST_FILES, LOOKED_AT // max(len(sources), 1))
     if asked.counts is not None and len(sources) != len(asked.counts):
         raise FormatError(
@@ -492,8 +502,8 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
     for i, path in enumerate(sources):
         store = open_quietly(path, None, "auto")
         if asked.parts is not None:
-            digests.append(fingerprint(store, most))
-            examples += len(store)
+            fingerprints.append(fingerprint(store, most))
+        counts.append(len(store))
         if asked.counts is not None and len(store) != asked.counts[i]:
             begin = sum(asked.counts[:i])
             raise FormatError(
@@ -523,9 +533,10 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
                     f"expected {name} {expected} as in {sources[0].name}, found {differs}{remedy}", path=path
                 )
     format = str(first["format"])
+    requests = [Request.read(path) for path in sources]
     if asked.parts is None:
-        return format, _request_of_parts([Request.read(path) for path in sources])
-    return format, asked.request_of(format, digests, examples)
+        return format, _request_of_parts(requests)
+    return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts))
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:

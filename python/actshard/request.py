@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, show
+from actshard._schema import MismatchError, Rule, read_value
 from actshard.errors import MissingFileError, NotAFileError
 from actshard.location import Location
 
@@ -21,8 +28,74 @@ RECORD = ".actshard-record.json"
 """File in a finished dataset that records the request it was made by. Beside the dataset, its name begins with the folder's."""
 VERSION = 1
 _NOTHING = "nothing"
+_WORD = 1 << 64
 _DECIDED = ("dtype", "tokens_per_example")
 """Arguments of :func:`actshard.create` whose values the first rows decide if they are not given."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The digest of a layer's rows: sums over its examples, modulo 2**64, so that those of parts can be joined.
+
+    Attributes:
+        total: the sum of the hashes of the examples' rows.
+        ordered: the sum of each hash times the number of its example, counted from 1.
+    """
+
+    total: int
+    ordered: int
+
+    @classmethod
+    def of(cls, hashes: NDArray[np.uint64], first: int = 0) -> Self:
+        """The digest of consecutive examples from number ``first`` on."""
+        numbers = np.arange(first + 1, first + 1 + len(hashes), dtype=np.uint64)
+        return cls(int(hashes.sum(dtype=np.uint64)), int((hashes * numbers).sum(dtype=np.uint64)))
+
+    def __str__(self) -> str:
+        return f"{self.total:016x}{self.ordered:016x}"
+
+    def __add__(self, other: Digest) -> Digest:
+        """The digest of these examples and of others, all numbered in one dataset."""
+        return Digest((self.total + other.total) % _WORD, (self.ordered + other.ordered) % _WORD)
+
+    def after(self, examples: int) -> Digest:
+        """The digest of the same examples behind ``examples`` others."""
+        return Digest(self.total, (self.ordered + examples * self.total) % _WORD)
+
+
+Digests = tuple[Digest, ...]
+"""The digest of each layer, in the dataset's order."""
+
+
+DigestTexts = tuple[
+    Annotated[str, Rule("32 hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]{32}", text) is not None)], ...
+]
+"""The digests of layers in JSON."""
+
+
+def digests_of(texts: Sequence[str] | None) -> Digests | None:
+    """Digests from their texts; None for None: an earlier release wrote no digests."""
+    return None if texts is None else tuple(Digest(int(text[:16], 16), int(text[16:], 16)) for text in texts)
+
+
+def digests_in(fields: Fields) -> Digests | None:
+    """The field ``digests``; None without one. Raises FormatError for other values."""
+    texts = fields.value.get("digests")
+    if texts is None:
+        return None
+    try:
+        return digests_of(read_value(DigestTexts, texts))
+    except MismatchError as error:
+        raise fields.error("digests", "32 hexadecimal digits for each layer") from error
+
+
+def joined_digests(parts: Iterable[Digests | None]) -> Digests | None:
+    """The digests of all examples from those of parts, which are numbered in one dataset; None if those of a part are not known."""
+    known = list(parts)
+    if not known or None in known or len({len(part) for part in known if part is not None}) != 1:
+        return None
+    layers = zip(*(part for part in known if part is not None), strict=True)
+    return tuple(reduce(add, layer) for layer in layers)
 
 
 class Difference(NamedTuple):
@@ -46,6 +119,7 @@ class Request:
         sources: digests of the sources' files (:func:`actshard.inputs.fingerprint`).
         examples: number of examples of the finished dataset; None before it is finished.
         overflows: number of finite values that a conversion stored as infinity; None if it is not known.
+        digests: digests of the rows as they were written; None if they are not known.
     """
 
     verb: str
@@ -53,6 +127,7 @@ class Request:
     sources: tuple[str, ...] = ()
     examples: int | None = None
     overflows: int | None = None
+    digests: Digests | None = None
 
     @classmethod
     def of(
@@ -74,7 +149,7 @@ class Request:
             raise fields.error("sources", "digests of files")
         examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
         overflows = None if fields.value.get("overflows") is None else fields.integer("overflows", minimum=0)
-        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests_in(fields))
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
@@ -94,6 +169,7 @@ class Request:
             "sources": list(self.sources),
             "examples": self.examples,
             "overflows": self.overflows,
+            "digests": None if self.digests is None else list(map(str, self.digests)),
         }
 
     def completed(self, other: Request) -> Self:
@@ -113,12 +189,12 @@ class Request:
 
     @property
     def _key(self) -> str:
-        """What makes two requests the same; overflows are a fact of the result only."""
+        """What makes two requests the same; overflows and digests are facts of the result only."""
         return _text([self.verb, self.arguments, self.sources, self.examples])
 
-    def finished(self, examples: int, overflows: int | None = None) -> Self:
-        """Returns the request of a finished dataset, with its numbers of examples and of overflows."""
-        return replace(self, examples=examples, overflows=overflows)
+    def finished(self, examples: int, overflows: int | None, digests: Digests | None) -> Self:
+        """Returns the request of a finished dataset, with its number of examples, and overflows and digests."""
+        return replace(self, examples=examples, overflows=overflows, digests=digests)
 
     def difference(self, other: Request) -> Difference | None:
         """The first argument in which another request differs; None if they are equal. Sources are not compared."""
@@ -139,7 +215,9 @@ class Request:
 
     def without_part(self, examples: int | None) -> Self:
         """Returns the request for the whole dataset, of ``examples`` examples, to which a part belongs."""
-        return replace(self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None)
+        return replace(
+            self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None, digests=None
+        )
 
 
 def _text(value: Any) -> str:

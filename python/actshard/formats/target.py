@@ -18,7 +18,7 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
-from actshard.request import RECORD, Request
+from actshard.request import RECORD, Digests, Request
 from actshard.work import FOLDER, PARTS, keep_request
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Block:
     """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
     overflows: int = 0
     """Number of values that are infinite here and finite in the source of a conversion."""
+    digests: Digests | None = None
+    """Digests of the rows, numbered in the dataset."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -372,10 +374,14 @@ class Target(ABC):
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
-    def keep_request(self, examples: int, overflows: int | None) -> None:
-        """Records the request, in the dataset's folder or next to it. ``overflows``: see :class:`Request`."""
+    def keep_request(self, examples: int, overflows: int | None, digests: Digests | None) -> None:
+        """Records the request, in the dataset's folder or next to it. ``overflows``, ``digests``: see :class:`Request`."""
         counted = overflows if self.request.verb == "convert" else None
-        keep_request(self.root, self.request.finished(examples, counted), beside=self.reads_all_files)
+        if self.reading_layout is not None:
+            digests = None  # without layout=, the layers are read as a single wide one
+        elif digests is not None:  # in the order of the request's layers
+            digests = tuple(digests[self.spec.layers.index(name)] for name in self.reading)
+        keep_request(self.root, self.request.finished(examples, counted, digests), beside=self.reads_all_files)
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 

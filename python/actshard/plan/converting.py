@@ -75,7 +75,7 @@ from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.request import Request
+from actshard.request import Request, digests_of, joined_digests
 from actshard.store import Store
 from actshard.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
@@ -407,6 +407,7 @@ class Converting(Verb[_OpenedPlan]):
             "state": commit.state,
             "fragments": [] if target.apart is None else target.apart.fragments(target.root),
             "overflows": commit.overflows,
+            "digests": list(map(str, commit.digests)),
             "changes": writer.columns.changes,
             "bytes": size,
             **lengths,
@@ -486,7 +487,10 @@ class Converting(Verb[_OpenedPlan]):
         # First, so that a repeated commit knows the dataset as its own.
         lengths = lengths_in(tables, len(target.spec.layers))
         overflows = sum(int(result.value["overflows"]) for result in results)
-        target.keep_request(len(lengths), overflows)
+        parts = [digests_of(result.value.get("digests")) for result in results]
+        by_layers = None if None in parts else tuple(digest for part in parts for digest in part or ())
+        digests = by_layers if "layers" in plan.tasks[0] else joined_digests(parts)
+        target.keep_request(len(lengths), overflows, digests)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]

@@ -21,7 +21,7 @@ from actshard.layers import Layer
 from actshard.plan.book import work_folder
 from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
-from actshard.request import Request
+from actshard.request import DigestTexts, Request
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -147,6 +147,8 @@ class ConvertResult:
     changes: Mapping[str, AnyText] = field(default_factory=dict)
     """Absent in results of earlier releases."""
     tokens: Any = None
+    digests: DigestTexts | None = None
+    """Absent in results of earlier releases."""
 
 
 def check_plan(plan: Planned, path: Path) -> None:

@@ -57,6 +57,7 @@ from actshard.plan.verifying_checks import (
     check_scans,
     check_values,
 )
+from actshard.request import digests_of
 from actshard.store import Store
 from actshard.verifying import check_format, format_for_layout, of_path
 from actshard.verifying.deep import add_findings, first_row, joined, scan, together
@@ -246,7 +247,8 @@ class Verifying(Verb[Store]):
                     raise found
                 layers.append(FailedScan(ErrorRecord(**as_plain(found))))
                 continue
-            layers.append(LayerScan(**{field.name: found[field.name] for field in fields(LayerScan)}))
+            values = {field.name: found[field.name] for field in fields(LayerScan)}
+            layers.append(LayerScan(**values | {"digests": tuple(map(str, found["digests"]))}))
             columns[group] = found["magnitudes"], found["differences"], first_row(found)
             every = together(every, found["hashes"])
         save(folder / COLUMNS, columns)
@@ -299,7 +301,7 @@ class Verifying(Verb[Store]):
                     errors.setdefault(group, from_plain(vars(part.error)))
                     continue
                 arrays = dict(zip(("magnitudes", "differences", "first"), columns[group], strict=True))
-                made[group] = joined(made[group], vars(part) | arrays)
+                made[group] = joined(made[group], vars(part) | arrays | {"digests": digests_of(part.digests)})
             hashes = saved(result.folder / HASHES, np.uint64, 1)
             count = value.examples.end - value.examples.first
             if len(hashes) != count and not all(isinstance(part, FailedScan) for part in value.layers):

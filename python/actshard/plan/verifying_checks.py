@@ -22,6 +22,7 @@ from actshard.layers import Layer, plain
 from actshard.plan.checking import ExamplesTask, LayoutValue, PlaceText, Span
 from actshard.plan.data import Planned
 from actshard.plan.verb import Result
+from actshard.request import DigestTexts
 from actshard.store import Store
 from actshard.verifying.deep import ODD, PLACES, scan
 
@@ -52,6 +53,8 @@ class LayerScan:
     infinite_rows: OddRows
     zero_rows: OddRows
     constant_rows: OddRows
+    digests: DigestTexts | None = None
+    """The digest of the layer's rows; absent in results of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ class _LayerChecks:
         """Raises FormatError for a scan that is impossible for these examples."""
         if part.dtype != self.dtype:
             raise self._wrong(result, "dtype", self.dtype, part.dtype)
+        if part.digests is not None and len(part.digests) != 1:
+            raise self._wrong(result, "digests", "the digest of a layer", part.digests)
         rows = part.rows
         if self.ends is not None and rows != (expected := int(self.ends[examples.end] - self.ends[examples.first])):
             raise self._wrong(result, "rows", f"{expected:,}", rows)

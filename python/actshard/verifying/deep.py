@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from actshard._arguments import many, numpy_type
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
+from actshard.location import Location
 from actshard.repeating import equal_examples
+from actshard.request import Digest, Request, joined_digests
 from actshard.store import Store
 
 _FEW = 8
@@ -41,9 +43,10 @@ def scan(
     group = store.group_of(layer)
     progress = partial(_tell, tell, group, len(store.layers))
     try:
-        return store.rows.scan(group, progress, examples=examples, wide=wide)
+        found: dict[str, Any] = store.rows.scan(group, progress, examples=examples, wide=wide)
     except ActshardError as error:
         return error
+    return {**found, "digests": (Digest.of(found["hashes"], 0 if examples is None else examples[0]),)}
 
 
 def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any
     made = dict(before)
     for key in ("rows", "nan", "infinite"):
         made[key] += part[key]
+    made["digests"] = joined_digests([before["digests"], part["digests"]])
     for key in ODD:
         (count, places), (more, others) = before[key], part[key]
         made[key] = (count + more, [*places, *others][:PLACES])
@@ -96,12 +100,14 @@ def add_findings(
     """Adds the findings of the scans of all layers, in order. ``hashes``: over all layers; None: combined from the scans."""
     every = hashes
     readable = True
+    digests: list[Digest | None] = []
     for layer, found in zip(store.layers, scans, strict=True):
         if isinstance(found, ActshardError):
             report.error(found, store.path)
             readable = False
             continue
         report.count("rows", found["rows"])
+        digests += found["digests"] or [None]
         _rows(store, layer, found, report)
         if found["rows"]:
             _columns(store, layer, found, report)
@@ -109,6 +115,27 @@ def add_findings(
             every = together(every, found["hashes"])
     if every is not None and readable:
         _duplicates(store, every, report)
+        _compare(store, digests, report)
+
+
+def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> None:
+    """Compares the rows with those that actshard wrote, by the digests in the record of the dataset's request."""
+    place = Location.at(store.path)
+    if report.layout is not None or store.contents.whole is not None:
+        return  # other layers, or other examples, than those of the files
+    try:
+        record = Request.read(place)
+    except ActshardError as error:
+        report.error(error, store.path)
+        return
+    if record is None or record.digests is None:
+        return
+    if len(record.digests) != len(digests):
+        report.add("other-rows", place, many(len(digests), "layer"), str(len(record.digests)))
+    for layer, written, found in zip(store.layers, record.digests, digests, strict=False):
+        if found is not None and written != found:
+            what = "the rows of the examples, in another order" if written.total == found.total else "other rows"
+            report.add("other-rows", place, what, "the rows that were written", f"layer {plain(layer)}")
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:

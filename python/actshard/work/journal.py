@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import actshard._native as _native
 from actshard._columns import map_arrow
+from actshard._json import Fields
 from actshard.errors import FormatError, from_os, from_reader
-from actshard.request import Request
+from actshard.request import Digests, Request, digests_in, joined_digests
 from actshard.work.files import is_below
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
@@ -39,6 +40,7 @@ class Commit:
         table: their lengths and columns.
         state: the target's state, for resuming.
         overflows: number of finite values that they store as infinity.
+        digests: digests of their rows, numbered in the dataset.
         files: the files that contain them, relative to the dataset's folder.
     """
 
@@ -46,6 +48,7 @@ class Commit:
     table: pa.Table
     state: dict[str, Any]
     overflows: int
+    digests: Digests
     files: list[str]
 
 
@@ -138,6 +141,7 @@ class Journal:
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
+        digests_in(Fields(record, self.path, f"line {number}"))
         examples, table, overflows = record.get("examples"), record.get("table"), record.get("overflows", 0)
         for name, right, expected in (
             (
@@ -168,9 +172,15 @@ class Journal:
         counts = [record["overflows"] for record in self.commits if "overflows" in record]
         return sum(counts) if len(counts) == len(self.commits) else None
 
+    @property
+    def digests(self) -> Digests | None:
+        """Digests of the rows of all commits; None if an earlier release did not record them."""
+        return joined_digests(digests_in(Fields(record, self.path)) for record in self.commits)
+
     def commit(self, commit: Commit) -> None:
         """Records a commit."""
         record: dict[str, Any] = {"examples": commit.examples, "state": commit.state, "overflows": commit.overflows}
+        record["digests"] = list(map(str, commit.digests))
         record["table"] = f"examples-{len(self.commits):06}.arrow"
         write_table(self.folder / record["table"], commit.table)
         self._append({**record, "files": [name for name in commit.files if name not in self.files]})

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.errors import ActshardError, ClosedError, InternalError, from_os
 from actshard.formats.target import Block, Target
+from actshard.request import Digest, Digests, joined_digests
 from actshard.work import Commit, make_folder, sync_folders
 from actshard.writing.columns import Decided
 from actshard.writing.recorded import table_of
@@ -97,8 +98,9 @@ class SegmentWriter:
     def put_fitted(self, block: Block) -> None:
         """Queues a block whose columns were already fitted."""
         self.check()
+        digests = self._digests_of(block)  # here, because the writing thread often waits for the disk
         self._handed += len(block)
-        self._send(("block", block))
+        self._send(("block", replace(block, digests=digests)))
 
     def give_back(self, memory: NDArray[Any]) -> None:
         """Returns memory of :meth:`memory` to the pool."""
@@ -180,6 +182,14 @@ class SegmentWriter:
         self._waiting.append(replace(block, memory=block.memory[:0]))
         self.give_back(block.memory)
 
+    def _digests_of(self, block: Block) -> Digests:
+        """Digests of the rows of the next block, as they will be read."""
+        rows = self.target.as_read(block)
+        counts = np.maximum(block.lengths, 0)
+        row_bytes = self.target.spec.d_model * rows.itemsize
+        hashes = _native.hash_rows(rows.reshape(-1).view(np.uint8), row_bytes, counts.reshape(-1))
+        return tuple(Digest.of(layer, self._handed) for layer in hashes.reshape(counts.shape).T)
+
     def _commit(self) -> None:
         if not self._waiting:
             return
@@ -192,7 +202,10 @@ class SegmentWriter:
         target.committed()
         below = len(os.fspath(target.root)) + 1
         overflows = sum(block.overflows for block in self._waiting)
-        self.last = Commit(target.n, table_of(self._waiting), state, overflows, [path[below:] for path in files])
+        digests = joined_digests(block.digests for block in self._waiting)
+        assert digests is not None
+        names = [path[below:] for path in files]
+        self.last = Commit(target.n, table_of(self._waiting), state, overflows, digests, names)
         self._waiting.clear()
         self._record(self.last)
         self.committed = target.n

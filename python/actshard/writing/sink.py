@@ -176,7 +176,7 @@ class Sink(SegmentWriter):
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    target.keep_request(self.committed, self.journal.overflows)
+                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests)
                 self.journal.finish()
             place = target.place()
             if place != target.root:

@@ -9,7 +9,7 @@ use actshard_core::kernels::scaled::ScaledCode;
 use actshard_core::scan;
 use actshard_core::write::{self, Digested, Piece, Target};
 use actshard_core::{Error, Kind};
-use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arguments::{dtype_of, helper};
@@ -177,6 +177,22 @@ pub fn quantise(
         })?;
         let sums = (lost.largest, lost.worst_row, lost.errors, lost.squares);
         Ok((sums.0, sums.1, sums.2, sums.3, lost.saturated, lost.vanished, lost.nan, lost.refused, lost.first_refused))
+    })
+}
+
+/// The hash of each example's rows, as `Rows.scan` returns it. The examples lie one after the other in `rows`; `counts` are their
+/// numbers of rows.
+#[pyfunction]
+pub fn hash_rows<'py>(
+    py: Python<'py>,
+    rows: PyReadonlyArray1<'py, u8>,
+    row_bytes: usize,
+    counts: PyReadonlyArray1<'py, i64>,
+) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    detach::guarded(py, || {
+        let (rows, counts) = (rows.as_slice()?, counts.as_slice()?);
+        let hashes = detach::detached(py, |watch| scan::hash_rows(rows, row_bytes, counts, watch))?;
+        Ok(hashes.into_pyarray(py))
     })
 }
 
