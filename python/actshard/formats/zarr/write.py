@@ -228,7 +228,7 @@ class ZarrTarget(Target):
         size = self._choose_chunk(int(tokens.max(initial=0)))
         self._chunk = chunk
         chunks = int((-(-tokens // size)).sum()) * len(self.spec.layers)
-        small = 2  # seq_len: one chunk and metadata
+        small = 1 + max(1, -(-len(tokens) // _SMALL_CHUNK))  # seq_len: metadata and chunks
         return chunks, chunks + small + 6, chunks * size * self.row_bytes
 
     def _drop_uncounted(self, n: int) -> None:
