@@ -441,6 +441,44 @@ def test_a_lock_that_a_kill_left_makes_no_finished_dataset_unfinished(tmp_path: 
         finding.detect(Location.of(tmp_path / "q"))
 
 
+def test_a_search_is_bounded_below_folders_that_killed_writers_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        filled(tmp_path / str(number), ".actshard/lock")
+        for log in range(100):
+            (tmp_path / str(number) / f"log{log}" / "more").mkdir(parents=True)
+    looks: list[Location] = []
+    of = finding.Place.of
+    monkeypatch.setattr(finding.Place, "of", lambda root, *more: looks.append(root) or of(root, *more))
+    with pytest.raises(actshard.UnknownFormatError, match="unfinished"):
+        actshard.open(tmp_path)
+    assert 4 * 32 < len(looks) < 4 * 32 + 16
+
+
+def test_a_copy_of_a_half_uploaded_folder_tells_how_to_open_it(tmp_path: Path) -> None:
+    written(tmp_path / "d")
+    filled(tmp_path / "d", ".actshard-pushing.json")
+    for verb in (actshard.open, lambda path: actshard.convert(path, tmp_path / "n", "npy")):
+        with refuses(
+            actshard.UnfinishedError, tmp_path / "d", "if you know that all files are there, remove that file"
+        ):
+            verb(tmp_path / "d")
+
+
+def test_one_process_writes_a_renamed_folder_once(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    writer = actshard.create(tmp_path / "x" / "d", "lmprobe", layers=[0], d_model=2)
+    writer.append(np.ones((1, 1, 3, 2), np.float32))
+    writer.flush()
+    (tmp_path / "x").rename(tmp_path / "y")
+    (tmp_path / "x").symlink_to(tmp_path / "y")
+    with pytest.raises(actshard.LockedError, match="another writer of this process"):
+        actshard.create(tmp_path / "y" / "d", "lmprobe", layers=[0], d_model=2, resume=True)
+    writer.close()
+    assert len(actshard.open(tmp_path / "y" / "d")) == 1
+
+
 def test_a_folder_of_dumps_with_a_plan_has_the_dumps_that_are_finished(tmp_path: Path) -> None:
     for name, count in (("s", 3), ("more", 4)):
         with actshard.create(tmp_path / name, "npy", layers=[0], d_model=2, dtype="float32") as source:

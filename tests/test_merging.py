@@ -15,6 +15,7 @@ import pytest
 
 import actshard
 from actshard import formats, merging
+from actshard.work import Lock
 from conftest import GOLDEN, refuses
 
 LAYERS, WIDTH = [3, 7], 8
@@ -270,6 +271,27 @@ def test_a_merge_that_was_interrupted_is_finished_by_the_same_call_and_no_other(
     assert (tree(tmp_path / "a"), tree(tmp_path / "b"), tree(tmp_path / "c")) == before
     with refuses(actshard.ExistsError, target):
         actshard.merge(target, [a, c])
+
+
+@pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
+def test_a_part_may_be_merged_as_soon_as_it_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """A rank that polls ``merge`` may take the last part before its writer returns."""
+    release = Lock.release
+
+    def merge_after(lock: Lock) -> None:
+        release(lock)
+        monkeypatch.setattr(Lock, "release", release)
+        actshard.merge(tmp_path / "d")
+
+    for rank in range(2):
+        writer = actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(rank, 2))
+        writer.append(np.full((1, 1, 3, 2), rank, np.float32))
+        if rank:
+            monkeypatch.setattr(Lock, "release", merge_after)
+        writer.close()
+    assert len(actshard.open(tmp_path / "d")) == 2
 
 
 def test_parts_that_are_merged_move_with_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

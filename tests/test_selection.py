@@ -158,6 +158,8 @@ def test_a_rectangular_mask_is_wider_than_the_examples_only_if_longer_ones_were_
             store.stream(2, 9, keep=np.ones((len(store), width), bool))
     for width in (3, 5):
         assert part.stream(2, 9, keep=np.ones((2, width), bool)).num_rows == 5
+    padded = np.arange(512) < whole.token_counts[:, None]  # as a tokenizer pads
+    assert whole.stream(2, 9, keep=padded).num_rows == whole.stats(2, keep=padded).rows == 10
 
 
 def test_digests_of_padded_examples_of_one_length_are_those_of_their_lengths(tmp_path: Path) -> None:

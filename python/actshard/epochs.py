@@ -112,8 +112,8 @@ class Epochs(ABC, Generic[B]):
         """Everything that determines the batches of an epoch before ``batch``, if that is less than :meth:`_settings`."""
         return self._settings()
 
-    def _translated(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a state, those of an older release under the names of this one."""
+    def _translated(self, saved: dict[str, Any], batch: int) -> dict[str, Any]:
+        """The settings of a state before ``batch``, those of an older release under the names of this one."""
         return saved
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
@@ -184,7 +184,7 @@ class Epochs(ABC, Generic[B]):
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
-        own, saved, added = self._common(self._settings_at(batch), self._translated(state["settings"]))
+        own, saved, added = self._common(self._settings_at(batch), self._translated(state["settings"], batch))
         differ = [k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k)]
         if differ:
             what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: own.get(k) for k in differ}))

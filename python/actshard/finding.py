@@ -121,7 +121,7 @@ class Place:
         """As :func:`check_finished`."""
         if not self.root.lists:
             return  # a web server, which cannot list names
-        self.marks.refuse("uploading")
+        self.marks.refuse("uploading", "half copied")
         if self.is_cache and not described and not self.is_a(format):
             raise ArgumentError(
                 "expected activations, found a token cache. Use actshard.tokens.open_cache.", path=self.root
@@ -437,6 +437,8 @@ def _evidence(name: str, root: Location) -> Evidence:
         return Evidence(False, _any_of(name), str(error), near=True)
 
 
+_LOOK_BELOW = 32
+"""Maximum number of subfolders to visit of a folder in which a writer may have been killed: a walk meets many such folders."""
 UNFINISHED = "unfinished"
 """Kind of a folder with an unfinished dataset, for :class:`~actshard.walking.Walk`."""
 
@@ -449,6 +451,6 @@ def _kind(folder: Location) -> str | None:
     kinds = _OF_ACTIVATIONS & set(place.marks.kinds())
     # A finished dataset may keep its writer's lock after a kill, and a folder of dumps may have a plan and finished dumps.
     is_only_begun = kinds <= {"begun", "planned dumps"}
-    if kinds and not (is_only_begun and (place.matches or any(Walk(folder, _kind, STANDS_FOR)))):
+    if kinds and not (is_only_begun and (place.matches or any(Walk(folder, _kind, 1, _LOOK_BELOW)))):
         return UNFINISHED
     return "/".join(place.matches) or None

@@ -220,10 +220,10 @@ def merged(root: Path, asked: AskedMerge) -> Path:
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)
         _leave(root)
+        check_opens(place, plan.format)
     finally:
         lock.release()
     _native.sync_files([root])
-    check_opens(place, plan.format)
     return place
 
 

@@ -46,16 +46,25 @@ def is_cache_itself(root: Location) -> bool:
 class Walk:
     """The datasets below a folder with their kinds, breadth-first and sorted by name.
 
-    Does not descend into datasets. Skips hidden folders, and local folders that cannot be read. Visits at most 2,000 folders.
+    Does not descend into datasets. Skips hidden folders, and local folders that cannot be read. Visits a limited number of folders.
 
     Attributes:
         folders: number of folders that were visited.
         is_whole: whether all folders were visited, up to the depth. Known after the iteration.
     """
 
-    def __init__(self, root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> None:
-        """``kind`` returns the kind of dataset of a folder; None if it is not a dataset, and its subfolders are searched."""
-        self._root, self._kind, self._depth = root, kind, depth
+    def __init__(
+        self,
+        root: Location,
+        kind: Callable[[Location], str | None],
+        depth: int = _DEPTH,
+        most: int = _LOOK_AT_MOST,
+    ) -> None:
+        """Walks at most ``depth`` levels down and visits at most ``most`` folders.
+
+        ``kind`` returns the kind of dataset of a folder; None if it is not a dataset, and its subfolders are searched.
+        """
+        self._root, self._kind, self._depth, self._most = root, kind, depth, most
         self.folders, self.is_whole = 0, True
 
     def __iter__(self) -> Iterator[tuple[Location, str]]:
@@ -70,7 +79,7 @@ class Walk:
                 for entry in entries:
                     if entry.kind != "folder" or entry.name.startswith("."):
                         continue
-                    if self.folders == _LOOK_AT_MOST:
+                    if self.folders == self._most:
                         self.is_whole = False
                         return
                     self.folders += 1

@@ -197,7 +197,9 @@ def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | No
         Errors of :func:`actshard.open`.
     """
     place, name = find_any(source)
-    look(place).refuse("uploading")  # a token cache's ledger is uploaded last, but an earlier one may exist
+    look(place).refuse(
+        "uploading", "half copied"
+    )  # a token cache's ledger is uploaded last, but an earlier one may exist
     below = place.relative_to(source)
     wanted = within(listed, below)
     if not wanted:

@@ -379,8 +379,8 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
 def _rectangular(store: Readable, keep: NDArray[np.bool_], stored: NDArray[np.int64]) -> NDArray[np.bool_]:
     """A mask with a row per example, which is padded after short examples, as one flag per stored token.
 
-    Its width decides for all examples whether it has columns of special tokens. Without special tokens the mask of a filtered
-    store may be as wide as that of the whole dataset: the longest examples may have been filtered out.
+    Its width decides for all examples whether it has columns of special tokens. Without special tokens it may be wider than the
+    longest example: as the whole dataset of a filtered store, and as a tokenizer pads, if it marks none of the columns behind.
     """
     width, most, special = keep.shape[1], int(stored.max(initial=0)), store.special_tokens
     widest, contents = most, store.contents
@@ -388,7 +388,7 @@ def _rectangular(store: Readable, keep: NDArray[np.bool_], stored: NDArray[np.in
         widest = max(most, int(contents.whole.token_counts().max(initial=0)))
     if special and width == most - special:
         keep = np.concatenate([np.ones((len(keep), special), np.bool_), keep], axis=1)
-    elif not most <= width <= widest:
+    elif width < most or (width > widest and (special or keep[:, most:].any())):
         also = f" (or {most - special} without special tokens)" if special else ""
         raise ArgumentError(f"keep: expected {most} columns{also}, one per token of the longest example, found {width}")
     return keep[np.arange(keep.shape[1]) < stored[:, None]]

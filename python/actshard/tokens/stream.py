@@ -238,13 +238,14 @@ class TokenStream(Epochs[Any]):
         order = self._order_of(epoch)
         return numbers if order is None else order(numbers)
 
-    def _begin_of(self, batch: int) -> int:
-        """Index of the first example of a batch, counted over all ranks."""
+    def _begin_of(self, batch: int, ranks: int | None = None) -> int:
+        """Index of the first example of a batch, counted over all ranks; with batches of this size on ``ranks`` ranks."""
+        ranks = self.world_size if ranks is None else ranks
         full = batch * self.batch_size * self.world_size
         n, batches = self.num_examples, self._batches
         if n is None or batches is None or self.drop_last:
             return full
-        return n if batch == batches else min(full, n - (batches - batch) * self.world_size)
+        return n if batch == batches else min(full, n - (batches - batch) * ranks)
 
     def _order_of(self, epoch: int) -> Permutation | None:
         known, order = self._ordered
@@ -290,17 +291,18 @@ class TokenStream(Epochs[Any]):
             "drop_last": self.drop_last,
         }
 
-    def _translated(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def _translated(self, saved: dict[str, Any], batch: int) -> dict[str, Any]:
         batch_size, world_size = saved.get("batch_size"), saved.get("world_size")
         if type(batch_size) is not int or type(world_size) is not int:
             return saved
         same = {name: value for name, value in saved.items() if name not in ("batch_size", "world_size")}
         if same.get("dataset") == _digest_of_some(self.dataset).hexdigest()[:16]:
             del same["dataset"]  # older releases identified a dataset by some examples
-        return {**same, "examples_per_batch": batch_size * world_size}
+        read = self._begin_of(batch, world_size)  # if the batches are as large as this stream's, which is compared, too
+        return {**same, "examples_per_batch": batch_size * world_size, "examples_read": read}
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
-        return set() if "examples_read" in saved else {"dataset", "examples_read"} - saved.keys()
+        return {"dataset"} - saved.keys()
 
 
 class _TokenLoop(Loop[Any]):

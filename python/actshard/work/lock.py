@@ -49,7 +49,7 @@ class Lock:
     def take(self) -> None:
         """Takes the lock. Raises LockedError with the owner's process and host if another writer has it."""
         with _held_lock:
-            if _held.get(self._key) == os.getpid():
+            if _held.get(self._key) == os.getpid() or self._is_held():
                 raise LockedError(
                     "another writer of this process has locked it; close it, or call its abort(), which keeps what was committed",
                     path=self.path.parent.parent,
@@ -100,6 +100,13 @@ class Lock:
                     os.close(file)
         return file
 
+    def _is_held(self) -> bool:
+        """Whether this process holds it by another path. Asked before the file is opened: to close it would release the lock."""
+        try:
+            return _files.get(_inode(self.path.stat())) == os.getpid()
+        except OSError:
+            return False
+
     def _is_there(self, file: int) -> bool:
         """Whether the path still refers to this open file."""
         try:
@@ -135,7 +142,8 @@ class Lock:
                 owned = _held.get(self._key) == os.getpid()
                 if owned:
                     del _held[self._key]
-                    _files.pop(_inode(os.fstat(self._file)), None)
+                    with contextlib.suppress(OSError):
+                        _files.pop(_inode(os.fstat(self._file)), None)
             if owned:  # not a forked child's copy
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, 0)

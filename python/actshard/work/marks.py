@@ -44,10 +44,22 @@ from actshard.work.names import (
     staging_folder,
 )
 
-Mark = Literal["uploading", "planned", "planned dumps", "parts", "writing", "merging", "staging", "building", "begun"]
+Mark = Literal[
+    "uploading",
+    "half copied",
+    "planned",
+    "planned dumps",
+    "parts",
+    "writing",
+    "merging",
+    "staging",
+    "building",
+    "begun",
+]
 """Kinds of unfinished work.
 
 - ``uploading``: a push to this URL
+- ``half copied``: a local folder with the file that marks a push: a copy or a mount of such a URL
 - ``planned``, ``planned dumps``, ``staging``: tasks of a plan that is not committed and writes to this folder, writes saev's dumps
   below it, or stages to it
 - ``parts``: parts of a dataset, to be merged
@@ -60,6 +72,10 @@ MARKS: tuple[Mark, ...] = get_args(Mark)
 _PLAN = "see actshard status {plan}; when all tasks are done, actshard commit finishes it. To discard it, remove that folder"
 MESSAGES: Mapping[Mark, str] = {
     "uploading": "is being uploaded, or its upload was interrupted: the same actshard.push completes it",
+    "half copied": (
+        f"contains {PUSHING}: it is a mount or a copy of a place that was being uploaded, and may lack files. Complete the upload "
+        "and copy it again; if you know that all files are there, remove that file"
+    ),
     "planned": f"contains tasks of a plan that is not committed: {_PLAN}",
     "planned dumps": f"contains tasks of a plan that is not committed: {_PLAN}",
     "parts": "contains {parts} of a dataset. When all are written, merge them with actshard.merge",
@@ -181,8 +197,8 @@ def _look(root: Path) -> Marks:
         others.add("merging")
     if (folder / BUILDING).exists():
         others.add("building")
-    if (folder / PUSHING).exists():  # the folder is a mounted bucket, or a copy of one
-        others.add("uploading")
+    if (folder / PUSHING).exists():
+        others.add("half copied")
     if LOCK in names and JOURNAL not in names:
         others.add("begun")
     return Marks(folder, count_parts(folder), journal, plans, frozenset(others), (folder / STAGED).exists())

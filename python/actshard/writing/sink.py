@@ -16,6 +16,7 @@ from actshard.errors import (
     ArgumentError,
     ExistsError,
     FormatError,
+    MissingFileError,
     from_os,
     warn,
 )
@@ -182,15 +183,16 @@ class Sink(SegmentWriter):
             if place != target.root:
                 self._move(place)
             sync_folders([place.parent])
+            check_opens(place, target.format)  # a part, before a merge that waits for its journal may take it
             self.journal.remove()
-            sync_folders([place])
+            with contextlib.suppress(MissingFileError):  # a part may be merged from here on
+                sync_folders([place])
         except OSError as error:
             if isinstance(error, ActshardError):
                 raise
             raise from_os(error, error.filename or target.root, "finish") from error
         finally:
             self.journal.lock.release()
-        check_opens(place, target.format)
         return place
 
     def _finish_empty(self) -> Path:
