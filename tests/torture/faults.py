@@ -347,7 +347,7 @@ def full_disk(job: str, folder: Path, sizes: list[int]) -> tuple[int, int]:
             if max(ending.safe, default=0) > (again.safe or [N_MOST])[0]:
                 raise Violation(f"{job} on a disk of {size} KiB: {ending.safe} were safe, then {again.safe}")
         finally:
-            subprocess.run(["umount", str(disk)], check=True)
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a child may still be ending
     return short, fine
 
 
