@@ -9,7 +9,8 @@
 //! - *newer*: an object that was first seen when the store was open, and was written after that ([`opening`]). This is
 //!   kept, too.
 //! - *a folder*: names below it were listed.
-//! - *absent*: the folder that it would be in was listed without it, or is absent itself.
+//! - *absent*: the folder that it would be in was listed without it, or is absent itself. An empty listing counts only if
+//!   the store had a version before it ([`Known::has_version`]): what was absent earlier may be part of the version.
 //!
 //! Only [`Known::forget`] resets this, after objects were written.
 
@@ -233,6 +234,11 @@ impl Known {
         let after = self.objects.range::<str, _>((Bound::Included(key), Bound::Unbounded)).find(is_older);
         let nearest = before.into_iter().chain(after).max_by_key(|(other, _)| shared(other))?;
         Some((nearest.0.clone(), nearest.1.clone()))
+    }
+
+    /// Whether the server has shown an object or a folder. Its first such answer defines the version of the dataset.
+    pub fn has_version(&self) -> bool {
+        !(self.objects.is_empty() && self.listed.is_empty())
     }
 
     /// Records that nothing is below a key.

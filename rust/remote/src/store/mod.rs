@@ -264,6 +264,8 @@ impl RemoteStore {
         if let Some(found) = self.link.known.with(names) {
             return Ok(found);
         }
+        // Before the request: another thread may get the first answer while this one is on its way. A commit does not change.
+        let has_version = self.address.provider == Provider::Hub || self.link.known.with(|known| known.has_version());
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
         let from_root = self.address.provider == Provider::Hub && self.is_in_root(key);
         let from = if from_root { self.address.key.as_str() } else { key };
@@ -277,8 +279,11 @@ impl RemoteStore {
             self.link.error(&failure, folder)
         })?;
         if listing.objects.is_empty() && listing.folders.is_empty() {
-            // The folder does not exist, or is an object.
-            self.link.known.with(|known| known.record_empty(from));
+            // The folder does not exist, or is an object. Without a version it may be written before the first answer, and
+            // is listed again.
+            if has_version {
+                self.link.known.with(|known| known.record_empty(from));
+            }
             return Ok(vec![]);
         }
         let mut own = Known::default();

@@ -76,7 +76,8 @@ impl RemoteStore {
                 Ok(Standing::Object(facts.size))
             }
             Err(failure) if failure.is_absence() || failure.is_denial() => {
-                if !is_metadata && self.has_names(location, stop)? == Some(true) {
+                // A folder's name was listed before the request.
+                if !is_metadata && !is_folder && self.has_names(location, stop)? == Some(true) {
                     return Ok(Standing::Folder);
                 }
                 let above = location_above(location);
@@ -99,8 +100,9 @@ impl RemoteStore {
         if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder) != KnownName::Unknown {
             return Ok(false);
         }
-        self.has_names(&above, stop)?;
-        Ok(self.look_up(folder) == KnownName::Absent)
+        // What is empty before the first answer is not kept as known.
+        let is_empty = self.has_names(&above, stop)? == Some(false);
+        Ok(is_empty || self.look_up(folder) == KnownName::Absent)
     }
 
     fn stat_of_hub(&self, location: &Location, stop: &Stop) -> Result<Standing> {
@@ -114,7 +116,12 @@ impl RemoteStore {
 
     /// Whether the listing of a folder shows that a key does not exist.
     fn is_unlisted_in(&self, folder: &Location, key: &str, stop: &Stop) -> bool {
-        self.has_names(folder, stop).is_ok_and(|names| names.is_some()) && self.look_up(key) == KnownName::Absent
+        match self.has_names(folder, stop) {
+            Ok(Some(true)) => self.look_up(key) == KnownName::Absent,
+            // What is empty before the first answer is not kept as known.
+            Ok(Some(false)) => matches!(self.look_up(key), KnownName::Absent | KnownName::Unknown),
+            _ => false,
+        }
     }
 
     /// Sends a request even for a known name: absent chunks have fill values only while their array is there.

@@ -198,6 +198,7 @@ fn the_listing_of_a_name_that_is_no_folder_hides_nothing() {
     assert_eq!(fake.seen().len(), 1);
     let nothing = fake.s3("none", &[]);
     assert_eq!(stat(&nothing, &nothing.root()), None);
+    assert_eq!(fake.seen().len(), 2, "one listing and one GET");
 }
 
 #[test]
