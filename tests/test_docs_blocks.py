@@ -74,13 +74,15 @@ HEAVY = {
     "docs/start.md": Page(scenes.tiny_model, 4, 5, (("openai-community/gpt2", "tiny"),)),
 }
 """Pages with blocks that need heavy libraries."""
+_LONG = ("docs/start.md",)
+"""Pages whose blocks take seconds of processor time."""
 RENAMED = pytest.mark.filterwarnings("ignore:.*not the hash of its metadata:actshard.ActshardWarning")
 """Dumps have the names that a page gives them, and not those of their hashes."""
 SHELL = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 @RENAMED
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow) if p in _LONG else p for p in PAGES])
 def test_the_blocks_of_a_page_run_as_written(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if all(block.needs or block.reason for block in blocks(page)):
         pytest.skip("all blocks need heavy libraries")
