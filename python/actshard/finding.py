@@ -63,8 +63,9 @@ def all_existing(paths: Sequence[Any], storage_options: Mapping[str, Any] | None
     found: list[Location] = []
     for path in paths:
         place = Location.of_any(path, storage_options, cache)
-        same = next((other.storage for other in found if other.storage == place.storage), place.storage)
-        found.append(Location(same, place.key))
+        # A web server's storage knows which escapes of one URL are the user's: those of another are not names of files.
+        alike = [] if "%" in place.key else [other.storage for other in found if other.storage == place.storage]
+        found.append(Location(next(iter(alike), place.storage), place.key))
     return [_existing(place) for place in found]
 
 

@@ -200,14 +200,13 @@ pub fn path_of(key: &str) -> String {
     utf8_percent_encode(key, IN_PATH).to_string()
 }
 
-/// A key of a web server as the path of a URL. In the part that the user wrote, `root`, escapes stay as they are: `%2F` is no
-/// separator, and a server may distinguish `%2B` from `+`. Names below it come from the dataset and are escaped, `%` too: else
-/// a file name would be another object's, or `%2e%2e` the folder above.
+/// A key of a web server as the path of a URL. In the part that the user wrote, `root` or the folders that the key shares with
+/// it, escapes stay as they are: `%2F` is no separator, and a server may distinguish `%2B` from `+`. Other names come from the
+/// dataset and are escaped, `%` too: else a file name would be another object's, or `%2e%2e` the folder above.
 pub fn web_path_of(root: &str, key: &str) -> String {
-    let below = key.strip_prefix(root).filter(|rest| root.is_empty() || rest.is_empty() || rest.starts_with('/'));
-    let Some(below) = below else { return path_of(key) };
+    let (written, below) = key.split_at(written_bytes(root, key));
     let mut path = String::with_capacity(key.len());
-    let mut parts = root.split('%');
+    let mut parts = written.split('%');
     path.push_str(&path_of(parts.next().unwrap_or_default()));
     for part in parts {
         let is_escape =
@@ -217,6 +216,18 @@ pub fn web_path_of(root: &str, key: &str) -> String {
     }
     path.push_str(&path_of(below));
     path
+}
+
+/// The number of bytes of a key that the user wrote: the URL that was opened, also with a further ending (`rows.parquet.yaml`), or
+/// the folders above it.
+fn written_bytes(root: &str, key: &str) -> usize {
+    if key.strip_prefix(root).is_some_and(|rest| root.is_empty() || rest.is_empty() || rest.starts_with(['/', '.'])) {
+        return root.len();
+    }
+    let names = root.split_inclusive('/').zip(key.split_inclusive('/'));
+    let is_written =
+        |(written, asked): &(&str, &str)| written.strip_suffix('/') == Some(asked.strip_suffix('/').unwrap_or(asked));
+    names.take_while(is_written).map(|(_, asked)| asked.len()).sum()
 }
 
 /// A text as one name in the path of a URL.
@@ -262,6 +273,10 @@ mod tests {
         {
             assert_eq!(web_path_of("a%20b", &format!("a%20b/{name}")), format!("a%20b/{expected}"));
             assert_eq!(web_path_of("", name), expected);
+            // A file's neighbours are below the folder that the user wrote.
+            assert_eq!(web_path_of("a%20b/x%20y.npy", &format!("a%20b/{name}")), format!("a%20b/{expected}"));
+            assert_eq!(web_path_of("a%20b/x%20y", &format!("a%20b/x%20y.{name}")), format!("a%20b/x%20y.{expected}"));
+            assert_eq!(web_path_of("a%20b/x%20y", "a%20b"), "a%20b");
             // Outside the URL, nothing is as the user wrote it.
             assert_eq!(web_path_of("a%20b", &format!("a%20bc/{name}")), format!("a%2520bc/{expected}"));
         }
