@@ -783,3 +783,14 @@ def test_an_error_of_the_next_window_comes_when_all_batches_before_it_were_taken
         before = [b for b in range(-(-n // 3)) if (b + 1) * 3 <= window * size][::every]
         assert read[: 3 * len(before)] == [e for b in before for e in order[3 * b : 3 * b + 3]]
         shard.write_bytes(whole)
+
+
+def test_the_least_memory_of_a_window_that_an_error_names_is_enough(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=6, dtype="float32") as writer:
+        writer.append(np.ones((3, 1, 2, 6), np.float32))
+    store = actshard.open(tmp_path / "d")
+    with pytest.raises(
+        actshard.ArgumentError, match="memory: expected at least 52 bytes, for one row and its number, found 51"
+    ):
+        store.stream(0, 2, shuffle="window", memory=51)
+    assert store.stream(0, 2, shuffle="window", memory=52).window == 1

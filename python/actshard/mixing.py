@@ -32,7 +32,8 @@ from actshard.choosing import scrambled
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError
 from actshard.store import Store
-from actshard.stream import Batch, Shuffle, Stream
+from actshard.stream import Batch, Stream
+from actshard.stream.row_epochs import Shuffle
 from actshard.stream.selection import CONTENT, Selection
 
 _RING = 3

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.epochs import Epochs, Loop, Reader
+from actshard.epochs import Loop, Reader
 from actshard.errors import (
     ArgumentError,
     OverflowWarning,
@@ -20,19 +19,10 @@ from actshard.errors import (
 from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.stream.readable import Readable, covered_by, native_options
-from actshard.stream.rescaling import (
-    Center,
-    Divide,
-    Normalize,
-    Scale,
-    layers_of,
-    rows_and_rescaling,
-    settings_of,
-)
+from actshard.stream.readable import Readable
+from actshard.stream.rescaling import Center, Divide, Normalize, Scale
+from actshard.stream.row_epochs import RowEpochs, Shuffle
 from actshard.stream.selection import Selection
-
-Shuffle = Literal["window", "exact"] | None
 
 _UNIT = 4 << 20
 """Bytes that a window requests from a remote store at a time, if its rows are contiguous."""
@@ -74,7 +64,7 @@ class Batch:
         return f"<actshard.Batch: {tuple(self.activations.shape)} {self.activations.dtype}, layers {layers}{labels}>"
 
 
-class Stream(Epochs[Batch]):
+class Stream(RowEpochs[Batch]):
     """Batches of a store's rows. :meth:`Store.stream` creates it and documents the arguments.
 
     ``for batch in stream`` reads one epoch; the next loop reads the next epoch, in another order. After a ``break`` the next
@@ -113,54 +103,37 @@ class Stream(Epochs[Batch]):
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        interleave, drop_last = _arguments.switch(interleave, "interleave"), _arguments.switch(drop_last, "drop_last")
-        reuse, one = _arguments.switch(reuse, "reuse"), is_one(layer) and layer != "all"
-        self._layers = layers_of(store, layer)
-        groups = [store.group_of(x) for x in self._layers]
+        interleave, reuse = _arguments.switch(interleave, "interleave"), _arguments.switch(reuse, "reuse")
+        one = is_one(layer) and layer != "all"
         if interleave and one:
             raise ArgumentError("interleave: expected several layers, found one; there is only one layer to read")
-        if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
-            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
-        self.store = store
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
-        self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
-        self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
-        self.seed = _arguments.whole(seed, "seed")
-        self.shuffle, self.drop_last = shuffle, drop_last
-        self._tokens = selection.tokens
-        asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
-        self.dtype = asked
-        self._options = native_options(
-            groups,
-            asked,
-            name,
-            dtype is not None,
-            stacked=not one,
-            interleaved=interleave,
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            seed=self.seed,
-            drop_last=self.drop_last,
-            rank=self.rank,
-            world_size=self.world_size,
-            memory=_arguments.size(memory, "memory"),
-        )
-        item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
-        self._shape = (self.batch_size, *item)
         self._reuse = reuse
         self._buffers = None if buffers is None else _arguments.listed(buffers, "buffers: expected arrays")
-        if self._buffers is not None:
-            _check_buffers(self._buffers, self._shape, asked)
-        super().__init__(_arguments.whole(epoch, "epoch"))
-        self._rows, more = rows_and_rescaling(
-            store, self._layers, selection, (center, scale, divide, normalize), self._options
+        super().__init__(
+            store,
+            layer,
+            selection,
+            (center, scale, divide, normalize),
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            memory=memory,
+            interleaved=interleave,
+            batch_size=self.batch_size,
         )
-        self._options |= more
-        each = len(groups) if interleave else 1
+        item = (store.d_model,) if one or interleave else (len(self._layers), store.d_model)
+        self._shape = (self.batch_size, *item)
+        if self._buffers is not None:
+            _check_buffers(self._buffers, self._shape, self.dtype)
+        each = len(self._layers) if interleave else 1
         self.left_out = {name: count * each for name, count in self._rows.left_out.items()}
-        self._native = store.native_stream(self._rows.native, self._options)
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
@@ -201,11 +174,6 @@ class Stream(Epochs[Batch]):
         """Returns (examples, tokens) of selected rows, given their numbers in stored order. Not for interleaved layers."""
         return self._native.locate(_arguments.index(rows, "rows")[0])
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Names of the layers of this stream."""
-        return tuple(self._layers)
-
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__()} - _DOORS)
 
@@ -220,54 +188,22 @@ class Stream(Epochs[Batch]):
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 
-    def _count(self) -> int:
-        return len(self)
-
-    def _place(self) -> Path:
-        return self.store.path
-
-    def _ready(self) -> None:
-        self.store.check_open()
-        # Computed while the files are open: state_dict() may be called after the store is closed.
-        self._covered()
-
-    def _covered(self) -> dict[str, Any]:
-        return covered_by(self.store, self._layers)
-
     def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
         return RowLoop(self, first, every, held)
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
         return (set() if "dataset" in saved else _SINCE_2) | (set() if "sample" in saved else _SINCE_3)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_native"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._native = self.store.native_stream(self._rows.native, self._options)
-
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the rows of each batch and their values."""
-        o = self._options
-        made: dict[str, Any] = {
-            **self._covered(),
+        made = {
+            **super()._settings(),
             "rows": self.num_rows,
-            "layers": self._layers,
-            "interleave": o["interleaved"],
-            "tokens": self._tokens,
+            "interleave": self._options["interleaved"],
             "selection": self._rows.digest,
             "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "world_size": self.world_size,
-            "dtype": self.dtype.name,
             "shape": list(self._shape[1:]),
         }
-        made |= settings_of(o)
         if self.shuffle == "window":
             made["window"] = int(self._native.window)
             made["units"] = f"{self._native.units:016x}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,21 +18,13 @@ from numpy.typing import DTypeLike, NDArray
 import actshard._native as _native
 from actshard import _arguments
 from actshard.ahead import ReadAhead
-from actshard.epochs import Epochs, Loop
+from actshard.epochs import Loop
 from actshard.errors import ArgumentError, OverflowWarning, warn
-from actshard.layers import Layer, array_of, is_one, listing, short
-from actshard.stream import Shuffle
+from actshard.layers import Layer, array_of, listing, short
 from actshard.stream.percolumn import BatchColumns
-from actshard.stream.readable import Readable, covered_by, native_options
-from actshard.stream.rescaling import (
-    Center,
-    Divide,
-    Normalize,
-    Scale,
-    layers_of,
-    rows_and_rescaling,
-    settings_of,
-)
+from actshard.stream.readable import Readable
+from actshard.stream.rescaling import Center, Divide, Normalize, Scale
+from actshard.stream.row_epochs import RowEpochs, Shuffle
 from actshard.stream.selection import Selection
 
 TooLong = Literal["error", "truncate", "split", "drop"]
@@ -100,7 +91,7 @@ class SequenceBatch:
         )
 
 
-class SequenceStream(Epochs[SequenceBatch]):
+class SequenceStream(RowEpochs[SequenceBatch]):
     """Batches of whole sequences. :meth:`Store.sequences_stream` creates it and documents the arguments.
 
     Loops, states, workers and pickling work as for :class:`~actshard.Stream`.
@@ -137,44 +128,33 @@ class SequenceStream(Epochs[SequenceBatch]):
         normalize: Normalize = None,
         memory: int | str = "1GiB",
     ) -> None:
-        self.store = store
-        self._layers = layers_of(store, layer)
-        groups = [store.group_of(x) for x in self._layers]
         self.batch_tokens = _arguments.whole(batch_tokens, "batch_tokens", 1, (1 << 31) - 1)
-        self.pack, self.drop_last = _arguments.switch(pack, "pack"), _arguments.switch(drop_last, "drop_last")
+        self.pack = _arguments.switch(pack, "pack")
         self.fixed_shape = _arguments.switch(fixed_shape, "fixed_shape")
         if self.fixed_shape and not self.pack:
             raise ArgumentError(
                 "fixed_shape: expected pack=True; padded batches have the length of their longest sequence"
             )
-        if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
-            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         if selection.tokens not in ("content", "all"):
             raise ArgumentError(f'tokens: expected "content" or "all", found {selection.tokens!r}')
         if not _arguments.is_one_of(too_long, ("error", "truncate", "split", "drop")):
             raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
         self.too_long: TooLong = too_long
-        self.shuffle, self._tokens = shuffle, selection.tokens
-        self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
-        self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
-        self.seed = _arguments.whole(seed, "seed")
-        asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
-        self.dtype = asked
-        self._options = native_options(
-            groups,
-            asked,
-            name,
-            dtype is not None,
-            stacked=not is_one(layer) or layer == "all",
-            memory=_arguments.size(memory, "memory"),
-        )
-        super().__init__(_arguments.whole(epoch, "epoch"))
         self._columns = BatchColumns(store, columns)
-        self._rows, more = rows_and_rescaling(
-            store, self._layers, selection, (center, scale, divide, normalize), self._options
+        super().__init__(
+            store,
+            layer,
+            selection,
+            (center, scale, divide, normalize),
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            memory=memory,
         )
-        self._options |= more
-        self._native = store.native_stream(self._rows.native, self._options)
         before = self._native.before()
         self._cut(np.diff(before))
         self.left_out |= self._rows.left_out
@@ -241,11 +221,6 @@ class SequenceStream(Epochs[SequenceBatch]):
         )
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Names of the layers of this stream."""
-        return tuple(self._layers)
-
-    @property
     def reuses(self) -> bool:
         """False: each batch is a new array."""
         return False
@@ -279,56 +254,33 @@ class SequenceStream(Epochs[SequenceBatch]):
             f"epoch {self.epoch}>"
         )
 
-    def _count(self) -> int:
-        return len(self)
-
-    def _place(self) -> Path:
-        return self.store.path
-
-    def _ready(self) -> None:
-        self.store.check_open()
-        # Computed while the files are open: state_dict() may be called after the store is closed.
-        self._covered()
-
-    def _covered(self) -> dict[str, Any]:
-        return covered_by(self.store, self._layers)
-
     def _loop(self, first: int, every: int, held: list[Any] | None) -> _SequenceLoop:
         assert held is None, "batches of sequences are new arrays"
         return _SequenceLoop(self, first, every)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_native", "_packing", "_before"):
-            del state[name]
+        del state["_packing"], state["_before"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._native = self.store.native_stream(self._rows.native, self._options)
         self._packing, self._before = self._packed(), self._native.before()
 
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the sequences of each batch and their values."""
-        made: dict[str, Any] = {
-            **self._covered(),
+        return {
+            **super()._settings(),
             "sequences": self.num_sequences,
-            "layers": self._layers,
-            "tokens": self._tokens,
             "selection": self._fingerprint(),
             "batch_tokens": self.batch_tokens,
             "pack": self.pack,
             "too_long": self.too_long,
             "columns": list(self._columns.names),
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "world_size": self.world_size,
-            "dtype": self.dtype.name,
             "stacked": self._options["stacked"],
             "fixed_shape": self.fixed_shape,
+            **self._planned,
         }
-        return made | settings_of(self._options) | self._planned
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
         return set() if "sample" in saved else {"sample", "dtype", "stacked", "fixed_shape"}

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from numpy.typing import DTypeLike
 
 from actshard.layers import Layer
-from actshard.stream import Shuffle, Stream
+from actshard.stream import Stream
 from actshard.stream.norms import Limit
 from actshard.stream.readable import Readable
 from actshard.stream.rescaling import Center, Divide, Normalize, Scale
+from actshard.stream.row_epochs import Shuffle
 from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.stream.sequences import SequenceStream, TooLong
 

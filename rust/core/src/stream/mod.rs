@@ -23,4 +23,4 @@ pub mod select;
 pub mod sequences;
 pub mod stats;
 
-pub use plan::items_in;
+pub use plan::{ITEM_BYTES, items_in};
