@@ -204,8 +204,8 @@ def test_reads_of_large_conversions_are_predicted(
 ) -> None:
     """Those of rows: within 1 %. A pickle shard is read once by each task, with its columns."""
     seen: list[int] = []
-    monkeypatch.setattr(blocks, "read", partial(counting, seen))
     plan = actshard.plan.convert(made, tmp_path / "d", "safetensors", tasks=2, tokens=tokens)
+    monkeypatch.setattr(blocks, "read", partial(counting, seen))  # not of the predictions, which write the result once
     store = actshard.open(made)
     found = reads(plan, tmp_path / "f", fresh=store.contents.units is not None)
     if store.contents.units is None:
