@@ -698,7 +698,7 @@ def _worker_with(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Makes workers run code when their interpreters start."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def test_what_workers_print_is_not_taken_for_what_they_say(
@@ -755,7 +755,7 @@ def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
         import os
         from actshard import errors
         from actshard.tokens import sources
-        def fails(self, columns, read, arrays=()):
+        def fails(self, columns, read, blocks=()):
             {failing}
         sources.Source.records = fails
     """

@@ -9,26 +9,30 @@ import itertools
 import json
 import lzma
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
 from actshard.compat import levanter
-from actshard.tokens import processing, shards, templates
+from actshard.tokens import columns, processing, shards, templates
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source
 from actshard.tokens.tokenizer import Tokenizer
+from actshard.tokens.writing import FieldWriters
 
 TEXTS = [{"text": "one"}, {"text": "a longer text of many more words"}, {"text": "two words"}]
 
@@ -90,13 +94,13 @@ def test_every_stream_of_a_compressed_file_is_read_or_the_file_is_an_error(
 
 def test_a_source_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
-    read = processing.PrebuiltProcessor.look
+    read = processing.PrebuiltProcessor.of_block
 
-    def look(self: Any, record: Any) -> Any:
+    def of_block(self: Any, block: Any) -> Any:
         write_lines(source, [{"input_ids": [8]}, {"input_ids": [9]}])
-        return read(self, record)
+        return read(self, block)
 
-    monkeypatch.setattr(processing.PrebuiltProcessor, "look", look)
+    monkeypatch.setattr(processing.PrebuiltProcessor, "of_block", of_block)
     with pytest.raises(actshard.ChangedInputError, match="build the cache again"):
         tokens.build_cache(source, tmp_path / "c", format="prebuilt")
     monkeypatch.undo()
@@ -556,11 +560,17 @@ class TestConfiguration:
 # -- prebuilt rows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", "large_list", "sliced"])
+@pytest.mark.parametrize("kind", ["list", "large_list", "sliced", "fixed_size"])
 def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path: Path) -> None:
-    ids = [[], [1, 2, 3], [70_000], list(range(500)), []]
-    weights = [[], [0.5, 0, 1], [2.5], [i / 7 for i in range(500)], []]
+    ids: list[list[int]] = [[], [1, 2, 3], [70_000], list(range(500)), []]
+    weights: list[list[float]] = [[], [0.5, 0, 1], [2.5], [i / 7 for i in range(500)], []]
     make = pa.large_list if kind == "large_list" else pa.list_
+    if kind == "fixed_size":
+        ids, weights, make = (
+            [[i, 2 * i] for i in range(5)],
+            [[1, i / 3] for i in range(5)],
+            lambda item: pa.list_(item, 2),
+        )
     table = pa.table(
         {
             "other": list("abcde"),
@@ -578,6 +588,51 @@ def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path
     ]
     for field in ("input_ids", "loss_weights"):
         assert rows(caches[0], field) == rows(caches[1], field)
+
+
+_number = st.one_of(
+    st.integers(0, 70_000),
+    st.sampled_from([-1, 2**31, 2**53 + 1, 2**62, 2**63, 2**64, 1e39, 0.5, 1.0, -0.0, True, False, None, "1", [1]]),
+)
+_row = st.fixed_dictionaries(
+    {"input_ids": st.one_of(st.lists(st.integers(0, 70_000), max_size=6), st.lists(_number, max_size=3), st.none())},
+    optional={
+        "loss_weights": st.one_of(st.lists(st.sampled_from([1, 0, 0.1, 2**53 + 1, 2**60 + 1]), max_size=6), st.none()),
+        "text": st.sampled_from(["true", "false", ""]),
+    },
+)
+
+
+@given(drawn=st.lists(_row, max_size=12), at_once=st.sampled_from([1, 6, 1 << 16]), weighs=st.booleans())
+@example(drawn=[{"input_ids": []}, {"input_ids": [], "loss_weights": []}], at_once=1 << 16, weighs=True)
+@example(drawn=[{"input_ids": [1]}, {"input_ids": [1.0]}, {"input_ids": [2]}], at_once=1 << 16, weighs=False)
+def test_blocks_of_rows_are_what_single_rows_are(drawn: list[dict[str, Any]], at_once: int, weighs: bool) -> None:
+    """Also rows that follow an unusable one, and which rows are unusable for what reason."""
+    form = PrebuiltFormat(loss_weights_key="loss_weights" if weighs else None)
+    for row in drawn:
+        if len(row.get("loss_weights") or []) != len(row["input_ids"] or []) and len(row["input_ids"] or []) % 2:
+            row["loss_weights"] = [1] * len(row["input_ids"])
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.rows: dict[str, list[list[Any]]] = {}
+
+        def append(self, name: str, elements: Any, lengths: Any) -> None:
+            ends = np.cumsum(lengths).tolist()
+            held = np.asarray(elements, process.fields[name]).tolist()
+            self.rows.setdefault(name, []).extend(held[end - n : end] for end, n in zip(ends, lengths, strict=True))
+
+    results = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_AT_ONCE", at_once)
+        source = Source(write_lines(Path(folder) / "a.jsonl", drawn), "s")
+        for takes_blocks in (False, True):
+            process, recorder = processing.processor(form, None), Recorder()
+            process.takes_blocks = takes_blocks
+            counts = shards.write_rows(source, process, cast("FieldWriters", recorder), skip=True)
+            problems = sorted((p.number, p.detail) for p in counts.unusable)
+            results.append((counts.rows, counts.tokens, counts.skipped, problems[:3], recorder.rows or None))
+    assert results[1] == results[0]
 
 
 def test_chat_templates_get_lists_of_parquet_files_as_lists(tmp_path: Path) -> None:

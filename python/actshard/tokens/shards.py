@@ -19,17 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 import actshard._native as _native
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
+from actshard.tokens.columns import ColumnBlock
 from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
 from actshard.tokens.recipe import shard_ledger
-from actshard.tokens.sources import AnySource, Record, RowProblem, Source
+from actshard.tokens.sources import AnySource, Record, RowProblem, Rows, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 from actshard.work import remove, sync_folders, sync_tree
@@ -124,9 +123,9 @@ class Records(Protocol):
         """The unit of record numbers."""
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
-        """Yields records with their numbers. With ``arrays``, lists of numbers may be numpy arrays."""
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[Rows]:
+        """Yields records with their numbers. With ``blocks``, consecutive ones may be one block of flat columns."""
 
     def error(self, problem: RowProblem) -> FormatError:
         """The exception to raise for an unusable record."""
@@ -146,7 +145,7 @@ def write_rows(
     def read(n: int) -> None:
         counts.bytes += n
 
-    records = source.records(process.columns, read, arrays=process.takes_arrays)
+    records = source.records(process.columns, read, blocks=process.takes_blocks)
     first_field = next(iter(process.fields))
     for prepared, encoded in _encoded_ahead(process, _batches(records, process, source.what)):
         rows = process.finish(prepared, encoded, source.what)
@@ -201,18 +200,21 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
     return ledger if whole and isinstance(own, dict) and own.get("identity") == identity else None
 
 
-def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterator[Prepared]:
+def _batches(records: Iterator[Rows], process: Processor, what: str) -> Iterator[Prepared]:
     batch: list[Record] = []
     chars = 0
-    for item in records:
-        batch.append(item)
-        record = item[1]
+    for number, record in records:
+        if isinstance(record, ColumnBlock):
+            if batch:
+                yield process.prepare(batch, what)
+                batch, chars = [], 0
+            yield process.prepare_block(number, record, what)
+            continue
+        batch.append((number, record))
         if not isinstance(record, RowProblem):
             for value in record.values():
                 if isinstance(value, str):
                     chars += len(value)
-                elif isinstance(value, np.ndarray):
-                    chars += value.nbytes
                 elif isinstance(value, list):
                     # Messages or numbers: a rough estimate is enough to limit a batch.
                     chars += len(value) * 100
