@@ -560,12 +560,13 @@ def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, wo
         shard: {name: sum(r.elements[name] for r in each) for name in recipe.fields}
         for shard, each in zip(shards_of, read, strict=True)
     }
+    crcs = None
     if recipe.layout == CONSOLIDATED:
         filled = [new / shard for shard in shards_of if rows[shard]] if kept else _filled(read)
         with boundary(work, "combine rows in"):
-            consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
+            crcs = consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
     skipped = {shard: n for shard, each in zip(shards_of, read, strict=True) if (n := sum(r.skipped for r in each))}
-    recipe.ledger(rows, elements, skipped, now).write(new)
+    recipe.ledger(rows, elements, skipped, now).write(new, crcs)
     placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from numpy.typing import DTypeLike
 import actshard._native as _native
 from actshard import errors
 from actshard._arguments import local_path, many, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, MissingFileError, boundary
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
@@ -385,12 +386,13 @@ class Build:
         rows = {shard: ledger.total_num_rows for shard, ledger in done.items()}
         elements = {shard: ledger.field_counts for shard, ledger in done.items()}
         new = work / placing.NEW
+        crcs = None
         if self.layout == CONSOLIDATED:
             self._report("consolidating")
             with boundary(work, "put shards together in"):
                 filled = [new / shard for shard, n in rows.items() if n]
-                consolidate(filled, work / "merged", new, self.process.fields, self.storage)
-        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new)
+                crcs = consolidate(filled, work / "merged", new, self.process.fields, self.storage)
+        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new, crcs)
         placing.swap(self.out, work, placing.NEW, [*self.recipe.entries, ledgers.NAME])
 
     def _warn(self) -> None:
@@ -399,8 +401,10 @@ class Build:
 
 def consolidate(
     parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
-) -> None:
+) -> Mapping[str, int] | None:
     """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
+
+    Returns the CRC-32 of each data file by its path; None if they are unknown.
 
     Args:
         parts: folders with at least one row each, in order.
@@ -409,18 +413,23 @@ def consolidate(
         fields: dtypes by name.
         storage: ``"plain"`` or ``"lz4"``.
     """
-    if not (len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields))):
+    crcs = None
+    if len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields)):
+        with suppress(MissingFileError):  # rows of a task have no ledger
+            crcs = {path: int(crc, 16) for path, crc in ledgers.read(parts[0]).checksums.items()} or None
+    else:
         writers = FieldWriters(merged, fields, storage)
         cache = _native.BlockCache(0)
         for name in fields:
             for part in parts:
                 shard = _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True)
                 writers.extend(name, shard)
-        writers.finish()
+        crcs = writers.finish().checksums
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):
         entry.rename(new / entry.name)
     sync_folders([new])
+    return crcs
 
 
 def warn_of_skipped(out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str]) -> None:

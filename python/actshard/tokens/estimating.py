@@ -276,7 +276,8 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
                 counts.rows / sample.read,
                 {name: n / sample.read for name, n in counts.elements.items()},
             )
-    rows, elements = writers.finish()
+    written = writers.finish()
+    rows, elements = written.rows, written.elements
     stored, texts = {}, {}
     for name in process.fields:
         data, offsets = folder / name / "data", folder / name / "offsets"

@@ -170,11 +170,11 @@ def complete_shard(
     staged: Path, folder: Path, writers: FieldWriters, identity: str, skipped: int, metadata: dict[str, Any]
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
-    rows, elements = writers.finish()
-    ledger = shard_ledger(folder.name, rows, elements, identity, skipped, metadata)
-    ledger.write(staged)
+    written = writers.finish()
+    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata)
+    ledger.write(staged, written.checksums)
     with boundary(folder, "write"):
-        if rows:
+        if written.rows:
             (staged / SUCCESS).touch()
             _native.sync_files([staged / SUCCESS])
         sync_tree(staged)
