@@ -603,9 +603,9 @@ _row = st.fixed_dictionaries(
 )
 
 
-@given(drawn=st.lists(_row, max_size=12), at_once=st.sampled_from([1, 6, 1 << 16]), weighs=st.booleans())
-@example(drawn=[{"input_ids": []}, {"input_ids": [], "loss_weights": []}], at_once=1 << 16, weighs=True)
-@example(drawn=[{"input_ids": [1]}, {"input_ids": [1.0]}, {"input_ids": [2]}], at_once=1 << 16, weighs=False)
+@given(drawn=st.lists(_row, max_size=12), at_once=st.sampled_from([1, 60, 1 << 19]), weighs=st.booleans())
+@example(drawn=[{"input_ids": []}, {"input_ids": [], "loss_weights": []}], at_once=1 << 19, weighs=True)
+@example(drawn=[{"input_ids": [1]}, {"input_ids": [1.0]}, {"input_ids": [2]}], at_once=1 << 19, weighs=False)
 def test_blocks_of_rows_are_what_single_rows_are(drawn: list[dict[str, Any]], at_once: int, weighs: bool) -> None:
     """Also rows that follow an unusable one, and which rows are unusable for what reason."""
     form = PrebuiltFormat(loss_weights_key="loss_weights" if weighs else None)

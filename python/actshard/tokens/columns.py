@@ -7,15 +7,17 @@ single record, whose errors name its row.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_AT_ONCE = 1 << 16
-"""Numbers per block of JSON lines."""
+Record = tuple[int, Any]
+"""A number, and a mapping or a problem."""
+_AT_ONCE = 1 << 19
+"""Bytes of JSON lines per block."""
 _EXACT = 2.0**53
 """Smaller integers are exact as float64."""
 
@@ -27,20 +29,21 @@ class ColumnBlock:
     Attributes:
         elements: the numbers of all rows, by column.
         lengths: how many of them each row has, by column; int64.
-        records: the rows before conversion; None: those of the arrays.
+        records: returns the rows before conversion; None: they are those of the arrays.
     """
 
     elements: Mapping[str, NDArray[Any]]
     lengths: Mapping[str, NDArray[np.int64]]
-    records: Sequence[Mapping[str, Any]] | None = None
+    records: Callable[[], list[Record]] | None = None
 
-    def rows(self) -> Iterable[Mapping[str, Any]]:
-        """The rows one by one, for messages about one of them."""
+    def rows(self, first: int) -> list[Record]:
+        """The rows one by one with their numbers, for messages about one of them. ``first`` is the number of the first."""
         if self.records is not None:
-            return self.records
+            return self.records()
         ends = {name: np.cumsum(lengths) for name, lengths in self.lengths.items()}
         columns = [np.split(numbers, ends[name][:-1]) for name, numbers in self.elements.items()]
-        return [dict(zip(self.elements, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = (dict(zip(self.elements, row, strict=True)) for row in zip(*columns, strict=True))
+        return list(enumerate(rows, first))
 
 
 def of_arrow(batch: Any) -> ColumnBlock | None:
@@ -65,26 +68,27 @@ def of_arrow(batch: Any) -> ColumnBlock | None:
     return ColumnBlock(elements, lengths) if elements and len(batch) else None
 
 
-def joined(lines: Iterable[tuple[int, bytes, Any]], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+def joined(
+    lines: Iterable[tuple[int, bytes]], columns: Sequence[str], parse: Callable[[int, bytes], Record]
+) -> Iterator[Record]:
     """Yields the records of lines with their numbers, consecutive ones with lists of numbers as blocks with the first number.
 
     Args:
-        lines: number, bytes and record of each line.
+        lines: number and bytes of each line.
         columns: keys of the records that are read.
+        parse: returns number and record of a line.
     """
-    rows: list[tuple[int, Mapping[str, Any]]] = []
-    size = 0
-    for number, line, record in lines:
+    block = _OpenBlock(columns, parse)
+    for number, line in lines:
+        record = parse(number, line)[1]
         lists = _lists(record, line, columns)
-        if lists is not None:
-            rows.append((number, record))
-            size += sum(map(len, lists)) + 1
-        if lists is None or size >= _AT_ONCE:
-            yield from _block(rows, columns)
-            rows, size = [], 0
-        if lists is None:
-            yield number, record
-    yield from _block(rows, columns)
+        if lists is None or not block.add(number, line, lists):
+            yield from block.close()
+            if lists is None or not block.add(number, line, lists):
+                yield number, record
+        elif block.bytes >= _AT_ONCE:
+            yield from block.close()
+    yield from block.close()
 
 
 def _lists(record: Any, line: bytes, columns: Sequence[str]) -> list[list[Any]] | None:
@@ -98,29 +102,59 @@ def _lists(record: Any, line: bytes, columns: Sequence[str]) -> list[list[Any]] 
     return None if has_booleans and any(bool in set(map(type, values)) for values in lists) else lists
 
 
-def _block(rows: list[tuple[int, Mapping[str, Any]]], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    if not rows:
-        return
-    elements = {name: _numbers([record[name] for _, record in rows]) for name in columns}
-    if any(numbers is None for numbers in elements.values()):
-        yield from rows
-        return
-    lengths = {name: np.fromiter((len(record[name]) for _, record in rows), np.int64, len(rows)) for name in columns}
-    arrays = {name: numbers for name, numbers in elements.items() if numbers is not None}
-    yield rows[0][0], ColumnBlock(arrays, lengths, [record for _, record in rows])
+class _OpenBlock:
+    """Rows of lines. Numbers are converted line by line, while they are in the processor's cache, and only lines are kept."""
 
+    def __init__(self, columns: Sequence[str], parse: Callable[[int, bytes], Record]) -> None:
+        self._columns = columns
+        self._parse = parse
+        self._begin()
 
-def _numbers(lists: Iterable[list[Any]]) -> NDArray[Any] | None:
-    """The concatenated numbers, int64 or float64, equal to those that numpy makes of each list; None if it may be different."""
-    flat: list[Any] = []
-    for values in lists:
-        flat += values
-    try:
-        return np.frombuffer(array("q", flat), np.int64)
-    except (TypeError, OverflowError):
-        pass
-    try:
-        numbers = np.frombuffer(array("d", flat), np.float64)
-    except (TypeError, OverflowError):
-        return None
-    return numbers if not numbers.size or np.abs(numbers).max() < _EXACT else None  # NaN: not less
+    def _begin(self) -> None:
+        self._arrays: dict[str, array[Any]] = {name: array("q") for name in self._columns}
+        self._lengths: dict[str, list[int]] = {name: [] for name in self._columns}
+        self._lines: list[tuple[int, bytes]] = []
+        self.bytes = 0
+
+    def add(self, number: int, line: bytes, lists: Sequence[list[Any]]) -> bool:
+        """Adds a row. Returns False if its numbers do not fit those of the block; or none, if the block is empty."""
+        sizes = [len(numbers) for numbers in self._arrays.values()]
+        if not all(self._extend(name, values) for name, values in zip(self._columns, lists, strict=True)):
+            for numbers, size in zip(self._arrays.values(), sizes, strict=True):
+                del numbers[size:]
+            return False
+        for name, values in zip(self._columns, lists, strict=True):
+            self._lengths[name].append(len(values))
+        self._lines.append((number, line))
+        self.bytes += len(line)
+        return True
+
+    def _extend(self, name: str, values: list[Any]) -> bool:
+        try:
+            self._arrays[name].fromlist(values)
+        except (TypeError, OverflowError):
+            if self._lines or self._arrays[name].typecode == "d":
+                return False
+            self._arrays[name] = array("d")
+            return self._extend(name, values)
+        return True
+
+    def close(self) -> Iterator[Record]:
+        """Yields the rows so far, as a block if its numbers equal those that numpy makes of each list, and begins the next."""
+        lines, lengths = self._lines, self._lengths
+        elements = {name: np.frombuffer(numbers, numbers.typecode) for name, numbers in self._arrays.items()}
+        self._begin()
+        if not lines:
+            return
+        inexact = any(
+            n.dtype.kind == "f" and n.size and not np.abs(n).max() < _EXACT for n in elements.values()
+        )  # NaN, too
+
+        def records() -> list[Record]:
+            return [self._parse(number, line) for number, line in lines]
+
+        if inexact:
+            yield from records()
+        else:
+            counts = {name: np.array(n, np.int64) for name, n in lengths.items()}
+            yield lines[0][0], ColumnBlock(elements, counts, records)

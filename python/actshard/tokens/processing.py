@@ -97,7 +97,7 @@ class Processor(ABC):
         """Reads a block whose first record has the number ``first``. If one is unusable, they are read one by one."""
         rows = self.of_block(block)
         if rows is None:
-            return self.prepare(list(enumerate(block.rows(), first)), what)
+            return self.prepare(block.rows(first), what)
         return Prepared([], [], [], [], rows)
 
     def of_block(self, block: ColumnBlock) -> RowsOfBatch | None:

@@ -334,7 +334,7 @@ def parsed_lines(lines: Iterable[tuple[int, bytes]], columns: Sequence[str], *, 
     """The records of numbered lines; with ``blocks``, see :meth:`Source.records`."""
     if not blocks:
         return (parsed(number, line) for number, line in lines)
-    return joined(((number, line, parsed(number, line)[1]) for number, line in lines), columns)
+    return joined(lines, columns, parsed)
 
 
 def parsed(number: int, line: bytes) -> Record:
