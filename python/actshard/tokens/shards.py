@@ -24,10 +24,11 @@ from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
-from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.ledger import CONSOLIDATED, OURS, Ledger
+from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
-from actshard.tokens.recipe import shard_ledger
+from actshard.tokens.recipe import Recipe, shard_ledger
 from actshard.tokens.sources import AnySource, Record, RowProblem, Rows, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -109,7 +110,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
     if isinstance(source, Source):
         source.check_version()
-    counts.problems = [str(problem.error(source.path)) for problem in counts.unusable]
+    counts.problems = [str(source.error(problem)) for problem in counts.unusable]
     complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
     tell(counts)
     return counts
@@ -184,6 +185,16 @@ def complete_shard(
     return ledger
 
 
+def join_rows(parts: Sequence[Path], staged: Path, folder: Path, recipe: Recipe, identity: str, skipped: int) -> Ledger:
+    """Makes a shard of rows in several folders, by copying stored bytes; see :func:`complete_shard`."""
+    with boundary(staged, "make"):
+        remove(staged)
+        remove(folder)
+    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
+    writers.extend_all(parts)
+    return complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
+
+
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
     """The ledger of a shard that is finished and has this identity; None if it must be built.
 
@@ -251,9 +262,10 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
     }
 
 
-def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
-    """A task as JSON-compatible values, for another process."""
+def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, Any]:
+    """A task as JSON-compatible values, for another process. ``piece`` is of :func:`actshard.tokens.pieces.as_list`."""
     return {
+        "piece": [0, *piece[1:]],
         "source": {"path": os.fspath(source.path), "shard": source.shard, "version": source.version},
         "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
     }
@@ -312,9 +324,9 @@ def main() -> None:
             )
             task = _task(given["task"])
             with boundary(task.folder, "build"):
-                build_shard(source, process, task, lambda counts: send(counts.as_dict()))
+                build_shard(source_of(given["piece"], [source]), process, task, lambda counts: send(counts.as_dict()))
             orders.done()
-            send({"done": source.shard})
+            send({"done": task.folder.name})
     except ActshardError as error:
         send(as_plain(error))
         sys.exit(3)

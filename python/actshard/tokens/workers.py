@@ -11,12 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from actshard.errors import InternalError, from_plain
-from actshard.tokens import shards
-from actshard.tokens.shards import Counts, Task
-from actshard.tokens.sources import Source
+from actshard.tokens.shards import Counts
 from actshard.work import children
 
 
@@ -64,10 +62,10 @@ class Worker:
             self._stdin.write(line + b"\n")
             self._stdin.flush()
 
-    def give(self, source: Source, task: Task) -> None:
-        """Sends a source to build."""
-        self.shard = source.shard
-        before, line = self._sending, json.dumps(shards.task_as_dict(source, task)).encode()
+    def give(self, order: Order) -> None:
+        """Sends an order."""
+        self.shard = order.name
+        before, line = self._sending, order.line
 
         def send() -> None:
             before.join()
@@ -105,8 +103,16 @@ class Worker:
             self._process.kill()
 
 
+class Order(NamedTuple):
+    """A file or a part of one: its name, its size in bytes, and the worker's order."""
+
+    name: str
+    size: int
+    line: bytes
+
+
 class Workers:
-    """Builds sources in up to ``jobs`` worker processes, each one source at a time."""
+    """Builds parts in up to ``jobs`` worker processes, each one at a time."""
 
     def __init__(
         self,
@@ -122,16 +128,16 @@ class Workers:
         self._jobs = jobs
         self._threads = threads
         self._heard, self._done = heard, done
-        self._waiting: list[tuple[Source, Task]] = []
+        self._waiting: list[Order] = []
 
-    def run(self, files: list[tuple[Source, Task]]) -> None:
-        """Builds all sources.
+    def run(self, parts: list[Order]) -> None:
+        """Builds all parts.
 
         Raises:
             InternalError: a process died. Errors of a source are re-raised. In both cases the other processes are killed.
         """
         # Largest first (popped from the end), so that no long task is left for the end.
-        self._waiting = sorted(files, key=lambda f: f[0].size())
+        self._waiting = sorted(parts, key=lambda part: part.size)
         workers: set[Worker] = set()
         selector = selectors.DefaultSelector()
         try:
@@ -139,7 +145,7 @@ class Workers:
                 worker = Worker(self._setup, self._threads)
                 workers.add(worker)
                 selector.register(worker.messages, selectors.EVENT_READ, worker)
-                worker.give(*self._waiting.pop())
+                worker.give(self._waiting.pop())
             while workers:
                 for key, _ in selector.select():
                     worker = key.data
@@ -165,7 +171,7 @@ class Workers:
             if "done" in message:
                 self._done(message["done"])
                 if self._waiting:
-                    worker.give(*self._waiting.pop())
+                    worker.give(self._waiting.pop())
                 else:
                     worker.end()
                 continue

@@ -94,6 +94,13 @@ class FieldWriters:
         """Appends all rows of another cache's field. Stored blocks are copied without decoding."""
         self._writers[name].extend(field)
 
+    def extend_all(self, folders: Iterable[Path]) -> None:
+        """Appends all rows of the same fields in other folders, which each have rows; see :meth:`extend`."""
+        cache, parts = _native.BlockCache(0), list(folders)
+        for name in self.fields:
+            for part in parts:
+                self.extend(name, _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True))
+
     def finish(self) -> WrittenFields:
         """Writes buffered data and syncs it to disk."""
         fields = {name: writer.finish() for name, writer in self._writers.items()}
