@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bz2
 import dataclasses
+import gzip
 import itertools
 import json
 import lzma
@@ -665,6 +666,35 @@ def test_lists_of_parquet_files_that_are_no_ids_are_errors_with_their_row(
     pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
     with pytest.raises(actshard.FormatError, match=message):
         tokens.build_cache(tmp_path / "a.parquet", tmp_path / "c", format="prebuilt")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+@pytest.mark.parametrize("array", [False, True])
+def test_a_byte_order_mark_is_no_part_of_the_first_record(suffix: str, array: bool, tmp_path: Path) -> None:
+    text = '[{"input_ids": [1]}, {"input_ids": [2]}]' if array else '{"input_ids": [1]}\n{"input_ids": [2]}\n'
+    data = text.encode("utf-8-sig")
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    if array and suffix != "json":
+        with pytest.raises(actshard.FormatError, match="expected an object"):
+            tokens.build_cache(path, tmp_path / "c", format="prebuilt")
+        return
+    assert rows(tokens.build_cache(path, tmp_path / "c", format="prebuilt")) == [[1], [2]]
+    planned = actshard.plan.tokenize(path, tmp_path / "p", format="prebuilt", tasks=2)
+    assert rows(actshard.run(planned)) == [[1], [2]]
+
+
+def test_a_byte_order_mark_within_a_file_is_an_error_of_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(2 * '{"input_ids": [1]}\n'.encode("utf-8-sig"))
+    with pytest.raises(actshard.FormatError, match=r"line 2: .*BOM"):
+        tokens.build_cache(path, tmp_path / "c", format="prebuilt")
+
+
+def test_a_text_file_is_refused_because_documents_have_no_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    with pytest.raises(actshard.ArgumentError, match=r"where a document ends.*RowSource"):
+        tokens.build_cache(tmp_path / "a.txt", tmp_path / "c", GOLDEN / GPT2)
 
 
 @pytest.mark.parametrize("ids", ["[1, true]", "[false]", "[true, 500]"])

@@ -7,6 +7,7 @@ before it up to the first line break.
 
 from __future__ import annotations
 
+import codecs
 import heapq
 import io
 import itertools
@@ -92,7 +93,7 @@ class LineRange(Source):
             number = 0
             while at < self.stop and (line := stream.readline(LONGEST_LINE + 1)):
                 number += 1
-                yield number, at, line
+                yield number, at, line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
                 at += len(line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
@@ -135,6 +136,8 @@ class Source:
                 )
                 return
             stream = inflated(watched, self.path)
+            if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+                stream.read(len(codecs.BOM_UTF8))
             if kind == ".json" and _is_array(stream):
                 yield from _array(stream, self.path)
             else:
@@ -222,6 +225,12 @@ def kind_of(path: Path) -> str:
             return kind
     if ".ndjson" in suffixes:
         return ".jsonl"
+    if ".txt" in suffixes:
+        raise ArgumentError(
+            "a .txt file does not say where a document ends: write a JSON line per document, or pass RowSource(name, function), "
+            'whose function yields {"text": ...} for each one (Levanter takes each line, with its line break, as a document)',
+            path=path,
+        )
     raise ArgumentError(
         f"expected a file name ending in {', '.join(KINDS)}, with or without {', '.join(COMPRESSIONS)}", path=path
     )
