@@ -769,12 +769,12 @@ def test_an_interrupted_build_of_divided_files_continues_with_any_number_of_proc
 @pytest.mark.slow
 def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: interpreters and tokenizers are loaded once per job, not per file; the cache is the same."""
-    from actshard.tokens import workers
+    from actshard.work import pool
 
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(i + 1)]) for i in range(7)]
     started: list[Any] = []
-    original = workers.subprocess.Popen
-    monkeypatch.setattr(workers.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
+    original = pool.subprocess.Popen
+    monkeypatch.setattr(pool.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
     seen: list[tokens.BuildProgress] = []
     many = tokens.build_cache(files, tmp_path / "many", GOLDEN / GPT2, jobs=2, progress=seen.append)
     assert len(started) == 2

@@ -36,11 +36,11 @@ from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard, join_rows
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
-from actshard.tokens.workers import Order, Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.walking import refuse_taken
 from actshard.work import locked, look, make_folder, remove, sync_folders, sync_tree, write_json
 from actshard.work.children import processors
+from actshard.work.pool import Pool, threads_of_each
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -195,10 +195,10 @@ class _Part:
     def name(self) -> str:
         return self.task.folder.name
 
-    def order(self) -> bytes:
+    def order(self) -> str:
         """The order for a worker."""
         assert isinstance(self.source, Source)
-        return json.dumps(shards.task_as_dict(self.source, self.piece, self.task)).encode()
+        return json.dumps(shards.task_as_dict(self.source, self.piece, self.task))
 
 
 def _part_name(source: AnySource, piece: Sequence[int]) -> str:
@@ -406,26 +406,40 @@ class Build:
         jobs = min(self.jobs or processors(), len(files))
         small = self.jobs is None and self._pending_bytes < _WORTH_PROCESSES
 
-        by_name = {part.name: part for part in pending}
-
         def tell(counts: Counts, name: str) -> None:
             self._counts[name] = counts
             self._report()
 
-        def done(name: str) -> None:
-            self._left[by_name[name].source.shard] -= 1
+        def done(part: _Part) -> None:
+            self._left[part.source.shard] -= 1
             self._report()
 
         if jobs <= 1 or small or len(files) < len(pending):
             for part in pending:
                 build_shard(part.records, self.process, part.task, partial(tell, name=part.name))
-                done(part.name)
+                done(part)
             return
-        setup = shards.setup_as_dict(self.format, self.tokenizer, self.options)
-        orders = [Order(part.name, part.records.size(), part.order()) for part in files]
-        Workers(self.out, setup, jobs, max(1, processors() // jobs), lambda name, counts: tell(counts, name), done).run(
-            orders
-        )
+
+        def heard(part: _Part, message: Mapping[str, Any]) -> bool:
+            if "error" in message:
+                raise errors.from_plain(dict(message))
+            if "done" in message:
+                done(part)
+                return True
+            tell(Counts(**message), part.name)
+            return False
+
+        def lost(part: _Part, how: str) -> None:
+            raise InternalError(f"the process that built shard {part.name} {how}", path=self.out)
+
+        setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
+        write_json(setup, shards.setup_as_dict(self.format, self.tokenizer, self.options))
+        # Largest first (popped from the end), so that no long task is left for the end.
+        waiting = sorted(files, key=lambda part: part.records.size())
+        env = {"TOKENIZERS_PARALLELISM": "true" if threads_of_each(jobs) > 1 else "false", "PYTHONWARNINGS": "ignore"}
+        Pool(
+            "actshard.tokens.shards", str(setup), jobs, waiting, line=_Part.order, heard=heard, lost=lost, env=env
+        ).run()
 
     def _report(self, stage: str = "tokenizing") -> None:
         if self._tell is None:

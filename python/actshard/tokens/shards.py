@@ -1,17 +1,14 @@
 """Builds one shard of a cache from one file of records. ``build_cache`` runs this in parallel, in this process or in workers.
 
-As a program (a worker): reads tasks as JSON lines from stdin and ends at end of file. Writes its progress as JSON lines to the
-descriptor given as its argument (default: stdout), because libraries may print to stdout. Processes are used because rendering
-chats and reading records hold the GIL; only the tokenizers library has threads of its own.
+As a program it is a worker (:mod:`actshard.work.pool`). Processes are used because rendering chats and reading records hold the
+GIL; only the tokenizers library has threads of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import actshard._native as _native
+from actshard._json import read_json
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
@@ -33,6 +31,7 @@ from actshard.tokens.sources import AnySource, Record, RowProblem, Rows, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 from actshard.work import remove, sync_folders, sync_tree
+from actshard.work.pool import Driver
 
 _CHARS = 1 << 19
 """Characters encoded per batch: enough work for all processors, and bounded memory."""
@@ -254,7 +253,7 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
 
 
 def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Settings shared by all tasks of a worker, as JSON. Sent once, because a tokenizer is megabytes."""
+    """Settings shared by all tasks of a worker, as JSON."""
     return {
         "format": formats.as_dict(format),
         "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
@@ -271,64 +270,25 @@ def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, 
     }
 
 
-class _Orders:
-    """Lines that the building process writes to stdin. If that process dies, this one exits at once."""
-
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._idle = False
-        threading.Thread(target=self._follow, daemon=True, name="actshard-follow").start()
-
-    def _follow(self) -> None:
-        # Not through sys.stdin: interpreter shutdown would wait for its lock.
-        held, looked = bytearray(), 0
-        while data := os.read(0, 1 << 16):
-            held += data
-            while (at := held.find(b"\n", looked)) >= 0:
-                self._idle = False
-                self._lines.put(bytes(held[:at]))
-                del held[: at + 1]
-                looked = 0
-            looked = len(held)
-        if held or not self._idle:
-            os._exit(5)
-        self._lines.put(None)
-
-    def next(self) -> dict[str, Any] | None:
-        """The next line; None at end of file."""
-        line = self._lines.get()
-        return None if line is None else dict(json.loads(line))
-
-    def done(self) -> None:
-        """All tasks received are done: end of file is now a normal end."""
-        self._idle = True
-
-
 def main() -> None:
-    """Runs a worker: reads a line of shared settings, then a line per task, and reports progress line by line."""
-    orders, out = _Orders(), int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    os.set_inheritable(out, False)
-
-    def send(message: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(message).encode() + b"\n")
-        while line:
-            line = line[os.write(out, line) :]
-
+    """Runs a worker. Its settings are the path of a file with those of :func:`setup_as_dict`, an order is :func:`task_as_dict`."""
+    driver = Driver()
     try:
         with boundary(None, "begin"):
-            process = _process(orders.next() or {})
-        while (given := orders.next()) is not None:
-            version = given["source"]["version"]
+            process = _process(read_json(Path(driver.settings())))
+        for line in driver.orders():
+            order = json.loads(line)
+            version = order["source"]["version"]
             source = Source(
-                Path(given["source"]["path"]), given["source"]["shard"], None if version is None else tuple(version)
+                Path(order["source"]["path"]), order["source"]["shard"], None if version is None else tuple(version)
             )
-            task = _task(given["task"])
+            task = _task(order["task"])
             with boundary(task.folder, "build"):
-                build_shard(source_of(given["piece"], [source]), process, task, lambda counts: send(counts.as_dict()))
-            orders.done()
-            send({"done": task.folder.name})
+                part = source_of(order["piece"], [source])
+                build_shard(part, process, task, lambda counts: driver.send(counts.as_dict()))
+            driver.send({"done": True})
     except ActshardError as error:
-        send(as_plain(error))
+        driver.send(as_plain(error))
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)
