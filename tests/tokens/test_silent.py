@@ -112,7 +112,7 @@ def test_workers_compare_the_version_of_the_build(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
     source = Source(path, "s").at_version()
     task = Task(tmp_path / "s", tmp_path / "staged", "", "plain", False, False)
-    assert shards.task_as_dict(source, task)["source"]["version"] == source.version
+    assert shards.task_as_dict(source, [0], task)["source"]["version"] == source.version
     write_lines(path, [{"input_ids": [8]}, {"input_ids": [9]}])
     with pytest.raises(actshard.ChangedInputError, match=r"a\.jsonl"):
         shards.build_shard(source, processing.processor(PrebuiltFormat(), None), task, lambda counts: None)

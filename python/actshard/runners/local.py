@@ -11,7 +11,7 @@ from actshard import _arguments
 from actshard.errors import LostWorkerError
 from actshard.plan.plan import Plan
 from actshard.runners.tasks import Heard, lost, outcome, plan_file
-from actshard.work.pool import Pool
+from actshard.work.pool import WorkerPool
 
 MOST_WORKERS = 4096
 
@@ -66,7 +66,7 @@ def _run(plan: Plan, tasks: Sequence[int], count: int, heard: Heard, *, keep_goi
         plan.book.failed(task, why)
         report(lost(task, why))
 
-    Pool(
+    WorkerPool(
         "actshard.runners.worker",
         json.dumps({"plan": plan_file(plan), "path": sys.path}),
         count,

@@ -40,7 +40,7 @@ from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.walking import refuse_taken
 from actshard.work import locked, look, make_folder, remove, sync_folders, sync_tree, write_json
 from actshard.work.children import processors
-from actshard.work.pool import Pool, threads_of_each
+from actshard.work.pool import WorkerPool, threads_of_each
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -176,7 +176,7 @@ class BuildOptions:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BuildPart:
     """A source, or a part of a large file, that one process reads.
 
     Attributes:
@@ -350,7 +350,7 @@ class Build:
             remove(entry)
         return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
-    def _parts(self, work: Path, listed: list[list[int]]) -> list[_Part]:
+    def _parts(self, work: Path, listed: list[list[int]]) -> list[_BuildPart]:
         """The parts to build. A file that an earlier run, with fewer processes, finished as a whole stays whole."""
         names, parts = list(self.process.fields), []
         for number, listed_of_file in itertools.groupby(listed, key=lambda piece: piece[0]):
@@ -360,7 +360,7 @@ class Build:
             parts += [whole] if is_whole else divided
         return parts
 
-    def _part(self, piece: list[int], work: Path) -> _Part:
+    def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
         name, identity = _part_name(source, piece), self.recipe.identity(source, self._now)
         # Unique to this process: a worker of a killed build may still be running.
@@ -375,7 +375,7 @@ class Build:
             copies,
             self._now,
         )
-        return _Part(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
+        return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
 
     def _build(self, work: Path) -> None:
         names = list(self.process.fields)
@@ -393,7 +393,7 @@ class Build:
         self._pending_bytes = sum(part.records.size() for part in pending)
         self._left = Counter(part.source.shard for part in pending)
         self._build_parts(pending)
-        done: dict[str, list[tuple[_Part, Ledger]]] = {source.shard: [] for source in self.sources}
+        done: dict[str, list[tuple[_BuildPart, Ledger]]] = {source.shard: [] for source in self.sources}
         for part in parts:
             ledger = shards.finished(part.task.folder, part.task.identity, names, made=True)
             if ledger is None:
@@ -401,7 +401,7 @@ class Build:
             done[part.source.shard].append((part, ledger))
         self._finish(work, done)
 
-    def _build_parts(self, pending: list[_Part]) -> None:
+    def _build_parts(self, pending: list[_BuildPart]) -> None:
         files = [part for part in pending if isinstance(part.source, Source)]
         jobs = min(self.jobs or processors(), len(files))
         small = self.jobs is None and self._pending_bytes < _WORTH_PROCESSES
@@ -410,7 +410,7 @@ class Build:
             self._counts[name] = counts
             self._report()
 
-        def done(part: _Part) -> None:
+        def done(part: _BuildPart) -> None:
             self._left[part.source.shard] -= 1
             self._report()
 
@@ -420,7 +420,7 @@ class Build:
                 done(part)
             return
 
-        def heard(part: _Part, message: Mapping[str, Any]) -> bool:
+        def heard(part: _BuildPart, message: Mapping[str, Any]) -> bool:
             if "error" in message:
                 raise errors.from_plain(dict(message))
             if "done" in message:
@@ -429,7 +429,7 @@ class Build:
             tell(Counts(**message), part.name)
             return False
 
-        def lost(part: _Part, how: str) -> None:
+        def lost(part: _BuildPart, how: str) -> None:
             raise InternalError(f"the process that built shard {part.name} {how}", path=self.out)
 
         setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
@@ -437,8 +437,8 @@ class Build:
         # Largest first (popped from the end), so that no long task is left for the end.
         waiting = sorted(files, key=lambda part: part.records.size())
         env = {"TOKENIZERS_PARALLELISM": "true" if threads_of_each(jobs) > 1 else "false", "PYTHONWARNINGS": "ignore"}
-        Pool(
-            "actshard.tokens.shards", str(setup), jobs, waiting, line=_Part.order, heard=heard, lost=lost, env=env
+        WorkerPool(
+            "actshard.tokens.shards", str(setup), jobs, waiting, line=_BuildPart.order, heard=heard, lost=lost, env=env
         ).run()
 
     def _report(self, stage: str = "tokenizing") -> None:
@@ -458,7 +458,7 @@ class Build:
             )
         )
 
-    def _finish(self, work: Path, done: Mapping[str, list[tuple[_Part, Ledger]]]) -> None:
+    def _finish(self, work: Path, done: Mapping[str, list[tuple[_BuildPart, Ledger]]]) -> None:
         for counts in self._counts.values():
             self.problems += counts.problems
         skipped = {

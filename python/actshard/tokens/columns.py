@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Record = tuple[int, Any]
+NumberedRecord = tuple[int, Any]
 """A number, and a mapping or a problem."""
 _AT_ONCE = 1 << 19
 """Bytes of JSON lines per block."""
@@ -34,9 +34,9 @@ class ColumnBlock:
 
     elements: Mapping[str, NDArray[Any]]
     lengths: Mapping[str, NDArray[np.int64]]
-    records: Callable[[], list[Record]] | None = None
+    records: Callable[[], list[NumberedRecord]] | None = None
 
-    def rows(self, first: int) -> list[Record]:
+    def rows(self, first: int) -> list[NumberedRecord]:
         """The rows one by one with their numbers, for messages about one of them. ``first`` is the number of the first."""
         if self.records is not None:
             return self.records()
@@ -69,8 +69,8 @@ def of_arrow(batch: Any) -> ColumnBlock | None:
 
 
 def joined(
-    lines: Iterable[tuple[int, bytes]], columns: Sequence[str], parse: Callable[[int, bytes], Record]
-) -> Iterator[Record]:
+    lines: Iterable[tuple[int, bytes]], columns: Sequence[str], parse: Callable[[int, bytes], NumberedRecord]
+) -> Iterator[NumberedRecord]:
     """Yields the records of lines with their numbers, consecutive ones with lists of numbers as blocks with the first number.
 
     Args:
@@ -105,7 +105,7 @@ def _lists(record: Any, line: bytes, columns: Sequence[str]) -> list[list[Any]] 
 class _OpenBlock:
     """Rows of lines. Numbers are converted line by line, while they are in the processor's cache, and only lines are kept."""
 
-    def __init__(self, columns: Sequence[str], parse: Callable[[int, bytes], Record]) -> None:
+    def __init__(self, columns: Sequence[str], parse: Callable[[int, bytes], NumberedRecord]) -> None:
         self._columns = columns
         self._parse = parse
         self._begin()
@@ -139,7 +139,7 @@ class _OpenBlock:
             return self._extend(name, values)
         return True
 
-    def close(self) -> Iterator[Record]:
+    def close(self) -> Iterator[NumberedRecord]:
         """Yields the rows so far, as a block if its numbers equal those that numpy makes of each list, and begins the next."""
         lines, lengths = self._lines, self._lengths
         elements = {name: np.frombuffer(numbers, numbers.typecode) for name, numbers in self._arrays.items()}
@@ -150,7 +150,7 @@ class _OpenBlock:
             n.dtype.kind == "f" and n.size and not np.abs(n).max() < _EXACT for n in elements.values()
         )  # NaN, too
 
-        def records() -> list[Record]:
+        def records() -> list[NumberedRecord]:
             return [self._parse(number, line) for number, line in lines]
 
         if inexact:

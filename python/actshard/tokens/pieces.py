@@ -22,8 +22,8 @@ from actshard.location import Location
 from actshard.tokens.sources import (
     LONGEST_LINE,
     AnySource,
+    RecordOrBlock,
     RowProblem,
-    Rows,
     Source,
     Watched,
     compression,
@@ -71,16 +71,16 @@ class LineRange(Source):
 
     def records(
         self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
-    ) -> Iterator[Rows]:
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers in the range, from 1."""
         with reading(self.path):
             yield from parsed_lines(self._short_lines(tell), columns, blocks=blocks)
 
     def _short_lines(self, tell: Callable[[int], object] | None) -> Iterator[tuple[int, bytes]]:
-        for number, _, line in self.lines(tell):
+        for number, begin, line in self.lines(tell):
             if len(line) > LONGEST_LINE:
                 raise self.error(RowProblem(number, f"expected at most {LONGEST_LINE} bytes"))
-            yield number, line
+            yield number, line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line
 
     def lines(self, tell: Callable[[int], object] | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yields (number from 1, first byte, line). Lines that are too long are truncated."""
@@ -93,7 +93,7 @@ class LineRange(Source):
             number = 0
             while at < self.stop and (line := stream.readline(LONGEST_LINE + 1)):
                 number += 1
-                yield number, at, line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
+                yield number, at, line
                 at += len(line)
 
 
@@ -127,7 +127,7 @@ class RowGroups(Source):
 
     def records(
         self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
-    ) -> Iterator[Rows]:
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers in the file, from 1."""
         groups = list(range(self.first, self.stop))
         with reading(self.path), Location.at(self.path).open("read") as raw:

@@ -27,7 +27,7 @@ from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
 from actshard.tokens.recipe import Recipe, shard_ledger
-from actshard.tokens.sources import AnySource, Record, RowProblem, Rows, Source
+from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 from actshard.work import remove, sync_folders, sync_tree
@@ -124,7 +124,7 @@ class Records(Protocol):
 
     def records(
         self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
-    ) -> Iterator[Rows]:
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers. With ``blocks``, consecutive ones may be one block of flat columns."""
 
     def error(self, problem: RowProblem) -> FormatError:
@@ -210,7 +210,7 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
     return ledger if whole and isinstance(own, dict) and own.get("identity") == identity else None
 
 
-def _batches(records: Iterator[Rows], process: Processor, what: str) -> Iterator[Prepared]:
+def _batches(records: Iterator[RecordOrBlock], process: Processor, what: str) -> Iterator[Prepared]:
     batch: list[Record] = []
     chars = 0
     for number, record in records:

@@ -59,7 +59,7 @@ class RowProblem:
 
 
 Record = tuple[int, "Mapping[str, Any] | RowProblem"]
-Rows = tuple[int, "Mapping[str, Any] | RowProblem | ColumnBlock"]
+RecordOrBlock = tuple[int, "Mapping[str, Any] | RowProblem | ColumnBlock"]
 """A record, or a block of consecutive ones with the number of the first."""
 
 
@@ -117,7 +117,7 @@ class Source:
 
     def records(
         self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
-    ) -> Iterator[Rows]:
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers from 1. Unusable ones are yielded as :class:`RowProblem`.
 
         With ``blocks``, consecutive records with nothing but lists of numbers may be yielded as one block.
@@ -189,7 +189,7 @@ class RowSource:
 
     def records(
         self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
-    ) -> Iterator[Rows]:
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers from 1."""
         for number, record in enumerate(self.begin(), 1):
             yield number, record if isinstance(record, Mapping) else _no_object(number, record, "row")
@@ -339,7 +339,9 @@ def _no_object(number: int, value: Any, what: str) -> RowProblem:
     return RowProblem(number, f"expected an object, found {str(value)[:60]!r}", what)
 
 
-def parsed_lines(lines: Iterable[tuple[int, bytes]], columns: Sequence[str], *, blocks: bool) -> Iterator[Rows]:
+def parsed_lines(
+    lines: Iterable[tuple[int, bytes]], columns: Sequence[str], *, blocks: bool
+) -> Iterator[RecordOrBlock]:
     """The records of numbered lines; with ``blocks``, see :meth:`Source.records`."""
     if not blocks:
         return (parsed(number, line) for number, line in lines)
@@ -388,7 +390,7 @@ def parquet_rows(
     groups: list[int] | None = None,
     *,
     blocks: bool = False,
-) -> Iterator[Rows]:
+) -> Iterator[RecordOrBlock]:
     """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1; with ``blocks``, see :func:`of_arrow`."""
     import pyarrow as pa
     import pyarrow.parquet as pq

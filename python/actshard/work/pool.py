@@ -23,7 +23,7 @@ from actshard.work import children
 
 ORPHANED = 5
 """Exit status of a worker whose driver ended before its orders were done."""
-Message = Mapping[str, Any]
+WorkerMessage = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class _Worker(Generic[T]):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def hear(self) -> Iterator[Message] | None:
+    def hear(self) -> Iterator[WorkerMessage] | None:
         """Messages received since the last call; None when the worker has ended."""
         data = os.read(self.messages.fileno(), 1 << 16)
         if not data:
@@ -83,7 +83,7 @@ class _Worker(Generic[T]):
         return self._process.wait()
 
 
-class Pool(Generic[T]):
+class WorkerPool(Generic[T]):
     """Gives orders to processes and replaces those that die.
 
     Args:
@@ -106,7 +106,7 @@ class Pool(Generic[T]):
         waiting: list[T],
         *,
         line: Callable[[T], str],
-        heard: Callable[[T, Message], bool],
+        heard: Callable[[T, WorkerMessage], bool],
         lost: Callable[[T, str], object],
         stopped: Callable[[T], object] = lambda order: None,
         env: Mapping[str, str] | None = None,
@@ -220,7 +220,7 @@ class Driver:
             yield line.decode()
             self._done += 1
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WorkerMessage) -> None:
         """Writes a message."""
         line = memoryview(json.dumps(message).encode() + b"\n")
         while line:
