@@ -1,8 +1,9 @@
 """``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a complete cache in the working folder (`placing.py`). An interrupted build continues with its finished
-shards. At the end the shards are *consolidated* (copied byte for byte to one array per field) or kept (*sharded*), the ledger is
-written, and everything is moved into place. Until then nothing opens as a cache.
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large files
+are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
+interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to one
+array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a cache.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def build_cache(
         enforce_eos: append eos to texts.
         enforce_bos: prepend bos to texts.
         on_error: ``"raise"``, or ``"skip"``: unusable records are left out, counted in the ledger and reported by a warning.
-        jobs: number of processes; default: one per processor, at most one per file.
+        jobs: number of processes; default: one per processor. Uncompressed ``.jsonl`` and ``.parquet`` files of many megabytes are
+            divided among them; the bytes of the cache do not depend on it.
         keep_shards: keep the shards of a consolidated cache next to it, as Levanter does.
         overwrite: replace a cache that was built differently. It stays readable until the new one is complete. Only files listed
             in its ledger are removed; other files and caches in the folder are kept.
@@ -120,7 +122,8 @@ def build_cache(
         The opened cache.
 
     Raises:
-        FormatError: a record is unusable; the message names file and line.
+        FormatError: a record is unusable; the message names file and line; in a part of a file, the byte at which the
+            line begins.
         ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way,
             or the path refers to a dataset of activations.
         LockedError: another process is building the cache.
