@@ -673,12 +673,12 @@ def test_globs_and_braces(tmp_path) -> None:
 @pytest.mark.slow
 def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: interpreters and tokenizers are loaded once per job, not per file; the cache is the same."""
-    from actshard.tokens import workers
+    from actshard.work import pool
 
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(i + 1)]) for i in range(7)]
     started: list[Any] = []
-    original = workers.subprocess.Popen
-    monkeypatch.setattr(workers.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
+    original = pool.subprocess.Popen
+    monkeypatch.setattr(pool.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
     seen: list[tokens.BuildProgress] = []
     many = tokens.build_cache(files, tmp_path / "many", GOLDEN / GPT2, jobs=2, progress=seen.append)
     assert len(started) == 2
@@ -698,7 +698,7 @@ def _worker_with(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Makes workers run code when their interpreters start."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def test_what_workers_print_is_not_taken_for_what_they_say(
@@ -755,7 +755,7 @@ def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
         import os
         from actshard import errors
         from actshard.tokens import sources
-        def fails(self, columns, read, arrays=()):
+        def fails(self, columns, read, blocks=()):
             {failing}
         sources.Source.records = fails
     """

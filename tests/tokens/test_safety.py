@@ -482,7 +482,7 @@ def test_progress_asks_no_file_for_what_is_finished(
     told: list[tokens.BuildProgress] = []
     sources = [records(f"{i}.jsonl", [i]) for i in range(5)]
     build = Build(sources, tmp_path / "c", None, IDS, BuildOptions(), told.append)
-    build._files_done = 3
+    build._left.update(source.shard for source in build.sources[3:])
     asked: list[Path] = []
     monkeypatch.setattr(Path, "exists", lambda self, **_: asked.append(self) or False)
     build._report()

@@ -5,30 +5,35 @@ from __future__ import annotations
 import asyncio
 import bz2
 import dataclasses
+import gzip
 import itertools
 import json
 import lzma
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
 from actshard.compat import levanter
-from actshard.tokens import processing, shards, templates
+from actshard.tokens import columns, processing, shards, templates
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source
 from actshard.tokens.tokenizer import Tokenizer
+from actshard.tokens.writing import FieldWriters
 
 TEXTS = [{"text": "one"}, {"text": "a longer text of many more words"}, {"text": "two words"}]
 
@@ -90,13 +95,13 @@ def test_every_stream_of_a_compressed_file_is_read_or_the_file_is_an_error(
 
 def test_a_source_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
-    read = processing.PrebuiltProcessor.look
+    read = processing.PrebuiltProcessor.of_block
 
-    def look(self: Any, record: Any) -> Any:
+    def of_block(self: Any, block: Any) -> Any:
         write_lines(source, [{"input_ids": [8]}, {"input_ids": [9]}])
-        return read(self, record)
+        return read(self, block)
 
-    monkeypatch.setattr(processing.PrebuiltProcessor, "look", look)
+    monkeypatch.setattr(processing.PrebuiltProcessor, "of_block", of_block)
     with pytest.raises(actshard.ChangedInputError, match="build the cache again"):
         tokens.build_cache(source, tmp_path / "c", format="prebuilt")
     monkeypatch.undo()
@@ -107,7 +112,7 @@ def test_workers_compare_the_version_of_the_build(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
     source = Source(path, "s").at_version()
     task = Task(tmp_path / "s", tmp_path / "staged", "", "plain", False, False)
-    assert shards.task_as_dict(source, task)["source"]["version"] == source.version
+    assert shards.task_as_dict(source, [0], task)["source"]["version"] == source.version
     write_lines(path, [{"input_ids": [8]}, {"input_ids": [9]}])
     with pytest.raises(actshard.ChangedInputError, match=r"a\.jsonl"):
         shards.build_shard(source, processing.processor(PrebuiltFormat(), None), task, lambda counts: None)
@@ -556,11 +561,17 @@ class TestConfiguration:
 # -- prebuilt rows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", "large_list", "sliced"])
+@pytest.mark.parametrize("kind", ["list", "large_list", "sliced", "fixed_size"])
 def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path: Path) -> None:
-    ids = [[], [1, 2, 3], [70_000], list(range(500)), []]
-    weights = [[], [0.5, 0, 1], [2.5], [i / 7 for i in range(500)], []]
+    ids: list[list[int]] = [[], [1, 2, 3], [70_000], list(range(500)), []]
+    weights: list[list[float]] = [[], [0.5, 0, 1], [2.5], [i / 7 for i in range(500)], []]
     make = pa.large_list if kind == "large_list" else pa.list_
+    if kind == "fixed_size":
+        ids, weights, make = (
+            [[i, 2 * i] for i in range(5)],
+            [[1, i / 3] for i in range(5)],
+            lambda item: pa.list_(item, 2),
+        )
     table = pa.table(
         {
             "other": list("abcde"),
@@ -578,6 +589,51 @@ def test_lists_of_parquet_files_are_the_rows_that_json_gives(kind: str, tmp_path
     ]
     for field in ("input_ids", "loss_weights"):
         assert rows(caches[0], field) == rows(caches[1], field)
+
+
+_number = st.one_of(
+    st.integers(0, 70_000),
+    st.sampled_from([-1, 2**31, 2**53 + 1, 2**62, 2**63, 2**64, 1e39, 0.5, 1.0, -0.0, True, False, None, "1", [1]]),
+)
+_row = st.fixed_dictionaries(
+    {"input_ids": st.one_of(st.lists(st.integers(0, 70_000), max_size=6), st.lists(_number, max_size=3), st.none())},
+    optional={
+        "loss_weights": st.one_of(st.lists(st.sampled_from([1, 0, 0.1, 2**53 + 1, 2**60 + 1]), max_size=6), st.none()),
+        "text": st.sampled_from(["true", "false", ""]),
+    },
+)
+
+
+@given(drawn=st.lists(_row, max_size=12), at_once=st.sampled_from([1, 60, 1 << 19]), weighs=st.booleans())
+@example(drawn=[{"input_ids": []}, {"input_ids": [], "loss_weights": []}], at_once=1 << 19, weighs=True)
+@example(drawn=[{"input_ids": [1]}, {"input_ids": [1.0]}, {"input_ids": [2]}], at_once=1 << 19, weighs=False)
+def test_blocks_of_rows_are_what_single_rows_are(drawn: list[dict[str, Any]], at_once: int, weighs: bool) -> None:
+    """Also rows that follow an unusable one, and which rows are unusable for what reason."""
+    form = PrebuiltFormat(loss_weights_key="loss_weights" if weighs else None)
+    for row in drawn:
+        if len(row.get("loss_weights") or []) != len(row["input_ids"] or []) and len(row["input_ids"] or []) % 2:
+            row["loss_weights"] = [1] * len(row["input_ids"])
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.rows: dict[str, list[list[Any]]] = {}
+
+        def append(self, name: str, elements: Any, lengths: Any) -> None:
+            ends = np.cumsum(lengths).tolist()
+            held = np.asarray(elements, process.fields[name]).tolist()
+            self.rows.setdefault(name, []).extend(held[end - n : end] for end, n in zip(ends, lengths, strict=True))
+
+    results = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_AT_ONCE", at_once)
+        source = Source(write_lines(Path(folder) / "a.jsonl", drawn), "s")
+        for takes_blocks in (False, True):
+            process, recorder = processing.processor(form, None), Recorder()
+            process.takes_blocks = takes_blocks
+            counts = shards.write_rows(source, process, cast("FieldWriters", recorder), skip=True)
+            problems = sorted((p.number, p.detail) for p in counts.unusable)
+            results.append((counts.rows, counts.tokens, counts.skipped, problems[:3], recorder.rows or None))
+    assert results[1] == results[0]
 
 
 def test_chat_templates_get_lists_of_parquet_files_as_lists(tmp_path: Path) -> None:
@@ -610,6 +666,35 @@ def test_lists_of_parquet_files_that_are_no_ids_are_errors_with_their_row(
     pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
     with pytest.raises(actshard.FormatError, match=message):
         tokens.build_cache(tmp_path / "a.parquet", tmp_path / "c", format="prebuilt")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+@pytest.mark.parametrize("array", [False, True])
+def test_a_byte_order_mark_is_no_part_of_the_first_record(suffix: str, array: bool, tmp_path: Path) -> None:
+    text = '[{"input_ids": [1]}, {"input_ids": [2]}]' if array else '{"input_ids": [1]}\n{"input_ids": [2]}\n'
+    data = text.encode("utf-8-sig")
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    if array and suffix != "json":
+        with pytest.raises(actshard.FormatError, match="expected an object"):
+            tokens.build_cache(path, tmp_path / "c", format="prebuilt")
+        return
+    assert rows(tokens.build_cache(path, tmp_path / "c", format="prebuilt")) == [[1], [2]]
+    planned = actshard.plan.tokenize(path, tmp_path / "p", format="prebuilt", tasks=2)
+    assert rows(actshard.run(planned)) == [[1], [2]]
+
+
+def test_a_byte_order_mark_within_a_file_is_an_error_of_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(2 * '{"input_ids": [1]}\n'.encode("utf-8-sig"))
+    with pytest.raises(actshard.FormatError, match=r"line 2: .*BOM"):
+        tokens.build_cache(path, tmp_path / "c", format="prebuilt")
+
+
+def test_a_text_file_is_refused_because_documents_have_no_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    with pytest.raises(actshard.ArgumentError, match=r"where a document ends.*RowSource"):
+        tokens.build_cache(tmp_path / "a.txt", tmp_path / "c", GOLDEN / GPT2)
 
 
 @pytest.mark.parametrize("ids", ["[1, true]", "[false]", "[true, 500]"])

@@ -67,7 +67,7 @@ from actshard.tokens.formats import FormatBase, PrebuiltFormat
 from actshard.tokens.ledger import CONSOLIDATED
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard, complete_shard, write_rows
+from actshard.tokens.shards import Counts, Task, build_shard, join_rows, write_rows
 from actshard.tokens.sources import RowProblem, Source, expand
 from actshard.tokens.tokenizer import PASSTHROUGH, Tokenizer, load_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
@@ -560,12 +560,13 @@ def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, wo
         shard: {name: sum(r.elements[name] for r in each) for name in recipe.fields}
         for shard, each in zip(shards_of, read, strict=True)
     }
+    crcs = None
     if recipe.layout == CONSOLIDATED:
         filled = [new / shard for shard in shards_of if rows[shard]] if kept else _filled(read)
         with boundary(work, "combine rows in"):
-            consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
+            crcs = consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
     skipped = {shard: n for shard, each in zip(shards_of, read, strict=True) if (n := sum(r.skipped for r in each))}
-    recipe.ledger(rows, elements, skipped, now).write(new)
+    recipe.ledger(rows, elements, skipped, now).write(new, crcs)
     placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
 
 
@@ -586,13 +587,7 @@ def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, n
     if _is_shard(recipe, read[0].piece):
         _rename(read[0].folder, folder, staged)
         return
-    remove(staged)
-    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
-    cache = _native.BlockCache(0)
-    for name in recipe.fields:
-        for part in _filled([read]):
-            writers.extend(name, _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True))
-    complete_shard(staged, folder, writers, identity, sum(each.skipped for each in read), dict(recipe.metadata))
+    join_rows(_filled([read]), staged, folder, recipe, identity, sum(each.skipped for each in read))
 
 
 def _rename(made: Path, folder: Path, staged: Path) -> None:

@@ -1,43 +1,47 @@
 """``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a complete cache in the working folder (`placing.py`). An interrupted build continues with its finished
-shards. At the end the shards are *consolidated* (copied byte for byte to one array per field) or kept (*sharded*), the ledger is
-written, and everything is moved into place. Until then nothing opens as a cache.
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large files
+are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
+interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to one
+array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a cache.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-import actshard._native as _native
 from actshard import errors
 from actshard._arguments import local_path, many, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
-from actshard.tokens import formats, placing, shards
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, MissingFileError, boundary
+from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard
+from actshard.tokens.shards import Counts, Task, build_shard, join_rows
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
-from actshard.tokens.workers import Workers
 from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.walking import refuse_taken
 from actshard.work import locked, look, make_folder, remove, sync_folders, sync_tree, write_json
 from actshard.work.children import processors
+from actshard.work.pool import WorkerPool, threads_of_each
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -107,7 +111,8 @@ def build_cache(
         enforce_eos: append eos to texts.
         enforce_bos: prepend bos to texts.
         on_error: ``"raise"``, or ``"skip"``: unusable records are left out, counted in the ledger and reported by a warning.
-        jobs: number of processes; default: one per processor, at most one per file.
+        jobs: number of processes; default: one per processor. Uncompressed ``.jsonl`` and ``.parquet`` files of many megabytes are
+            divided among them; the bytes of the cache do not depend on it.
         keep_shards: keep the shards of a consolidated cache next to it, as Levanter does.
         overwrite: replace a cache that was built differently. It stays readable until the new one is complete. Only files listed
             in its ledger are removed; other files and caches in the folder are kept.
@@ -117,7 +122,8 @@ def build_cache(
         The opened cache.
 
     Raises:
-        FormatError: a record is unusable; the message names file and line.
+        FormatError: a record is unusable; the message names file and line; in a part of a file, the byte at which the
+            line begins.
         ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way,
             or the path refers to a dataset of activations.
         LockedError: another process is building the cache.
@@ -172,6 +178,37 @@ class BuildOptions:
         return {"dtype": _id_dtype(self.dtype), "enforce_eos": self.enforce_eos, "enforce_bos": self.enforce_bos}
 
 
+@dataclass(frozen=True)
+class _BuildPart:
+    """A source, or a part of a large file, that one process reads.
+
+    Attributes:
+        source: the source.
+        piece: the part, as of :func:`actshard.tokens.pieces.as_list`.
+        records: the part's records.
+        task: how to build its rows: the shard of the source; or a folder like it, to be joined.
+    """
+
+    source: AnySource
+    piece: list[int]
+    records: AnySource
+    task: Task
+
+    @property
+    def name(self) -> str:
+        return self.task.folder.name
+
+    def order(self) -> str:
+        """The order for a worker."""
+        assert isinstance(self.source, Source)
+        return json.dumps(shards.task_as_dict(self.source, self.piece, self.task))
+
+
+def _part_name(source: AnySource, piece: Sequence[int]) -> str:
+    """The name of a part's folder. Names of shards have no dots."""
+    return source.shard if len(piece) == 1 else f"{source.shard}.{piece[1]}-{piece[2]}"
+
+
 class Build:
     """A build; :func:`build_cache` runs it. Afterwards ``built`` is False if the cache was already finished."""
 
@@ -205,9 +242,9 @@ class Build:
         self.skipped: dict[str, int] = {}
         self.problems: list[str] = []
         self._counts: dict[str, Counts] = {}
-        self._done: dict[str, Ledger] = {}
         self._pending_bytes = 0
-        self._files_done = 0
+        self._left: Counter[str] = Counter()
+        """Number of parts to build by shard."""
         self._now: tuple[Any, ...] | None = None
 
     @cached_property
@@ -231,6 +268,18 @@ class Build:
     def _copies(self) -> bool:
         """Whether shards are read again for consolidation. A single plain shard is linked instead."""
         return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
+
+    def _divide(self) -> list[list[int]]:
+        """Parts of sources, in order, as of :func:`actshard.tokens.pieces.as_list`. Large files are divided among processes."""
+        files = [source for source in self.sources if isinstance(source, Source)]
+        sizes = [source.size() for source in files]
+        count = min(self.jobs or processors(), sum(sizes) // _WORTH_PROCESSES)
+        if count <= 1 or len(files) < len(self.sources):
+            return [[number] for number in range(len(self.sources))]
+        how = [pieces.divisible(file, size, sum(sizes) // count) for file, size in zip(files, sizes, strict=True)]
+        parts = [piece for task in pieces.divide(how, count) for piece in task]
+        parts.sort(key=lambda piece: (piece.source, piece.first))
+        return [pieces.as_list(piece, how[piece.source]) for piece in parts]
 
     def run(self) -> TokenCache:
         """Builds the cache unless it is finished, and opens it."""
@@ -283,8 +332,11 @@ class Build:
         self.skipped = self.recipe.skipped_in(ledger)
         return True
 
-    def _begin(self, work: Path) -> tuple[Any, ...] | None:
-        """Prepares the working folder. Returns the time for chat templates: when the build was first begun."""
+    def _begin(self, work: Path, parts: set[str]) -> tuple[Any, ...] | None:
+        """Prepares the working folder, which keeps shards and these parts.
+
+        Returns the time for chat templates: when the build was first begun.
+        """
         settings, cache = digest(self.recipe.settings), digest(self.recipe.whole())
         previous = placing.read_state(work)
         now = previous.get("now") if previous.get("settings") == settings else None
@@ -293,69 +345,104 @@ class Build:
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
         if state != previous:
             write_json(work / placing.STATE, state)
-        shards_of_this = {source.shard for source in self.sources}
+        names = parts | {source.shard for source in self.sources}
         for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.STATE, placing.NEW)]:
             remove(entry)
         make_folder(work / placing.NEW)
-        for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in shards_of_this]:
+        for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in names]:
             remove(entry)
         return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
+    def _parts(self, work: Path, listed: list[list[int]]) -> list[_BuildPart]:
+        """The parts to build. A file that an earlier run, with fewer processes, finished as a whole stays whole."""
+        names, parts = list(self.process.fields), []
+        for number, listed_of_file in itertools.groupby(listed, key=lambda piece: piece[0]):
+            divided = [self._part(piece, work) for piece in listed_of_file]
+            whole = self._part([number], work)
+            is_whole = len(divided) > 1 and shards.finished(whole.task.folder, whole.task.identity, names) is not None
+            parts += [whole] if is_whole else divided
+        return parts
+
+    def _part(self, piece: list[int], work: Path) -> _BuildPart:
+        source, numbers = self.sources[piece[0]], piece[1:]
+        name, identity = _part_name(source, piece), self.recipe.identity(source, self._now)
+        # Unique to this process: a worker of a killed build may still be running.
+        staged = work / "staged" / f"{name}.{os.getpid()}"
+        storage, copies = ("plain", True) if numbers else (self.recipe.shard_storage, self._copies)
+        task = Task(
+            work / placing.NEW / name,
+            staged,
+            digest([identity, *numbers]) if numbers else identity,
+            storage,
+            self.skip,
+            copies,
+            self._now,
+        )
+        return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
+
     def _build(self, work: Path) -> None:
         names = list(self.process.fields)
+        listed = self._divide()
         with boundary(self.out, "build the cache at"):
             self.recipe.refuse_foreign(self.out)
-            self._now = self._begin(work)
+            self._now = self._begin(work, {_part_name(self.sources[piece[0]], piece) for piece in listed})
         self.built = True
         warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"])
-        new = work / placing.NEW
-        pending: list[tuple[AnySource, Task]] = []
-        for source in self.sources:
-            folder = new / source.shard
-            identity = self.recipe.identity(source, self._now)
-            done = shards.finished(folder, identity, names)
-            if done is not None:
-                self._done[source.shard] = done
-                continue
-            remove(folder)
-            # Unique to this process: a worker of a killed build may still be running.
-            staged = work / "staged" / f"{source.shard}.{os.getpid()}"
-            task = Task(folder, staged, identity, self.recipe.shard_storage, self.skip, self._copies, self._now)
-            pending.append((source, task))
-        self._pending_bytes = sum(source.size() for source, _ in pending)
-        self._files_done = len(self._done)
-        self._build_shards(pending)
-        for source, task in pending:
-            done = shards.finished(task.folder, task.identity, names, made=True)
-            if done is None:
-                raise InternalError(f"shard {source.shard} is missing after it was built", path=task.folder)
-            self._done[source.shard] = done
-        self._finish(work, names)
+        parts = self._parts(work, listed)
+        ledgers_of_parts = [shards.finished(part.task.folder, part.task.identity, names) for part in parts]
+        pending = [part for part, ledger in zip(parts, ledgers_of_parts, strict=True) if ledger is None]
+        for part in pending:
+            remove(part.task.folder)
+        self._pending_bytes = sum(part.records.size() for part in pending)
+        self._left = Counter(part.source.shard for part in pending)
+        self._build_parts(pending)
+        done: dict[str, list[tuple[_BuildPart, Ledger]]] = {source.shard: [] for source in self.sources}
+        for part in parts:
+            ledger = shards.finished(part.task.folder, part.task.identity, names, made=True)
+            if ledger is None:
+                raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
+            done[part.source.shard].append((part, ledger))
+        self._finish(work, done)
 
-    def _build_shards(self, pending: list[tuple[AnySource, Task]]) -> None:
-        files = [(source, task) for source, task in pending if isinstance(source, Source)]
+    def _build_parts(self, pending: list[_BuildPart]) -> None:
+        files = [part for part in pending if isinstance(part.source, Source)]
         jobs = min(self.jobs or processors(), len(files))
         small = self.jobs is None and self._pending_bytes < _WORTH_PROCESSES
-        if jobs <= 1 or small or len(files) < len(pending):
-            for source, task in pending:
 
-                def tell(counts: Counts, shard: str = source.shard) -> None:
-                    self._counts[shard] = counts
-                    self._report()
-
-                build_shard(source, self.process, task, tell)
-                self._files_done += 1
-            return
-
-        def heard(shard: str, counts: Counts) -> None:
-            self._counts[shard] = counts
+        def tell(counts: Counts, name: str) -> None:
+            self._counts[name] = counts
             self._report()
 
-        def done(shard: str) -> None:
-            self._files_done += 1
+        def done(part: _BuildPart) -> None:
+            self._left[part.source.shard] -= 1
+            self._report()
 
-        setup = shards.setup_as_dict(self.format, self.tokenizer, self.options)
-        Workers(self.out, setup, jobs, max(1, processors() // jobs), heard, done).run(files)
+        if jobs <= 1 or small or len(files) < len(pending):
+            for part in pending:
+                build_shard(part.records, self.process, part.task, partial(tell, name=part.name))
+                done(part)
+            return
+
+        def heard(part: _BuildPart, message: Mapping[str, Any]) -> bool:
+            if "error" in message:
+                raise errors.from_plain(dict(message))
+            if "done" in message:
+                done(part)
+                return True
+            tell(Counts(**message), part.name)
+            return False
+
+        def lost(part: _BuildPart, how: str) -> None:
+            raise InternalError(f"the process that built shard {part.name} {how}", path=self.out)
+
+        setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
+        write_json(setup, shards.setup_as_dict(self.format, self.tokenizer, self.options))
+        # Largest first (popped from the end), so that no long task is left for the end.
+        waiting = sorted(files, key=lambda part: part.records.size())
+        env = {"TOKENIZERS_PARALLELISM": "true" if threads_of_each(jobs) > 1 else "false", "PYTHONWARNINGS": "ignore"}
+        WorkerPool(
+            "actshard.tokens.shards", str(setup), jobs, waiting, line=_BuildPart.order, heard=heard, lost=lost, env=env
+        ).run()
 
     def _report(self, stage: str = "tokenizing") -> None:
         if self._tell is None:
@@ -364,33 +451,47 @@ class Build:
         self._tell(
             BuildProgress(
                 files=len(self.sources),
-                files_done=len(self.sources) if stage != "tokenizing" else self._files_done,
+                files_done=len(self.sources) - sum(left > 0 for left in self._left.values()),
                 rows=sum(c.rows for c in counts),
                 tokens=sum(c.tokens for c in counts),
-                bytes=sum(c.bytes for c in counts),
+                bytes=min(sum(c.bytes for c in counts), self._pending_bytes),  # lines may end after their range
                 bytes_total=self._pending_bytes,
                 skipped=sum(c.skipped for c in counts),
                 stage=stage,
             )
         )
 
-    def _finish(self, work: Path, names: list[str]) -> None:
-        done = {source.shard: self._done[source.shard] for source in self.sources}
+    def _finish(self, work: Path, done: Mapping[str, list[tuple[_BuildPart, Ledger]]]) -> None:
         for counts in self._counts.values():
             self.problems += counts.problems
-        for shard, ledger in done.items():
-            own = ledger.extra.get(OURS, {})
-            if own.get("skipped"):
-                self.skipped[shard] = int(own["skipped"])
-        rows = {shard: ledger.total_num_rows for shard, ledger in done.items()}
-        elements = {shard: ledger.field_counts for shard, ledger in done.items()}
+        skipped = {
+            shard: sum(int(ledger.extra.get(OURS, {}).get("skipped", 0)) for _, ledger in parts)
+            for shard, parts in done.items()
+        }
+        self.skipped = {shard: n for shard, n in skipped.items() if n}
+        rows = {shard: sum(ledger.total_num_rows for _, ledger in parts) for shard, parts in done.items()}
+        elements = {
+            shard: {name: sum(ledger.field_counts.get(name, 0) for _, ledger in parts) for name in self.process.fields}
+            for shard, parts in done.items()
+        }
+        filled = {
+            shard: [p.task.folder for p, ledger in parts if ledger.total_num_rows] for shard, parts in done.items()
+        }
         new = work / placing.NEW
-        if self.layout == CONSOLIDATED:
-            self._report("consolidating")
-            with boundary(work, "put shards together in"):
-                filled = [new / shard for shard, n in rows.items() if n]
-                consolidate(filled, work / "merged", new, self.process.fields, self.storage)
-        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new)
+        crcs = None
+        with boundary(work, "put shards together in"):
+            for source in self.sources:
+                shard = source.shard
+                if shard in self.recipe.kept and len(done[shard]) > 1:
+                    identity = self.recipe.identity(source, self._now)
+                    join_rows(
+                        filled[shard], work / "staged" / shard, new / shard, self.recipe, identity, skipped[shard]
+                    )
+            if self.layout == CONSOLIDATED:
+                self._report("consolidating")
+                folders = [folder for some in filled.values() for folder in some]
+                crcs = consolidate(folders, work / "merged", new, self.process.fields, self.storage)
+        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new, crcs)
         placing.swap(self.out, work, placing.NEW, [*self.recipe.entries, ledgers.NAME])
 
     def _warn(self) -> None:
@@ -399,8 +500,10 @@ class Build:
 
 def consolidate(
     parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
-) -> None:
+) -> Mapping[str, int] | None:
     """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
+
+    Returns the CRC-32 of each data file by its path; None if they are unknown.
 
     Args:
         parts: folders with at least one row each, in order.
@@ -409,18 +512,19 @@ def consolidate(
         fields: dtypes by name.
         storage: ``"plain"`` or ``"lz4"``.
     """
-    if not (len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields))):
+    crcs = None
+    if len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields)):
+        with suppress(MissingFileError):  # rows of a task have no ledger
+            crcs = {path: int(crc, 16) for path, crc in ledgers.read(parts[0]).checksums.items()} or None
+    else:
         writers = FieldWriters(merged, fields, storage)
-        cache = _native.BlockCache(0)
-        for name in fields:
-            for part in parts:
-                shard = _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True)
-                writers.extend(name, shard)
-        writers.finish()
+        writers.extend_all(parts)
+        crcs = writers.finish().checksums
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):
         entry.rename(new / entry.name)
     sync_folders([new])
+    return crcs
 
 
 def warn_of_skipped(out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str]) -> None:

@@ -32,7 +32,16 @@ from actshard.tokens.pieces import LineRange, rows_of_groups
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe
 from actshard.tokens.shards import write_rows
-from actshard.tokens.sources import Record, RowProblem, Source, compression, inflated, kind_of, parquet_rows, parsed
+from actshard.tokens.sources import (
+    RecordOrBlock,
+    RowProblem,
+    Source,
+    compression,
+    inflated,
+    kind_of,
+    parquet_rows,
+    parsed,
+)
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 
@@ -47,7 +56,7 @@ HELD = 16 << 20
 
 # -- the sample ----------------------------------------------------------------------------------------------------
 
-SamplePart = Callable[["_SampleOfKind", Sequence[str]], Iterator[Record]]
+SamplePart = Callable[["_SampleOfKind", Sequence[str]], Iterator[RecordOrBlock]]
 
 
 class _SampleOfKind:
@@ -65,8 +74,8 @@ class _SampleOfKind:
         return problem.error(None)
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
         """Yields the records of all parts."""
         for part in self.parts:
             yield from part(self, columns)
@@ -107,7 +116,7 @@ def _parts(sources: list[Source], total: int) -> list[SamplePart]:
 
 
 def _all(source: Source) -> SamplePart:
-    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[RecordOrBlock]:
         yield from source.records(columns)
         sample.read += source.size()
 
@@ -128,7 +137,7 @@ def _ranges(sources: list[Source], whole: int, size: int) -> list[SamplePart]:
 
 
 def _range(source: Source, first: int, stop: int) -> SamplePart:
-    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[RecordOrBlock]:
         for number, _, line in LineRange(source.path, source.shard, source.version, first, stop).lines():
             yield parsed(number, line)
             sample.read += len(line)  # not the range's bytes: lines may end after it
@@ -139,7 +148,7 @@ def _range(source: Source, first: int, stop: int) -> SamplePart:
 def _beginning(source: Source) -> SamplePart:
     """The lines in the first bytes of a compressed file."""
 
-    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[RecordOrBlock]:
         cut, lines = 0, list[bytes]()
         while cut < source.size() and not lines:
             cut = min(max(4 * cut, _BEGINNING), source.size())
@@ -164,7 +173,7 @@ def _lines_in(data: bytes, path: Path) -> list[bytes]:
 def _rows(source: Source, k: int) -> SamplePart:
     """The first rows of a row group; counted as their share of the file's bytes."""
 
-    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[Record]:
+    def part(sample: _SampleOfKind, columns: Sequence[str]) -> Iterator[RecordOrBlock]:
         rows = rows_of_groups(source.path)
         filled = [group for group, n in enumerate(rows) if n]
         if k >= len(filled):
@@ -276,7 +285,8 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
                 counts.rows / sample.read,
                 {name: n / sample.read for name, n in counts.elements.items()},
             )
-    rows, elements = writers.finish()
+    written = writers.finish()
+    rows, elements = written.rows, written.elements
     stored, texts = {}, {}
     for name in process.fields:
         data, offsets = folder / name / "data", folder / name / "offsets"

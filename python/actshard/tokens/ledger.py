@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,13 +77,20 @@ class Ledger:
             **self.extra,
         }
 
-    def write(self, folder: Path) -> None:
-        """Writes the ledger into a cache's folder, atomically; actshard's own with the checksums of the files that are there.
+    def write(self, folder: Path, crcs: Mapping[str, int] | None = None) -> None:
+        """Writes the ledger into a cache's folder, atomically; actshard's own with checksums.
+
+        Args:
+            folder: the folder.
+            crcs: CRC-32 of each data file by its path, known from writing; None: the files that are there are read.
 
         Raises:
             DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
-        ledger = self.with_checksums(checksums(Location.at(folder), self)) if OURS in self.extra else self
+        ledger = self
+        if OURS in self.extra:
+            known = {path: _hex(crcs[path]) for path in sorted(crcs, key=_order)} if crcs is not None else None
+            ledger = self.with_checksums(checksums(Location.at(folder), self) if known is None else known)
         write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
 
     @property
@@ -106,7 +114,7 @@ def checksums(folder: Location, ledger: Ledger) -> dict[str, str]:
     if ledger.layout == SHARDED:
         inner = {shard: read(folder / shard).checksums for shard in ledger.finished_shards}
         return {shard: _hex(zlib.crc32(json.dumps(sums, sort_keys=True).encode())) for shard, sums in inner.items()}
-    arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in ("offsets", "data", "shapes")]
+    arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in _PARTS]
     present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
     files = [file for array in present for file, _ in array.files() if file.name != "zarr.json"]
     with ThreadPoolExecutor(_READING_THREADS) as pool:
@@ -121,10 +129,18 @@ def _crc(file: Location) -> str:
     return _hex(crc)
 
 
+def _order(path: str) -> tuple[str, int, list[str]]:
+    """Sorts paths of data files as :func:`checksums` lists them."""
+    match = re.fullmatch(r"(.*)/(offsets|data|shapes)/(c/.*)", path)
+    field, part, name = match.groups() if match is not None else (path, _PARTS[0], "")
+    return field, _PARTS.index(part), name.split("/")
+
+
 def _hex(crc: int) -> str:
     return f"{crc:08x}"
 
 
+_PARTS = ("offsets", "data", "shapes")
 _AT_ONCE = 1 << 22
 _READING_THREADS = 4
 _KNOWN = {

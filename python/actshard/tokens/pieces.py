@@ -7,6 +7,7 @@ before it up to the first line break.
 
 from __future__ import annotations
 
+import codecs
 import heapq
 import io
 import itertools
@@ -21,14 +22,14 @@ from actshard.location import Location
 from actshard.tokens.sources import (
     LONGEST_LINE,
     AnySource,
-    Record,
+    RecordOrBlock,
     RowProblem,
     Source,
     Watched,
     compression,
     kind_of,
     parquet_rows,
-    parsed,
+    parsed_lines,
     reading,
 )
 
@@ -69,14 +70,17 @@ class LineRange(Source):
         return problem.error(self.path)
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers in the range, from 1."""
         with reading(self.path):
-            for number, _, line in self.lines(tell):
-                if len(line) > LONGEST_LINE:
-                    raise self.error(RowProblem(number, f"expected at most {LONGEST_LINE} bytes"))
-                yield parsed(number, line)
+            yield from parsed_lines(self._short_lines(tell), columns, blocks=blocks)
+
+    def _short_lines(self, tell: Callable[[int], object] | None) -> Iterator[tuple[int, bytes]]:
+        for number, begin, line in self.lines(tell):
+            if len(line) > LONGEST_LINE:
+                raise self.error(RowProblem(number, f"expected at most {LONGEST_LINE} bytes"))
+            yield number, line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line
 
     def lines(self, tell: Callable[[int], object] | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yields (number from 1, first byte, line). Lines that are too long are truncated."""
@@ -122,13 +126,13 @@ class RowGroups(Source):
         return self.bytes
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers in the file, from 1."""
         groups = list(range(self.first, self.stop))
         with reading(self.path), Location.at(self.path).open("read") as raw:
-            for number, record in parquet_rows(raw, columns, self.path, groups=groups, arrays=arrays):
-                yield number + self.before, record
+            for number, rows in parquet_rows(raw, columns, self.path, groups=groups, blocks=blocks):
+                yield number + self.before, rows
         if tell is not None:
             tell(self.bytes)
 

@@ -4,6 +4,7 @@
 
     <cache>/.actshard-build/lock          held by the process that builds
     <cache>/.actshard-build/build.json    state of the build, with the time passed to chat templates
+    <cache>/.actshard-build/worker.json   settings of worker processes, with the tokenizer
     <cache>/.actshard-build/new/          the new cache: its shards, then its fields, its ledger last
     <cache>/.actshard-build/swap.json     written when the new cache is complete: paths to move out, names to move in
     <cache>/.actshard-build/old/          the replaced cache, until the swap is complete
@@ -27,7 +28,7 @@ from actshard.tokens.ledger import NAME
 from actshard.work import BUILDING, remove, sync_folders, write_json
 
 WORK = BUILDING
-NEW, OLD, SWAP, STATE, LOCK = "new", "old", "swap.json", "build.json", "lock"
+NEW, OLD, SWAP, STATE, SETUP, LOCK = "new", "old", "swap.json", "build.json", "worker.json", "lock"
 SUCCESS = ".success"
 _ARRAYS = ("offsets", "data", "shapes")
 

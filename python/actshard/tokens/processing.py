@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from actshard.errors import ArgumentError, FormatError
 from actshard.tokens import templates
+from actshard.tokens.columns import ColumnBlock
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, RowFormat, SupervisedFormat, TextFormat
 from actshard.tokens.sources import Record, RowProblem
 from actshard.tokens.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ class Prepared:
     needs: list[Any]
     texts: list[str]
     problems: list[RowProblem]
+    rows: RowsOfBatch | None = None
+    """The rows, if they need no encoding."""
 
 
 @dataclass
@@ -59,8 +62,8 @@ class Processor(ABC):
     fields: dict[str, np.dtype[Any]]
     """Stored fields and their dtypes."""
 
-    takes_arrays: bool = False
-    """Whether lists of numbers may be numpy arrays. Chat templates get lists, as from JSON."""
+    takes_blocks: bool = False
+    """Whether columns are lists of numbers, which :meth:`of_block` takes at once."""
 
     now: time.struct_time | None = None
     """The time passed to chat templates; None: the time of rendering."""
@@ -90,6 +93,17 @@ class Processor(ABC):
             made.texts += texts
         return made
 
+    def prepare_block(self, first: int, block: ColumnBlock, what: str) -> Prepared:
+        """Reads a block whose first record has the number ``first``. If one is unusable, they are read one by one."""
+        rows = self.of_block(block)
+        if rows is None:
+            return self.prepare(block.rows(first), what)
+        return Prepared([], [], [], [], rows)
+
+    def of_block(self, block: ColumnBlock) -> RowsOfBatch | None:
+        """The rows of a block; None if a record is unusable."""
+        return None
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts."""
         return self._tokenizer.encode(texts) if texts else []
@@ -102,6 +116,8 @@ class Processor(ABC):
 
     def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> RowsOfBatch:
         """Builds flat arrays from a prepared batch and its token ids."""
+        if prepared.rows is not None:
+            return prepared.rows
         flat: dict[str, list[Any]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
@@ -348,7 +364,7 @@ class ChatProcessor(Processor):
 class PrebuiltProcessor(Processor):
     """Existing ids and weights, checked and cast."""
 
-    takes_arrays = True
+    takes_blocks = True
 
     def __init__(self, format: PrebuiltFormat, dtype: Any) -> None:
         super().__init__(None)
@@ -359,6 +375,27 @@ class PrebuiltProcessor(Processor):
         if format.loss_weights_key == format.input_ids_key:
             raise ArgumentError("prebuilt: input_ids_key and loss_weights_key must differ")
         self.columns = tuple(self.fields)
+
+    def of_block(self, block: ColumnBlock) -> RowsOfBatch | None:
+        if block.elements.keys() != self.fields.keys():
+            return None
+        elements = {}
+        for name, dtype in self.fields.items():
+            numbers = block.elements[name]
+            if name == self.format.input_ids_key:
+                if numbers.size and (numbers.dtype.kind not in "iu" or not self._fits(numbers)):
+                    return None
+            elif not np.array_equal(block.lengths[name], block.lengths[self.format.input_ids_key]):
+                return None
+            with np.errstate(over="ignore"):
+                elements[name] = numbers.astype(dtype, copy=False)
+            if dtype.kind == "f" and not np.isfinite(elements[name]).all():
+                return None
+        return RowsOfBatch(elements, dict(block.lengths), [])
+
+    def _fits(self, ids: NDArray[Any]) -> bool:
+        """Whether all ids are from 0 to the largest of the dtype."""
+        return int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(self.fields[self.format.input_ids_key]).max
 
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
         ids = self._array(record, self.format.input_ids_key)

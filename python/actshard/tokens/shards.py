@@ -1,17 +1,14 @@
 """Builds one shard of a cache from one file of records. ``build_cache`` runs this in parallel, in this process or in workers.
 
-As a program (a worker): reads tasks as JSON lines from stdin and ends at end of file. Writes its progress as JSON lines to the
-descriptor given as its argument (default: stdout), because libraries may print to stdout. Processes are used because rendering
-chats and reading records hold the GIL; only the tokenizers library has threads of its own.
+As a program it is a worker (:mod:`actshard.work.pool`). Processes are used because rendering chats and reading records hold the
+GIL; only the tokenizers library has threads of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,20 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 import actshard._native as _native
+from actshard._json import read_json
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.columns import ColumnBlock
+from actshard.tokens.ledger import CONSOLIDATED, OURS, Ledger
+from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
-from actshard.tokens.recipe import shard_ledger
-from actshard.tokens.sources import AnySource, Record, RowProblem, Source
+from actshard.tokens.recipe import Recipe, shard_ledger
+from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 from actshard.work import remove, sync_folders, sync_tree
+from actshard.work.pool import Driver
 
 _CHARS = 1 << 19
 """Characters encoded per batch: enough work for all processors, and bounded memory."""
@@ -110,7 +109,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
     if isinstance(source, Source):
         source.check_version()
-    counts.problems = [str(problem.error(source.path)) for problem in counts.unusable]
+    counts.problems = [str(source.error(problem)) for problem in counts.unusable]
     complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
     tell(counts)
     return counts
@@ -124,9 +123,9 @@ class Records(Protocol):
         """The unit of record numbers."""
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
-        """Yields records with their numbers. With ``arrays``, lists of numbers may be numpy arrays."""
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
+        """Yields records with their numbers. With ``blocks``, consecutive ones may be one block of flat columns."""
 
     def error(self, problem: RowProblem) -> FormatError:
         """The exception to raise for an unusable record."""
@@ -146,7 +145,7 @@ def write_rows(
     def read(n: int) -> None:
         counts.bytes += n
 
-    records = source.records(process.columns, read, arrays=process.takes_arrays)
+    records = source.records(process.columns, read, blocks=process.takes_blocks)
     first_field = next(iter(process.fields))
     for prepared, encoded in _encoded_ahead(process, _batches(records, process, source.what)):
         rows = process.finish(prepared, encoded, source.what)
@@ -171,11 +170,11 @@ def complete_shard(
     staged: Path, folder: Path, writers: FieldWriters, identity: str, skipped: int, metadata: dict[str, Any]
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
-    rows, elements = writers.finish()
-    ledger = shard_ledger(folder.name, rows, elements, identity, skipped, metadata)
-    ledger.write(staged)
+    written = writers.finish()
+    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata)
+    ledger.write(staged, written.checksums)
     with boundary(folder, "write"):
-        if rows:
+        if written.rows:
             (staged / SUCCESS).touch()
             _native.sync_files([staged / SUCCESS])
         sync_tree(staged)
@@ -183,6 +182,16 @@ def complete_shard(
         staged.rename(folder)
         sync_folders([folder.parent])
     return ledger
+
+
+def join_rows(parts: Sequence[Path], staged: Path, folder: Path, recipe: Recipe, identity: str, skipped: int) -> Ledger:
+    """Makes a shard of rows in several folders, by copying stored bytes; see :func:`complete_shard`."""
+    with boundary(staged, "make"):
+        remove(staged)
+        remove(folder)
+    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
+    writers.extend_all(parts)
+    return complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
 
 
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
@@ -201,18 +210,21 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
     return ledger if whole and isinstance(own, dict) and own.get("identity") == identity else None
 
 
-def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterator[Prepared]:
+def _batches(records: Iterator[RecordOrBlock], process: Processor, what: str) -> Iterator[Prepared]:
     batch: list[Record] = []
     chars = 0
-    for item in records:
-        batch.append(item)
-        record = item[1]
+    for number, record in records:
+        if isinstance(record, ColumnBlock):
+            if batch:
+                yield process.prepare(batch, what)
+                batch, chars = [], 0
+            yield process.prepare_block(number, record, what)
+            continue
+        batch.append((number, record))
         if not isinstance(record, RowProblem):
             for value in record.values():
                 if isinstance(value, str):
                     chars += len(value)
-                elif isinstance(value, np.ndarray):
-                    chars += value.nbytes
                 elif isinstance(value, list):
                     # Messages or numbers: a rough estimate is enough to limit a batch.
                     chars += len(value) * 100
@@ -241,7 +253,7 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
 
 
 def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Settings shared by all tasks of a worker, as JSON. Sent once, because a tokenizer is megabytes."""
+    """Settings shared by all tasks of a worker, as JSON."""
     return {
         "format": formats.as_dict(format),
         "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
@@ -249,72 +261,34 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
     }
 
 
-def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
-    """A task as JSON-compatible values, for another process."""
+def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, Any]:
+    """A task as JSON-compatible values, for another process. ``piece`` is of :func:`actshard.tokens.pieces.as_list`."""
     return {
+        "piece": [0, *piece[1:]],
         "source": {"path": os.fspath(source.path), "shard": source.shard, "version": source.version},
         "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
     }
 
 
-class _Orders:
-    """Lines that the building process writes to stdin. If that process dies, this one exits at once."""
-
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._idle = False
-        threading.Thread(target=self._follow, daemon=True, name="actshard-follow").start()
-
-    def _follow(self) -> None:
-        # Not through sys.stdin: interpreter shutdown would wait for its lock.
-        held, looked = bytearray(), 0
-        while data := os.read(0, 1 << 16):
-            held += data
-            while (at := held.find(b"\n", looked)) >= 0:
-                self._idle = False
-                self._lines.put(bytes(held[:at]))
-                del held[: at + 1]
-                looked = 0
-            looked = len(held)
-        if held or not self._idle:
-            os._exit(5)
-        self._lines.put(None)
-
-    def next(self) -> dict[str, Any] | None:
-        """The next line; None at end of file."""
-        line = self._lines.get()
-        return None if line is None else dict(json.loads(line))
-
-    def done(self) -> None:
-        """All tasks received are done: end of file is now a normal end."""
-        self._idle = True
-
-
 def main() -> None:
-    """Runs a worker: reads a line of shared settings, then a line per task, and reports progress line by line."""
-    orders, out = _Orders(), int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    os.set_inheritable(out, False)
-
-    def send(message: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(message).encode() + b"\n")
-        while line:
-            line = line[os.write(out, line) :]
-
+    """Runs a worker. Its settings are the path of a file with those of :func:`setup_as_dict`, an order is :func:`task_as_dict`."""
+    driver = Driver()
     try:
         with boundary(None, "begin"):
-            process = _process(orders.next() or {})
-        while (given := orders.next()) is not None:
-            version = given["source"]["version"]
+            process = _process(read_json(Path(driver.settings())))
+        for line in driver.orders():
+            order = json.loads(line)
+            version = order["source"]["version"]
             source = Source(
-                Path(given["source"]["path"]), given["source"]["shard"], None if version is None else tuple(version)
+                Path(order["source"]["path"]), order["source"]["shard"], None if version is None else tuple(version)
             )
-            task = _task(given["task"])
+            task = _task(order["task"])
             with boundary(task.folder, "build"):
-                build_shard(source, process, task, lambda counts: send(counts.as_dict()))
-            orders.done()
-            send({"done": source.shard})
+                part = source_of(order["piece"], [source])
+                build_shard(part, process, task, lambda counts: driver.send(counts.as_dict()))
+            driver.send({"done": True})
     except ActshardError as error:
-        send(as_plain(error))
+        driver.send(as_plain(error))
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)

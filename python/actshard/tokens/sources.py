@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -28,6 +28,7 @@ from actshard.errors import (
     from_reader,
 )
 from actshard.location import Location
+from actshard.tokens.columns import ColumnBlock, joined, of_arrow
 from actshard.tokens.patterns import matching
 
 KINDS = (".jsonl", ".json", ".parquet")
@@ -58,6 +59,8 @@ class RowProblem:
 
 
 Record = tuple[int, "Mapping[str, Any] | RowProblem"]
+RecordOrBlock = tuple[int, "Mapping[str, Any] | RowProblem | ColumnBlock"]
+"""A record, or a block of consecutive ones with the number of the first."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,11 @@ class Source:
         return problem.error(self.path)
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers from 1. Unusable ones are yielded as :class:`RowProblem`.
 
-        With ``arrays``, lists of numbers may be numpy arrays.
+        With ``blocks``, consecutive records with nothing but lists of numbers may be yielded as one block.
 
         Raises:
             MissingFileError, FileAccessError, FormatError: the file cannot be read, or is truncated.
@@ -129,14 +132,16 @@ class Source:
                 plain = compression(self.path) is None
                 share = _share_of(self.size(), tell) if plain else None
                 yield from parquet_rows(
-                    raw if plain else inflated(watched, self.path), columns, self.path, share, arrays=arrays
+                    raw if plain else inflated(watched, self.path), columns, self.path, share, blocks=blocks
                 )
                 return
             stream = inflated(watched, self.path)
+            if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+                stream.read(len(codecs.BOM_UTF8))
             if kind == ".json" and _is_array(stream):
                 yield from _array(stream, self.path)
             else:
-                yield from _lines(stream, self.path)
+                yield from parsed_lines(lines(stream, self.path, LONGEST_LINE), columns, blocks=blocks)
 
 
 @contextlib.contextmanager
@@ -183,8 +188,8 @@ class RowSource:
         return problem.error(self.path)
 
     def records(
-        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, arrays: bool = False
-    ) -> Iterator[Record]:
+        self, columns: Sequence[str], tell: Callable[[int], object] | None = None, *, blocks: bool = False
+    ) -> Iterator[RecordOrBlock]:
         """Yields records with their numbers from 1."""
         for number, record in enumerate(self.begin(), 1):
             yield number, record if isinstance(record, Mapping) else _no_object(number, record, "row")
@@ -220,6 +225,12 @@ def kind_of(path: Path) -> str:
             return kind
     if ".ndjson" in suffixes:
         return ".jsonl"
+    if ".txt" in suffixes:
+        raise ArgumentError(
+            "a .txt file does not say where a document ends: write a JSON line per document, or pass RowSource(name, function), "
+            'whose function yields {"text": ...} for each one (Levanter takes each line, with its line break, as a document)',
+            path=path,
+        )
     raise ArgumentError(
         f"expected a file name ending in {', '.join(KINDS)}, with or without {', '.join(COMPRESSIONS)}", path=path
     )
@@ -328,9 +339,13 @@ def _no_object(number: int, value: Any, what: str) -> RowProblem:
     return RowProblem(number, f"expected an object, found {str(value)[:60]!r}", what)
 
 
-def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
-    for number, line in lines(stream, path, LONGEST_LINE):
-        yield parsed(number, line)
+def parsed_lines(
+    lines: Iterable[tuple[int, bytes]], columns: Sequence[str], *, blocks: bool
+) -> Iterator[RecordOrBlock]:
+    """The records of numbered lines; with ``blocks``, see :meth:`Source.records`."""
+    if not blocks:
+        return (parsed(number, line) for number, line in lines)
+    return joined(lines, columns, parsed)
 
 
 def parsed(number: int, line: bytes) -> Record:
@@ -374,9 +389,9 @@ def parquet_rows(
     share: Callable[[int, int], object] | None = None,
     groups: list[int] | None = None,
     *,
-    arrays: bool = False,
-) -> Iterator[Record]:
-    """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1. With ``arrays``, see :func:`_arrays`."""
+    blocks: bool = False,
+) -> Iterator[RecordOrBlock]:
+    """Yields the rows of a Parquet file, or of some of its row groups, numbered from 1; with ``blocks``, see :func:`of_arrow`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -395,27 +410,15 @@ def parquet_rows(
                     number += 1
                     yield number, {}
                 continue
-            lists = [_arrays(column) if arrays else column.to_pylist() for column in batch.columns]
-            for values in zip(*lists, strict=True):
+            if blocks and (block := of_arrow(batch)) is not None:
+                yield number + 1, block
+                number += batch.num_rows
+                continue
+            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 number += 1
                 yield number, dict(zip(batch.schema.names, values, strict=True))
     except pa.ArrowException as error:
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
-
-
-def _arrays(column: Any) -> Iterable[Any]:
-    """The values of a column. Lists of numbers are numpy arrays: a Python object per number would take most of a build's time."""
-    import pyarrow as pa
-
-    kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or column.null_count:
-        return list(column.to_pylist())
-    flat = column.flatten()
-    if flat.null_count or not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
-        return list(column.to_pylist())
-    numbers = flat.to_numpy(zero_copy_only=False)
-    ends = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
-    return [numbers[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:

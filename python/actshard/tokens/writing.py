@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,21 @@ def checked_storage(storage: str) -> str:
     return storage
 
 
+@dataclass(frozen=True)
+class WrittenFields:
+    """Fields that are written and synced.
+
+    Attributes:
+        rows: number of rows.
+        elements: number of elements by field.
+        checksums: CRC-32 of each data file by its path in the folder.
+    """
+
+    rows: int
+    elements: dict[str, int]
+    checksums: dict[str, int]
+
+
 class FieldWriters:
     """Writers of a cache's fields in one folder. They do not write the ledger."""
 
@@ -78,14 +94,25 @@ class FieldWriters:
         """Appends all rows of another cache's field. Stored blocks are copied without decoding."""
         self._writers[name].extend(field)
 
-    def finish(self) -> tuple[int, dict[str, int]]:
-        """Writes buffered data and syncs it to disk. Returns the number of rows, and the number of elements by field."""
-        counts = {name: writer.finish() for name, writer in self._writers.items()}
-        rows = next(iter(counts.values()))[0] if counts else 0
-        if any(held != rows for held, _ in counts.values()):
-            listed = ", ".join(f"{name} {held}" for name, (held, _) in counts.items())
+    def extend_all(self, folders: Iterable[Path]) -> None:
+        """Appends all rows of the same fields in other folders, which each have rows; see :meth:`extend`."""
+        cache, parts = _native.BlockCache(0), list(folders)
+        for name in self.fields:
+            for part in parts:
+                self.extend(name, _native.TokenField([(part / name, None)], "mmap", cache, is_complete=True))
+
+    def finish(self) -> WrittenFields:
+        """Writes buffered data and syncs it to disk."""
+        fields = {name: writer.finish() for name, writer in self._writers.items()}
+        rows = {name: count for name, (count, _, _) in fields.items()}
+        if len(set(rows.values())) > 1:
+            listed = ", ".join(f"{name} {count}" for name, count in rows.items())
             raise InternalError(f"fields have different numbers of rows: {listed}", path=self.folder)
-        return rows, {name: elements for name, (_, elements) in counts.items()}
+        return WrittenFields(
+            next(iter(rows.values()), 0),
+            {name: elements for name, (_, elements, _) in fields.items()},
+            {f"{name}/{path}": crc for name, (_, _, checksums) in fields.items() for path, crc in checksums},
+        )
 
 
 def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
@@ -353,17 +380,17 @@ class CacheWriter:
         """Returns the folder of the cache: complete and synced to disk, but not yet at its path."""
         if self._writers is None:
             self._writers = self._begun(dict.fromkeys(self._fields, 1))
-        rows, counts = self._writers.finish()
+        written = self._writers.finish()
         new = self._writers.folder
         Ledger(
-            total_num_rows=rows,
-            shard_rows={"": rows},
+            total_num_rows=written.rows,
+            shard_rows={"": written.rows},
             is_finished=True,
             finished_shards=("",),
-            field_counts=dict(sorted(counts.items())),
+            field_counts=dict(sorted(written.elements.items())),
             metadata={"preprocessor_metadata": self._metadata},
             extra={OURS: {}},
-        ).write(new)
+        ).write(new, written.checksums)
         sync_tree(new)
         return new
 

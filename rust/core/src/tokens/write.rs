@@ -68,6 +68,8 @@ struct ArrayWriter {
     file: Option<ShardWriter>,
     frames: usize,
     columns: bool,
+    /// CRC-32 of each finished file.
+    checksums: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -76,6 +78,8 @@ struct ShardWriter {
     file: File,
     at: u64,
     index: Vec<(u64, u64)>,
+    /// Of all bytes before `at`: files are written from their first byte to their last.
+    crc: crc32fast::Hasher,
 }
 
 impl ShardWriter {
@@ -86,12 +90,14 @@ impl ShardWriter {
         let mut options = OpenOptions::new();
         let file = options.write(true).create(true).truncate(true).open(&path);
         let file = file.map_err(|e| Error::from_io(&e, &path, "open to write"))?;
-        Ok(ShardWriter { path, file, at: 0, index: vec![index::ABSENT; per_file] })
+        let (index, crc) = (vec![index::ABSENT; per_file], crc32fast::Hasher::new());
+        Ok(ShardWriter { path, file, at: 0, index, crc })
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all_at(bytes, self.at).map_err(|e| Error::from_io(&e, &self.path, "write"))?;
         self.at += bytes.len() as u64;
+        self.crc.update(bytes);
         Ok(())
     }
 
@@ -109,7 +115,9 @@ impl ShardWriter {
         let bytes = stage.frames * (PAGE + full);
         let target = Target { path: self.path.clone(), size: 0 };
         let piece = Piece { source: 0, start: 0, bytes: bytes as u64, file: 0, offset: self.at };
-        pieces::write(&[&stage.memory.bytes()[..bytes]], &[target], &[piece], direct, &mut || false)?;
+        let memory = &stage.memory.bytes()[..bytes];
+        pieces::write(&[memory], &[target], &[piece], direct, &mut || false)?;
+        self.crc.update(memory);
         for frame in 0..stage.frames {
             let start = self.at + (frame * (PAGE + full) + PAGE - HEADER) as u64;
             self.index[slot + frame] = (start, (HEADER + full) as u64);
@@ -118,9 +126,11 @@ impl ShardWriter {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<()> {
+    /// Writes the index and syncs the file. Returns the CRC-32 of its bytes.
+    fn finish(mut self) -> Result<u32> {
         self.put(&index::encode(&self.index))?;
-        self.file.sync_all().map_err(|e| Error::from_io(&e, &self.path, "write and sync"))
+        self.file.sync_all().map_err(|e| Error::from_io(&e, &self.path, "write and sync"))?;
+        Ok(self.crc.finalize())
     }
 }
 
@@ -250,6 +260,7 @@ impl ArrayWriter {
             file: None,
             frames: 0,
             columns,
+            checksums: vec![],
         })
     }
 
@@ -342,8 +353,7 @@ impl ArrayWriter {
             self.close_file()?;
         }
         if self.file.is_none() {
-            let tail = if self.columns { "/0" } else { "" };
-            self.file = Some(ShardWriter::create(self.folder.join(format!("c/{number}{tail}")), self.per_file)?);
+            self.file = Some(ShardWriter::create(self.folder.join(self.file_name(number)), self.per_file)?);
         }
         match &mut self.file {
             Some(file) => Ok((file, frame % self.per_file)),
@@ -351,12 +361,16 @@ impl ArrayWriter {
         }
     }
 
+    fn file_name(&self, number: usize) -> String {
+        format!("c/{number}{}", if self.columns { "/0" } else { "" })
+    }
+
     /// Finishes the open file.
     fn close_file(&mut self) -> Result<()> {
-        match self.file.take() {
-            Some(file) => file.finish(),
-            None => Ok(()),
+        if let Some(file) = self.file.take() {
+            self.checksums.push(file.finish()?);
         }
+        Ok(())
     }
 
     fn next_frame(&mut self) -> Result<usize> {
@@ -391,8 +405,8 @@ impl ArrayWriter {
         file.frame(0, &[&head, &first])
     }
 
-    /// Writes the rest; `first` becomes element 0 of an array that kept its first frame.
-    fn finish(mut self, first: Option<u64>) -> Result<()> {
+    /// Writes the rest; `first` becomes element 0 of an array that kept its first frame. Returns name and CRC-32 of each file.
+    fn finish(mut self, first: Option<u64>) -> Result<Vec<(String, u32)>> {
         if self.storage == Storage::Plain {
             self.write_stage()?;
             let full = self.frame_bytes();
@@ -411,6 +425,7 @@ impl ArrayWriter {
                     let patch = OpenOptions::new().write(true).read(true).open(&path);
                     let patch = patch.map_err(|e| Error::from_io(&e, &path, "open to write"))?;
                     patch_first(&patch, &path, &bytes, self.per_file)?;
+                    self.checksums[0] = checksum(&patch, &path)?;
                 }
                 None => {}
             }
@@ -440,7 +455,8 @@ impl ArrayWriter {
             let (file, slot) = self.slot(number)?;
             file.frame(slot, &[&made])?;
         }
-        self.close_file()
+        self.close_file()?;
+        Ok(self.checksums.iter().enumerate().map(|(number, crc)| (self.file_name(number), *crc)).collect())
     }
 }
 
@@ -456,6 +472,20 @@ fn patch_first(file: &File, path: &Path, bytes: &[u8; 8], per_file: usize) -> Re
         len.checked_sub(per_file as u64 * 16 + 4).ok_or_else(|| Error::new(Kind::Internal, "no index").at(path))?;
     file.read_exact_at(&mut entry, at).map_err(io)?;
     file.write_all_at(bytes, u64::from_le_bytes(entry) + HEADER as u64).and_then(|()| file.sync_all()).map_err(io)
+}
+
+/// The CRC-32 of a file, read again because its first bytes changed.
+fn checksum(file: &File, path: &Path) -> Result<u32> {
+    let (mut crc, mut buffer, mut at) = (crc32fast::Hasher::new(), vec![0; 1 << 20], 0);
+    loop {
+        match file.read_at(&mut buffer, at).map_err(|e| Error::from_io(&e, path, "read"))? {
+            0 => return Ok(crc.finalize()),
+            n => {
+                crc.update(&buffer[..n]);
+                at += n as u64;
+            }
+        }
+    }
 }
 
 /// Compresses frames in parallel.
@@ -482,6 +512,18 @@ pub struct FieldWriter {
     elements: u64,
     /// Set before a change begins, cleared after it ends.
     unfinished: bool,
+}
+
+/// A field that is written and synced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WrittenField {
+    /// Number of rows.
+    pub rows: u64,
+    /// Number of elements.
+    pub elements: u64,
+    /// Path in the field's folder, and CRC-32, of each data file.
+    pub checksums: Vec<(String, u32)>,
 }
 
 impl FieldWriter {
@@ -607,14 +649,18 @@ impl FieldWriter {
     }
 
     /// Writes the rest, the number of rows last, and waits for the disk.
-    pub fn finish(self) -> Result<(u64, u64)> {
+    pub fn finish(self) -> Result<WrittenField> {
         self.whole()?;
-        self.data.finish(None)?;
+        let mut checksums = vec![];
+        let mut add = |array: &str, files: Vec<(String, u32)>| {
+            checksums.extend(files.into_iter().map(|(name, crc)| (format!("{array}/{name}"), crc)));
+        };
+        add("data", self.data.finish(None)?);
         if let Some(shapes) = self.shapes {
-            shapes.finish(None)?;
+            add("shapes", shapes.finish(None)?);
         }
-        self.offsets.finish(Some(self.rows))?;
-        Ok((self.rows, self.elements))
+        add("offsets", self.offsets.finish(Some(self.rows))?);
+        Ok(WrittenField { rows: self.rows, elements: self.elements, checksums })
     }
 }
 
@@ -635,6 +681,10 @@ mod tests {
     fn reopened(folder: &Path, io: Io) -> Field {
         let parts = vec![FieldShard { folder: folder.into(), counts: None }];
         Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(1 << 20)), LedgerState::default()).unwrap()
+    }
+
+    fn crc_of(file: &Path) -> u32 {
+        crc32fast::hash(&fs::read(file).unwrap())
     }
 
     const SMALL: WriteOptions = WriteOptions { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };
@@ -681,7 +731,10 @@ mod tests {
             assert!(writer.append(&vec![2; elements], &[lengths], &vec![1; shapes]).is_err());
         }
         writer.append(&[3; 12], &[3], &[1]).unwrap();
-        assert_eq!(writer.finish().unwrap(), (2, 5));
+        let written = writer.finish().unwrap();
+        assert_eq!((written.rows, written.elements), (2, 5));
+        let names = ["data/c/0", "shapes/c/0/0", "offsets/c/0"];
+        assert_eq!(written.checksums, names.map(|name| (name.into(), crc_of(&folder.path().join(name)))));
         let field = reopened(folder.path(), Io::Mmap);
         let mut out = vec![0u8; 20];
         field.copy(&mut Cursor::default(), 0, &mut out).unwrap();
@@ -720,7 +773,13 @@ mod tests {
                 writer.append(bytemuck::cast_slice(&elements[at..at + n]), some, &[]).unwrap();
                 at += n;
             }
-            prop_assert_eq!(writer.finish().unwrap(), (lengths.len() as u64, total as u64));
+            let written = writer.finish().unwrap();
+            prop_assert_eq!((written.rows, written.elements), (lengths.len() as u64, total as u64));
+            for (name, crc) in &written.checksums {
+                prop_assert_eq!(*crc, crc_of(&folder.path().join(name)), "{}", name);
+            }
+            let files = ["data", "offsets"].map(|array| fs::read_dir(folder.path().join(array).join("c")).map_or(0, Iterator::count));
+            prop_assert_eq!(written.checksums.len(), files.iter().sum::<usize>());
 
             let io = if mapped { Io::Mmap } else { Io::Pread };
             let field = reopened(folder.path(), io);

@@ -138,12 +138,13 @@ impl TokenFieldWriter {
         detach::guarded(py, || self.with(py, |writer, _| Ok(writer.counts())))
     }
 
-    /// Writes the rest; returns the numbers of rows and elements.
-    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+    /// Writes the rest; returns the numbers of rows and elements, and the CRC-32 of each data file by its path in the folder.
+    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64, Vec<(String, u32)>)> {
         detach::guarded(py, || {
             detach::detached(py, |watch| {
                 let writer = self.take(watch)?.writer.take();
-                writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()
+                let written = writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()?;
+                Ok((written.rows, written.elements, written.checksums))
             })
         })
     }
