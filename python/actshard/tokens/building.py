@@ -2,8 +2,9 @@
 
 Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large files
 are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
-interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to one
-array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a cache.
+interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to
+one array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a
+cache.
 """
 
 from __future__ import annotations
