@@ -157,8 +157,15 @@ def other_rows(folder: Path) -> Path:
     return path
 
 
+def skipping(folder: Path) -> Path:
+    path = copied(GOLDEN / "draft/specforge_eagle3", folder)
+    (path / "rows_5-10/data_7.ckpt").unlink()
+    return path
+
+
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "other-rows": other_rows,
+    "skipped-numbers": skipping,
     "unknown-format": unknown,
     "not-listed": on_the_web,
     "unfinished": unfinished,

@@ -214,7 +214,11 @@ def test_conversion_keeps_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "named"), [(0, "1 of 3 chunks, the first is chunk 0"), (1, "1 of 3 chunks, the first is chunk 1")]
+    ("lost", "named"),
+    [
+        (0, "1 of 3 chunks is missing: chunk-00000000.safetensors"),
+        (1, "1 of 3 chunks is missing: chunk-00000001.safetensors"),
+    ],
 )
 def test_a_chunk_that_all_hook_points_lack_is_told(lost: int, named: str, plain: Path) -> None:
     """Later sequences took the numbers of the lost ones, without a word."""

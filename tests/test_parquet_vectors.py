@@ -348,7 +348,9 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     for number in (0, 3):
         written(tmp_path / f"train-{number:05}-of-00004.parquet", [[1.0, 2.0]], pa.list_(pa.float32(), 2))
     (tmp_path / "._train-00000-of-00004.parquet").write_bytes(bytes(64))  # of macOS
-    with pytest.warns(actshard.ActshardWarning, match=r"2 files are missing .*: 00001, 00002"):
+    with pytest.warns(
+        actshard.ActshardWarning, match=r"2 of 4 files are missing: train-00001-of-00004.parquet, train-00002-of-"
+    ):
         assert len(actshard.open(tmp_path)) == 2
     assert [found.code for found in actshard.verify(tmp_path).errors] == ["missing-file"]
 

@@ -85,7 +85,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "The dataset cannot be opened.",
             "finish it as described, or write the dataset again",
         ),
-        Code("missing-file", ERROR, "A file listed in the metadata does not exist.", _UNREADABLE, _REWRITE),
+        Code(
+            "missing-file",
+            ERROR,
+            "A file that the metadata list, or that belongs between other numbered files, does not exist.",
+            "Its rows cannot be read. Without a numbered file, later examples have lower positions.",
+            _REWRITE,
+        ),
+        Code(
+            "skipped-numbers",
+            NOTE,
+            "Numbers of files have gaps, and the program that writes the format skips numbers, too.",
+            "If files were lost instead, their examples are missing.",
+            "compare the number of examples with that of the source",
+        ),
         Code(
             "not-a-file",
             ERROR,
@@ -147,7 +160,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         Code(
             "chunk-missing",
             WARNING,
-            "A chunk of stored tokens has no file.",
+            "A chunk of stored tokens, or of values per sample, has no file.",
             "Its rows contain the fill value.",
             "check that the chunk was written",
         ),

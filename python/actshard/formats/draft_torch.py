@@ -6,7 +6,6 @@ its number. A warning and the error of a read contain the reason.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.draft_columns import DraftColumns, PlaceTable, rows_of_columns, rows_of_parts
 from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each, values_of_files
 from actshard.formats.draft_keeping import KeptExamples, place_of, restored, stored_of
+from actshard.formats.draft_trees import DraftTree, NumberedFile
 from actshard.formats.kept import KeptIndex
 from actshard.formats.per_token import LAST, wrong_values
 from actshard.formats.report import Report
@@ -43,40 +43,6 @@ _Shape = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class DraftTree:
-    """Patterns of the names of a dataset's folders and files, from its folder down. Their groups are numbers.
-
-    Attributes:
-        levels: a pattern per level; the last matches files.
-        order: positions of the groups by which examples are sorted.
-        example: positions of the groups that identify an example; two files of one example are a fault.
-        sure: whether the names alone identify the format, if no file can be read.
-    """
-
-    levels: tuple[re.Pattern[str], ...]
-    order: tuple[int, ...]
-    example: tuple[int, ...]
-    sure: bool = False
-
-    def files(self, root: Location, most: int | None = None) -> list[tuple[tuple[int, ...], Location]]:
-        """Numbers and locations of files, in order. With ``most``: of about this many of the files found first."""
-        found: list[tuple[tuple[int, ...], Location]] = [((), root)]
-        for depth, level in enumerate(self.levels):
-            kind = "file" if depth == len(self.levels) - 1 else "folder"
-            below = []
-            for numbers, folder in found:
-                entries = folder.entries() if most is None else folder.first(4096)
-                for entry in entries:
-                    named = level.fullmatch(entry.name)
-                    if named is not None and entry.kind == kind:
-                        below.append(((*numbers, *map(int, named.groups())), folder / entry.name))
-                if most is not None and len(below) >= most:
-                    break
-            found = below
-        return sorted(found, key=lambda each: ([each[0][n] for n in self.order], each[1].key))
-
-
-@dataclass(frozen=True)
 class DraftFolder:
     """A format of folders of examples.
 
@@ -87,6 +53,8 @@ class DraftFolder:
         trees: patterns of file names, the deepest first.
         listing: lists the files, for formats without fixed file names; None: ``trees`` finds them.
         others: names of further files of a dataset.
+        skips: the examples that the format's own writer leaves out although it counts them, so that numbers without a file are no
+            fault; empty: it numbers files without gaps.
     """
 
     format: str
@@ -95,10 +63,9 @@ class DraftFolder:
     trees: tuple[DraftTree, ...] = ()
     listing: Callable[[Location, int | None], list[Location]] | None = None
     others: tuple[str, ...] = ()
+    skips: str = ""
 
-    def _files(
-        self, root: Location, most: int | None
-    ) -> tuple[DraftTree | None, list[tuple[tuple[int, ...], Location]]]:
+    def _files(self, root: Location, most: int | None) -> tuple[DraftTree | None, list[NumberedFile]]:
         if self.listing is not None:
             return None, [((number,), path) for number, path in enumerate(self.listing(root, most))]
         for tree in self.trees:
@@ -149,6 +116,8 @@ class DraftFolder:
                 continue
             seen[key] = path
             made.paths.append(path)
+        if tree is not None:
+            made.warn_of_gaps(tree, found)
         kept = place_of(root, self.format, made.paths, options.keep)
         index = None if kept is None else kept.load()
         if index is None or not made.restore(*index):
@@ -169,6 +138,8 @@ class DraftFolder:
         if dataset is None:
             return
         report.count("files", len(dataset.paths))
+        if dataset.skipped:
+            report.add("skipped-numbers", root, dataset.skipped)
 
         def look(number: int, file: TorchFile | ActshardError) -> None:
             tell("files", number, len(dataset.paths))
@@ -211,6 +182,18 @@ class DraftDataset:
     shape: _Shape = (0, 0, "")
     kept: KeptExamples | None = None
     """The examples, if they come from a cached index; :attr:`examples` is then empty."""
+    skipped: str = ""
+    """Description of numbers without a file that the format's writer may have left out."""
+
+    def warn_of_gaps(self, tree: DraftTree, files: list[NumberedFile]) -> None:
+        """Warns of missing folders and files. If the format's writer skips numbers, describes missing files in :attr:`skipped`."""
+        self.warnings += tree.missing_folders(files)
+        numbered, name = tree.missing_files(self.root, files)
+        if not self.folder.skips:
+            self.warnings += numbered.remarks(name)
+        elif numbered.gaps:
+            count = f"{numbered.missing} of {numbered.missing + numbered.count} numbers have no file"
+            self.skipped = f"{count}: {numbered.names(name)}. {self.folder.skips}"
 
     def read(self, limit: int) -> None:
         """Reads the pickles. The most common kind and shape are the dataset's; other files are faults."""

@@ -12,22 +12,24 @@ from __future__ import annotations
 import re
 
 from actshard.formats.draft_examples import DraftKeys
-from actshard.formats.draft_torch import DraftFolder, DraftTree
+from actshard.formats.draft_torch import DraftFolder
+from actshard.formats.draft_trees import DraftTree
 
 _EAGLE3 = DraftKeys("eagle3", "hidden_states", "hidden_states", "target_hiddens", id_axes=2)
 _DFLASH = DraftKeys("dflash", "attention_mask", "hidden_states", None, ("loss_mask", "attention_mask"), 2)
-_RANK, _GROUP, _FILE = re.compile(r"rank_(\d+)"), re.compile(r"rows_\d+-\d+"), re.compile(r"data_(\d+)\.ckpt")
+_RANK, _GROUP, _FILE = re.compile(r"rank_(\d+)"), re.compile(r"rows_(\d+)-(\d+)"), re.compile(r"data_(\d+)\.ckpt")
 _SHARD, _SAMPLE = re.compile(r"shard_(\d+)"), re.compile(r"sample_(\d+)_rank(\d+)\.ckpt")
 FOLDER = DraftFolder(
     "angelslim",
     "rank_*/rows_*/data_*.ckpt or sample_*_rank*.ckpt of AngelSlim",
     kinds=(_DFLASH, _EAGLE3),
     trees=(
-        DraftTree((_RANK, _GROUP, _FILE), order=(0, 1), example=(0, 1), sure=True),
-        DraftTree((_GROUP, _FILE), order=(0,), example=(0,)),
-        DraftTree((_SHARD, _SAMPLE), order=(0, 1, 2), example=(0, 1, 2), sure=True),
-        DraftTree((_SAMPLE,), order=(0, 1), example=(0, 1), sure=True),
+        DraftTree((_RANK, _GROUP, _FILE), order=(0, 3), example=(0, 3), sure=True, first=0, span=(1, 2)),
+        DraftTree((_GROUP, _FILE), order=(2,), example=(2,), first=0, span=(0, 1)),
+        DraftTree((_SHARD, _SAMPLE), order=(0, 1, 2), example=(0, 1, 2), sure=True, series=(2, 1)),
+        DraftTree((_SAMPLE,), order=(0, 1), example=(0, 1), sure=True, series=(1, 0)),
     ),
     others=("vocab_mapping.pt",),
+    skips="AngelSlim does not write examples that failed",
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 
 from actshard.formats.draft_examples import DraftKeys
-from actshard.formats.draft_torch import DraftFolder, DraftTree
+from actshard.formats.draft_torch import DraftFolder
+from actshard.formats.draft_trees import DraftTree
 
 _PROCESS, _FILE = re.compile(r"(\d+)"), re.compile(r"data_(\d+)\.ckpt")
 FOLDER = DraftFolder(
@@ -18,8 +19,8 @@ FOLDER = DraftFolder(
     "*/data_*.ckpt of EAGLE, with hidden_state",
     kinds=(DraftKeys("eagle", "hidden_state", None, "hidden_state", without="aux_hidden_state"),),
     trees=(
-        DraftTree((_PROCESS, _FILE), order=(0, 1), example=(0, 1)),
-        DraftTree((_FILE,), order=(0,), example=(0,)),
+        DraftTree((_PROCESS, _FILE), order=(0, 1), example=(0, 1), first=0),
+        DraftTree((_FILE,), order=(0,), example=(0,), first=0),
     ),
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

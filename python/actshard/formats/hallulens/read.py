@@ -105,6 +105,7 @@ class Capture:
             if name in self.arrays:
                 with faults.noting(self.arrays[name].path):
                     self._check_rows(self.arrays[name])
+        self._check_committed()
         declared = self.config.fields.value.get("dtype")
         if declared not in (None, "float16"):
             self.warnings.append(
@@ -137,6 +138,16 @@ class Capture:
         if torn:
             self._warn_of_torn(path, torn[0])
         return list(samples.values())
+
+    def _check_committed(self) -> None:
+        """Warns of an empty meta.jsonl if arrays have rows: without its lines, no row is a sample."""
+        path = self.path / "meta.jsonl"
+        if self.samples or not path.exists() or path.stat().size:
+            return
+        rows = [array.path.name for array in self.arrays.values() if array.size()]
+        if rows:
+            text = f"{path.name}: expected a line per sample, found an empty file, but {rows[0]} has rows: no sample is read"
+            self.warnings.append(Remark("empty-file", text))
 
     def _warn_of_torn(self, path: Location, offset: int) -> None:
         self.warnings.append(

@@ -17,6 +17,7 @@ from typing import Any
 
 from actshard._arguments import name_of, numpy_type
 from actshard._json import read_json, show
+from actshard.codes import Remark
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError
 from actshard.formats.contents import LayoutText
 from actshard.formats.layout_toml.known import find
@@ -50,6 +51,12 @@ class Pattern:
         if found is None:
             return None
         return {key: int(text) if key in self.numbers else text for key, text in found.groupdict().items()}
+
+    def span(self, name: str, capture: str) -> tuple[int, int]:
+        """Start and end of a capture in a name that matches."""
+        found = self._regex.fullmatch(name)
+        assert found is not None
+        return found.span(capture)
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
@@ -111,6 +118,8 @@ class Description:
     """The program that wrote the folder, if its manifest is recognized."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The manifest."""
+    remarks: tuple[Remark, ...] = ()
+    """Warnings about files that the manifest requires."""
 
 
 class _Table:
@@ -470,7 +479,7 @@ def read(root: Location, layout: Any = None) -> Description:
     if known is not None:
         reader = DescriptionReader(root, known.manifest.place, "")
         made = reader.description({"version": 1, **known.description()})
-        return replace(made, program=known.program, metadata=known.value)
+        return replace(made, program=known.program, metadata=known.value, remarks=known.remarks())
     text = _read_text(root / NAME) if layout is None else read_layout(layout)
     source = text.path if isinstance(text, LayoutText) else None
     try:

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +22,12 @@ import actshard._native as _native
 from actshard._arguments import stored
 from actshard._json import read_json, read_lines
 from actshard._native import StoredArray
+from actshard.codes import Remark
 from actshard.containers import RefusedObject, TorchFile, read_torch
 from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
+from actshard.formats.numbered import TOTAL, FileKey, Gap, Numbered, bounds_of, renumbered
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -268,6 +270,29 @@ def matches(root: Location, pattern: Pattern, listing: Listing | None = None) ->
         if before == after:
             raise FormatError(f"two files are {_captures(after)}: {a.name} and {b.name}", path=root)
     return made
+
+
+def missing_files(
+    root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
+) -> list[Remark]:
+    """A warning about gaps in the numbers of files, by their captures batch and example. Layers are no series."""
+    capture = next((name for name in ("example", "batch") if name in pattern.captures), None)
+    if capture is None or capture not in pattern.numbers:
+        return []
+    paths: dict[FileKey, Location] = {}
+    for captured, path in files:
+        above = (captured["batch"],) if capture == "example" and "batch" in captured else ()
+        paths[*above, captured[capture]] = path
+
+    def name(number: int, gap: Gap) -> str:
+        neighbor = paths[gap.neighbor].relative_to(root)
+        return renumbered(neighbor, pattern.span(neighbor, capture), number)
+
+    total = TOTAL.match(pattern.text.partition(f"{{{capture}")[2].partition("}")[2])
+    if total is None or len(pattern.captures) > 1:
+        return Numbered.of(paths).sequential().remarks(name)
+    first, stop = bounds_of(int(total[1]), (key[-1] for key in paths if isinstance(key[-1], int)))
+    return Numbered.of(paths, first=first, stop=stop).remarks(name)
 
 
 def _entries(folder: Location, front: str) -> list[str]:

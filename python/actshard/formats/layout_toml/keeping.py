@@ -33,7 +33,9 @@ def index_of(root: Location, described: Description, limit: int, keep: bool) -> 
     if sum(len(unit.paths) for unit in units) < LEAST_FILES:
         return build(root, described, limit, units)
     _list_others(root, described, listing)
-    kept = KeptIndex(listing, "layout_toml", _VERSION, repr(replace(described, source=None, text="", metadata={})))
+    kept = KeptIndex(
+        listing, "layout_toml", _VERSION, repr(replace(described, source=None, text="", metadata={}, remarks=()))
+    )
     found = kept.load()
     index = None if found is None else restored(units, *found)
     if index is None:

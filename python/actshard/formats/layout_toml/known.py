@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from actshard._json import Fields, read_json
+from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, UnfinishedError, UnsupportedError
 from actshard.location import Location
 
 _SAVED = ".saved.pt"
+_HOOK = "metadata.json"
+"""The manifest of a hook of activault."""
+_LOOKED_AT = 16
+"""Number of names that are read to find activations in a folder."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class KnownFolder:
     manifest: Location
     value: Mapping[str, Any]
     _describe: Callable[[Location, Fields], dict[str, Any]]
+    _look: Callable[[Location], tuple[Remark, ...]] | None = None
+
+    def remarks(self) -> tuple[Remark, ...]:
+        """Warnings about missing files that the description cannot name."""
+        return () if self._look is None else self._look(self.manifest.parent)
 
     def description(self) -> dict[str, Any]:
         """The description, as in a ``layout.toml``.
@@ -49,7 +59,7 @@ class KnownFolder:
 
 def find(root: Location) -> KnownFolder | None:
     """Recognizes a folder by its manifest; None if it is of no known program. Damaged files raise nothing."""
-    for name, is_known, program, describe in _PROGRAMS:
+    for name, is_known, program, describe, look in _PROGRAMS:
         path = root / name
         if path.kind() != "file":
             continue
@@ -58,7 +68,7 @@ def find(root: Location) -> KnownFolder | None:
         except ActshardError:
             continue
         if isinstance(value, dict) and is_known(value):
-            return KnownFolder(program, path, value, describe)
+            return KnownFolder(program, path, value, describe, look)
     return None
 
 
@@ -127,14 +137,26 @@ def _icalens(root: Location, fields: Fields) -> dict[str, Any]:
 
 
 def _activault_run(root: Location, fields: Fields) -> dict[str, Any]:
-    hooks = [
-        entry.name
-        for entry in root.entries()
-        if entry.kind == "folder" and (root / entry.name / "metadata.json").kind() == "file"
-    ]
+    hooks = [name for name in _folders(root) if (root / name / _HOOK).kind() == "file"]
     if not hooks:
         raise FormatError("expected folders of hooks with a metadata.json, found none", path=root)
     return _activault(f"{{layer:s}}/{{batch:s}}{_SAVED}", hooks)
+
+
+def _folders(root: Location) -> list[str]:
+    return [entry.name for entry in root.entries() if entry.kind == "folder"]
+
+
+def _missing_hooks(root: Location) -> tuple[Remark, ...]:
+    """Warnings about hooks whose metadata.json is missing although they have activations."""
+    lost = [
+        name
+        for name in _folders(root)
+        if (root / name / _HOOK).kind() != "file"
+        and any(entry.name.endswith(_SAVED) for entry in (root / name).first(_LOOKED_AT))
+    ]
+    text = f"{_HOOK} is missing, but *{_SAVED} files exist: the hook is not read as a layer"
+    return tuple(Remark("missing-file", f"{name}: {text}") for name in lost)
 
 
 def _activault_hook(root: Location, fields: Fields) -> dict[str, Any]:
@@ -148,21 +170,29 @@ def _activault(files: str, hooks: list[str]) -> dict[str, Any]:
     }
 
 
-_Program = tuple[str, Callable[[Mapping[str, Any]], bool], str, Callable[[Location, Fields], dict[str, Any]]]
+_Program = tuple[
+    str,
+    Callable[[Mapping[str, Any]], bool],
+    str,
+    Callable[[Location, Fields], dict[str, Any]],
+    Callable[[Location], tuple[Remark, ...]] | None,
+]
 _PROGRAMS: tuple[_Program, ...] = (
-    ("meta.json", lambda v: v.get("format") == "memmap_v1", "probelab", _probelab),
-    ("activations.json", lambda v: v.get("format") == "icalens.activations", "icalens", _icalens),
+    ("meta.json", lambda v: v.get("format") == "memmap_v1", "probelab", _probelab, None),
+    ("activations.json", lambda v: v.get("format") == "icalens.activations", "icalens", _icalens, None),
     (
         "cfg.json",
         lambda v: {"n_total_files", "transformer_config", "upload_config"} <= v.keys(),
         "activault",
         _activault_run,
+        _missing_hooks,
     ),
     (
-        "metadata.json",
+        _HOOK,
         lambda v: {"d_in", "sequence_length", "input_ids_shape"} <= v.keys(),
         "activault",
         _activault_hook,
+        None,
     ),
 )
-"""For each program: the manifest's name, a test of its content, the program's name, and a function for the description."""
+"""For each program: the manifest's name, a test of its content, the program's name, and functions: description, warnings."""

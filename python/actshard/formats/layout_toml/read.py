@@ -10,10 +10,12 @@ import actshard._native as _native
 from actshard import layers
 from actshard._arguments import stored
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.formats.contents import Contents, Options
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.columns import FolderColumns
 from actshard.formats.layout_toml.description import Description
+from actshard.formats.layout_toml.files import missing_files
 from actshard.formats.layout_toml.index import RowIndex
 from actshard.formats.layout_toml.keeping import index_of
 from actshard.location import Location
@@ -76,4 +78,14 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         columns_in=columns.folders,
         provenance=provenance,
         tokens_each=same,
+        warnings=tuple(remarks(path, described, index)),
     )
+
+
+def remarks(path: Location, described: Description, index: RowIndex) -> list[Remark]:
+    """Warnings about missing files. A column of committed examples lists the examples, so other numbers may have no file."""
+    pattern = described.activations.files
+    if pattern is None or any(column.commit for column in described.columns):
+        return list(described.remarks)
+    files = ((unit.captured, unit.any) for unit in index.units)
+    return [*described.remarks, *missing_files(path, pattern, files)]

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import actshard._native as _native
 from actshard._json import read_json
 from actshard._native import StoredArray
+from actshard.codes import Remark
 from actshard.containers import read_torch
 from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.formats.numbered import SHOWN, Gap, Numbered, renumbered
 from actshard.location import Location
 
 ACTIVATION, TOKENS = "activation", "tokens"
 PER_TOKEN = (TOKENS, "mask", "attention_mask")
 _NAME = re.compile(r"(?:shard-([0-9]{1,9})-)?chunk-([0-9]{8,12})\.(safetensors|pt)")
+_META = ".meta.json"
 _LOOKED_AT = 256
 """Number of names in a folder that are examined to recognize it."""
 
@@ -52,14 +55,17 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,9})", name)]
 
 
-def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
-    """Chunks by shard and number, in order.
+def chunks_of(hook: Location) -> tuple[dict[tuple[int, int], Location], set[str]]:
+    """Chunks by shard and number, in order, and the names of files with their metadata.
 
     Raises:
         FormatError: two files contain the same chunk.
     """
     found: dict[tuple[int, int], Location] = {}
+    metadata: set[str] = set()
     for entry in hook.entries():
+        if entry.name.endswith(_META):
+            metadata.add(entry.name)
         match = _NAME.fullmatch(entry.name)
         if match is None:
             continue
@@ -67,20 +73,38 @@ def chunks_of(hook: Location) -> dict[tuple[int, int], Location]:
         if key in found:
             raise FormatError(f"{found[key].name} and {entry.name} have the same chunk number: remove one", path=hook)
         found[key] = hook / entry.name
-    return {key: found[key] for key in sorted(found)}
+    return {key: found[key] for key in sorted(found)}, metadata
 
 
-def gaps(keys: Collection[tuple[int, int]]) -> list[str]:
-    """Messages about missing chunks of each process, which are numbered from 0."""
-    made: list[str] = []
-    for shard in sorted({shard for shard, _ in keys}):
-        numbers = {number for of, number in keys if of == shard}
-        lost = max(numbers) + 1 - len(numbers)
-        if lost:
-            first = next(number for number in range(len(numbers) + 1) if number not in numbers)
-            where = "" if shard < 0 else f" of shard {shard}"
-            made.append(f"{lost} of {max(numbers) + 1} chunks{where}, the first is chunk {first}")
-    return made
+def missing_chunks(chunks: Mapping[tuple[int, int], Location]) -> list[Remark]:
+    """A warning about missing chunks. Each process numbers its chunks from 0."""
+
+    def name(number: int, gap: Gap) -> str:
+        shard, neighbor = gap.neighbor
+        assert isinstance(shard, int)
+        assert isinstance(neighbor, int)
+        found = chunks[shard, neighbor].name
+        named = _NAME.fullmatch(found)
+        assert named is not None  # chunks_of found it by this pattern
+        return renumbered(found, named.span(2), number)
+
+    return Numbered.of(chunks, first=0).remarks(name, "chunks")
+
+
+def missing_metadata(chunks: Iterable[Location], metadata: Collection[str]) -> list[Remark]:
+    """A warning about chunks in safetensors without metadata, if others of the folder have a file ``metadata``."""
+    names = [meta_of(chunk).name for chunk in chunks if chunk.name.endswith(".safetensors")]
+    lost = [name for name in names if name not in metadata]
+    if not lost or len(lost) == len(names):
+        return []
+    shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+    count = f"{len(lost)} of {len(names)} {_META} files {'is' if len(lost) == 1 else 'are'} missing"
+    return [Remark("missing-file", f"{count}: {shown}. Columns from them are null")]
+
+
+def meta_of(chunk: Location) -> Location:
+    """The file with the metadata of a chunk in safetensors."""
+    return chunk.parent / (chunk.name.removesuffix(".safetensors") + _META)
 
 
 @dataclass(frozen=True)
@@ -140,7 +164,7 @@ class Chunk:
         """
         found, path = self.meta, self.path
         if self.path.name.endswith(".safetensors"):
-            path = self.path.parent / (self.path.name.removesuffix(".safetensors") + ".meta.json")
+            path = meta_of(self.path)
             found = read_json(path) if path.exists() else None
         if found is None:
             return None

@@ -21,9 +21,10 @@ from actshard.formats.llamascopium.files import (
     Chunk,
     check_same_chunks,
     chunks_of,
-    gaps,
     hooks_of,
     is_hook,
+    missing_chunks,
+    missing_metadata,
     parsed,
 )
 from actshard.formats.per_token import TokenColumns
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LOOKED_FOR = "a folder of hook points with chunk-00000000.safetensors or .pt"
-_SHOWN = 20
-"""Number of shards with gaps that are named in warnings."""
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
@@ -90,10 +89,11 @@ class ChunkFolder:
         if not hooks:
             raise FormatError(f"expected {_LOOKED_FOR}, found none", path=path)
         self.names = [hook.name for hook in hooks]
-        every = [(hook, chunks_of(hook)) for hook in hooks]
+        listings = [chunks_of(hook) for hook in hooks]
+        every = [(hook, chunks) for hook, (chunks, _) in zip(hooks, listings, strict=True)]
         check_same_chunks(every)
-        for lost in gaps(every[0][1])[:_SHOWN]:
-            self.warnings.append(Remark("missing-file", f"chunk numbers have gaps: missing are {lost}"))
+        chunks, metadata = listings[0]  # the other hook points have the same chunks, and their metadata are not read
+        self.warnings += missing_chunks(chunks) + missing_metadata(chunks.values(), metadata)
         flat = parsed([path for _, chunks in every for path in chunks.values()], limit)
         each = len(flat) // len(hooks)
         self.hooks = [flat[i * each : (i + 1) * each] for i in range(len(hooks))]

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
+from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ MOST_GROUP = 1 << 36
 """Maximum size of a decoded row group, in bytes."""
 _NAMED = re.compile(r"activation|vector|hidden|embedding|hook", re.IGNORECASE)
 _SPLIT = re.compile(r"(.*?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.parquet")
+_NUMBER = re.compile(r"(.*?)(\d{4,9})\.parquet")
 _WORD = re.compile(
     r"(?<![a-z0-9])(train|valid|dev|test|eval)(?:ing|ation|uation|idation)?(?![a-z])|(?<![a-z0-9])(val)(?![a-z])"
 )
@@ -86,11 +89,28 @@ def _word(name: str) -> str | None:
     return None if word is None else _SAME.get(word, word)
 
 
-def missing_parts(files: list[Location]) -> list[str]:
-    """Numbers of missing files, according to names such as ``train-00000-of-00003.parquet``."""
-    matches = [match for file in files if (match := _SPLIT.fullmatch(file.name))]
-    numbers = {int(match[2]) for match in matches}
-    return [f"{number:05}" for number in range(int(matches[0][3]) if matches else 0) if number not in numbers]
+def missing_files(files: list[Location]) -> list[Remark]:
+    """A warning about missing files, according to names such as ``train-00000-of-00003.parquet`` or ``0000.parquet``.
+
+    The first kind contains the number of files. In the second, numbers begin at 0, and gaps between them are missing files.
+    """
+    for pattern in (_SPLIT, _NUMBER):
+        matches: dict[FileKey, re.Match[str]] = {
+            (int(named[2]),): named for file in files if (named := pattern.fullmatch(file.name))
+        }
+        if not matches or len(matches) < len(files):
+            continue
+        stop = int(next(iter(matches.values()))[3]) if pattern is _SPLIT else None
+        if stop is None and ((0,) not in matches or len({named[1] for named in matches.values()}) > 1):
+            return []  # years, or files of several names
+
+        def name(number: int, gap: Gap, matches: Mapping[FileKey, re.Match[str]] = matches) -> str:
+            named = matches[gap.neighbor]
+            prefix = named.string[: named.end(named.re.groups)]  # without the checksum that some writers append
+            return f"{renumbered(prefix, named.span(2), number)}.parquet"
+
+        return Numbered.of(matches, first=0, stop=stop).remarks(name, "files")
+    return []
 
 
 def sidecar(file: Location) -> Location:

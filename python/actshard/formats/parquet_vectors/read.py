@@ -30,7 +30,7 @@ from actshard.formats.parquet_vectors.files import (
     check_one_dataset,
     ends_of,
     lengths_of,
-    missing_parts,
+    missing_files,
     parquet_files,
     sidecar,
 )
@@ -77,11 +77,8 @@ class ParquetDataset:
         self.warnings: list[Remark] = []
         paths = parquet_files(path)
         check_one_dataset(path, paths)
-        missing = missing_parts(paths) if path.kind() == "folder" else []
-        if missing:
-            named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            text = f"{len(missing)} files are missing according to names such as {paths[0].name}: {named}"
-            self.warnings.append(Remark("missing-file", text))
+        if path.kind() == "folder":
+            self.warnings += missing_files(paths)
         self.files = [ParquetFile(file) for file in paths]
         if not self.files:
             raise FormatError(f"expected {LOOKED_FOR}, found no parquet file", path=path)

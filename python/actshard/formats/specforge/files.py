@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 
 from actshard.formats.draft_examples import DraftKeys
-from actshard.formats.draft_torch import DraftFolder, DraftTree
+from actshard.formats.draft_torch import DraftFolder
+from actshard.formats.draft_trees import DraftTree
 
-_GROUP, _FILE = re.compile(r"rows_\d+-\d+"), re.compile(r"data_(\d+)\.ckpt(?:\.gz)?")
+_GROUP, _FILE = re.compile(r"rows_(\d+)-(\d+)"), re.compile(r"data_(\d+)\.ckpt(?:\.gz)?")
 FOLDER = DraftFolder(
     "specforge",
     "rows_*/data_*.ckpt[.gz] of SpecForge",
@@ -23,9 +24,10 @@ FOLDER = DraftFolder(
         DraftKeys("dflash", "hidden_states", "hidden_states", None),
     ),
     trees=(
-        DraftTree((_GROUP, _FILE), order=(0,), example=(0,), sure=True),
+        DraftTree((_GROUP, _FILE), order=(2,), example=(2,), sure=True, span=(0, 1)),
         DraftTree((_FILE,), order=(0,), example=(0,)),
     ),
     others=("vocab_mapping/vocab_mapping.pt",),
+    skips="SpecForge does not write examples with NaN values",
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

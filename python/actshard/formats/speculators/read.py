@@ -6,6 +6,7 @@ stored; the last is named ``"last"``: the verifier's last hidden state, before i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,21 @@ from actshard._arguments import NUMPY_BY_NAME
 from actshard._columns import array_of
 from actshard._json import read_json, show
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
-from actshard.formats.speculators.files import FOLDER, IDS, INFO, LAYERS, STATES, AllStates, all_states, data_files
+from actshard.formats.speculators.files import (
+    FOLDER,
+    IDS,
+    INFO,
+    LAYERS,
+    STATE,
+    STATES,
+    AllStates,
+    all_states,
+    data_files,
+)
 from actshard.formats.speculators.keeping import states_of_rows
 from actshard.formats.tables import picked
 from actshard.layers import Layer, is_one, stored
@@ -213,10 +225,25 @@ def lists_of(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int
     return np.concatenate([[0], np.cumsum(lengths)]), array_of(values).astype(np.int64)
 
 
+def _missing_rows(path: Location) -> list[Remark]:
+    """A warning about a folder of hidden states whose rows in the folder above cannot be found."""
+    if path.name != FOLDER or not path.is_local:
+        return []  # a folder of request files may have any name, and its server may refuse the folder above
+    above = path.parent
+    if all((above / name).kind() is None for name in (INFO, STATE)):
+        return []
+    with contextlib.suppress(ActshardError):  # a damaged file
+        if detect(above).matches:
+            return []
+    text = f"{INFO} or {STATE} of the folder above is missing or empty: rows, with loss_mask and seq_len, are not read"
+    return [Remark("missing-file", text)]
+
+
 def _open_requests(path: Location, options: Options) -> Contents:
     """Opens vLLM's request files, in the order of their names. Their token ids are the column ``input_ids``."""
     paths = [path / entry.name for entry in path.entries("*.safetensors")]
     states = all_states(paths, lambda number: None, "file")
+    states.warnings.extend(_missing_rows(path))
     tokens = np.array([1 if file is None else file.tokens for file in states.files], np.uint32)
     counts = np.array([0 if file is None else file.tokens for file in states.files], np.uint32)
     ids = Rows.tensors(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+import re
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,13 +16,17 @@ from numpy.typing import NDArray
 from actshard._arguments import many, name_of
 from actshard._json import Fields, read_json, read_lines, show, utf8
 from actshard.codes import Remark
-from actshard.errors import FormatError, UnsupportedError, warn
+from actshard.errors import ActshardError, FormatError, UnsupportedError, warn
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.location import Location, read_ahead
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
+LENGTHS = {ACTIVATIONS: "seq_len", PROMPT: "prompt_len", RESPONSE: "response_len"}
+"""The array with the lengths of each array of activations."""
+_LISTED = 1 << 10
+"""Arrays with more chunks are not listed when a store is opened; ``verify`` lists all."""
 MAX_SAMPLES = 1 << 31
 """Limit on samples: more would need too much memory for the lengths."""
 MAX_LAYERS = 1 << 16
@@ -174,7 +181,7 @@ class Member:
         self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
 
     def _lengths(self, array: ArrayMeta) -> int | NDArray[np.uint32]:
-        name = {ACTIVATIONS: "seq_len", PROMPT: "prompt_len", RESPONSE: "response_len"}[array.node]
+        name = LENGTHS[array.node]
         longest = array.shape[2]
         meta = self.store.array(f"arrays/{name}")
         if meta is None:
@@ -190,9 +197,8 @@ class Member:
         if meta.dtype is None or meta.dtype.kind not in "iu":
             raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
         files = meta.stored()
-        if meta.fill == 0 and (missing := meta.first_missing(files)) is not None:
-            text = f"arrays/{name}: chunk {meta.path_of(missing).name} has no file: its samples are read as 0 tokens"
-            self.warnings.append(Remark("chunk-missing", text))
+        if meta.fill == 0:
+            self.warnings += _missing_chunk(meta, files, "its samples are read as 0 tokens")
         if (same := read_constant(meta, files)) is not None and self.lines is None:
             if not 0 <= same <= longest:
                 raise meta.error(f"expected lengths of 0 to {longest}, found {same}, and no chunks", field="fill_value")
@@ -255,6 +261,41 @@ class Member:
                 found[name] = meta
         return found
 
+    def missing_values(self) -> list[Remark]:
+        """Warnings about arrays per sample without metadata or with missing chunks. Lists folders, but none of a remote store.
+
+        Writers may omit chunks that contain only the fill value. zarr-python 3 does so by default for version 3, so that a missing
+        chunk of labels is normal there. Whole chunks of samples without tokens are not, so that chunks of lengths always count.
+        """
+        if self.path.is_remote:
+            return []
+        remarks: list[Remark] = []
+        checked = {name for array in self.arrays for name in (array.node, f"arrays/{LENGTHS[array.node]}")}
+        for name in self.store.names("arrays"):
+            if f"arrays/{name}" in checked:
+                continue
+            if (meta := self.small.get(name)) is None:
+                remarks += self._missing_metadata(name)
+                continue
+            is_length = name in LENGTHS.values() and meta.fill == 0
+            if meta.complete or not (is_length or self.version == 2) or math.prod(meta.grid) > _LISTED:
+                continue
+            with contextlib.suppress(ActshardError):  # reading the column raises it
+                remarks += _missing_chunk(
+                    meta, meta.chunk_files(), f"its values are read as {meta.fill!r}, the fill value"
+                )
+        return remarks
+
+    def _missing_metadata(self, name: str) -> list[Remark]:
+        folder = self.path / "arrays" / name
+        entries = [entry.name for entry in folder.first(_LISTED)]
+        metadata, chunk = ("zarr.json", "c") if self.version == 3 else (".zarray", r"\d+([./]\d+)*")
+        if metadata in entries or not any(re.fullmatch(chunk, entry) for entry in entries):
+            return []  # a group, or another folder
+        return [
+            Remark("missing-file", f"arrays/{name}: {metadata} is missing, but chunks exist: the array is not read")
+        ]
+
     def text_names(self) -> dict[str, Location]:
         """Fields in the first line of each JSONL file, by name. Later lines may have other fields."""
         found: dict[str, Location] = {}
@@ -293,6 +334,15 @@ class Member:
         for path in self.texts:
             _join(made, by_i(path, self.rows), self.n, wanted, path, complete=True)
         return made
+
+
+def _missing_chunk(meta: ArrayMeta, files: Container[tuple[int, ...]], consequence: str) -> list[Remark]:
+    """A warning about the first missing chunk of an array; none if there is none."""
+    missing = meta.first_missing(files)
+    if missing is None:
+        return []
+    chunk = meta.path_of(missing).relative_to(meta.folder)
+    return [Remark("chunk-missing", f"{meta.node}: chunk {chunk} has no file: {consequence}")]
 
 
 def _check_samples(array: ArrayMeta) -> None:

@@ -194,7 +194,8 @@ def open(path: Location, options: Options) -> Contents:
 
 def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
-    found = [w.within(m.path.name) if len(members) > 1 else w for m in members for w in m.warnings]
+    remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
+    found = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         found.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
     coded = sorted({a.how for m in members for a in m.arrays if a.how})

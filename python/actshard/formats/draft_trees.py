@@ -1,0 +1,93 @@
+"""Names of folders and files of draft-model examples: listing them in order, and finding numbers without a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actshard.codes import Remark
+from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
+from actshard.location import Location
+
+NumberedFile = tuple[tuple[int, ...], Location]
+"""The numbers in the names of a file and its folders, and its location."""
+_SPAN = re.compile(r"\d+-\d+")
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Patterns of the names of a dataset's folders and files, from its folder down. Their groups are numbers.
+
+    Attributes:
+        levels: a pattern per level; the last matches files.
+        order: positions of the groups by which examples are sorted.
+        example: positions of the groups that identify an example; two files of one example are a fault.
+        sure: whether the names alone identify the format, if no file can be read.
+        series: positions of the groups that identify a series of files, then that of the file's number; empty: ``example``.
+        first: the first number of each series; None: it may begin anywhere.
+        span: positions of the groups in a folder's name that are the first number of its files and the one after the last.
+    """
+
+    levels: tuple[re.Pattern[str], ...]
+    order: tuple[int, ...]
+    example: tuple[int, ...]
+    sure: bool = False
+    series: tuple[int, ...] = ()
+    first: int | None = None
+    span: tuple[int, int] | None = None
+
+    def files(self, root: Location, most: int | None = None) -> list[NumberedFile]:
+        """Numbers and locations of files, in order. With ``most``: of about this many of the files found first."""
+        found: list[NumberedFile] = [((), root)]
+        for depth, level in enumerate(self.levels):
+            kind = "file" if depth == len(self.levels) - 1 else "folder"
+            below = []
+            for numbers, folder in found:
+                entries = folder.entries() if most is None else folder.first(4096)
+                for entry in entries:
+                    named = level.fullmatch(entry.name)
+                    if named is not None and entry.kind == kind:
+                        below.append(((*numbers, *map(int, named.groups())), folder / entry.name))
+                if most is not None and len(below) >= most:
+                    break
+            found = below
+        return sorted(found, key=lambda each: ([each[0][n] for n in self.order], each[1].key))
+
+    def missing_files(
+        self, root: Location, files: Sequence[NumberedFile]
+    ) -> tuple[Numbered, Callable[[int, Gap], str]]:
+        """The files with their gaps, and a function that returns the name of a missing file."""
+        series = self.series or self.example
+        paths: dict[FileKey, Location] = {tuple(numbers[n] for n in series): path for numbers, path in files}
+        group = series[-1] + 1 - sum(level.groups for level in self.levels[:-1])
+
+        def name(number: int, gap: Gap) -> str:
+            neighbor = paths[gap.neighbor]
+            named = self.levels[-1].fullmatch(neighbor.name)
+            assert named is not None  # this pattern found the file
+            file = renumbered(neighbor.name, named.span(group), number)
+            # The folder of a missing file is known only if folders do not depend on the number.
+            return file if self.span else f"{neighbor.relative_to(root).removesuffix(neighbor.name)}{file}"
+
+        return Numbered.of(paths, first=self.first), name
+
+    def missing_folders(self, files: Sequence[NumberedFile]) -> list[Remark]:
+        """A warning about missing folders between others, if folders are named by the numbers of their files."""
+        if self.span is None:
+            return []
+        start, stop = self.span
+        above = (self.series or self.example)[:-1]
+        folders = {(tuple(numbers[n] for n in above), numbers[start], numbers[stop]): path for numbers, path in files}
+        sizes = {end - first for _, first, end in folders}
+        size = sizes.pop()
+        if sizes or size < 1:
+            return []  # folders of several sizes: the names of missing ones are unknown
+        neighbors: dict[FileKey, Location] = {
+            (*key, first // size): path.parent for (key, first, _), path in folders.items()
+        }
+
+        def name(number: int, gap: Gap) -> str:
+            return _SPAN.sub(f"{number * size}-{number * size + size}", neighbors[gap.neighbor].name)
+
+        return Numbered.of(neighbors, first=self.first).remarks(name, "numbered folders")
