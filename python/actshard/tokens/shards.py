@@ -22,11 +22,11 @@ from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
-from actshard.tokens.ledger import CONSOLIDATED, OURS, Ledger
+from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
-from actshard.tokens.recipe import Recipe, shard_ledger
+from actshard.tokens.recipe import shard_ledger
 from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -182,16 +182,6 @@ def complete_shard(
         staged.rename(folder)
         sync_folders([folder.parent])
     return ledger
-
-
-def join_rows(parts: Sequence[Path], staged: Path, folder: Path, recipe: Recipe, identity: str, skipped: int) -> Ledger:
-    """Makes a shard of rows in several folders, by copying stored bytes; see :func:`complete_shard`."""
-    with boundary(staged, "make"):
-        remove(staged)
-        remove(folder)
-    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
-    writers.extend_all(parts)
-    return complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
 
 
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
