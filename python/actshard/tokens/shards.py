@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 import actshard._native as _native
 from actshard._json import read_json
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
@@ -225,12 +228,14 @@ def _batches(records: Iterator[RecordOrBlock], process: Processor, what: str) ->
         yield process.prepare(batch, what)
 
 
-def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
+def _encoded_ahead(
+    process: Processor, batches: Iterator[Prepared]
+) -> Iterator[tuple[Prepared, list[NDArray[np.int64]]]]:
     """Yields batches with their token ids. Later batches are read and prepared while one is encoded."""
     if process.tokenizer is None:
         yield from ((prepared, []) for prepared in batches)
         return
-    waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
+    waiting: list[tuple[Prepared, Future[list[NDArray[np.int64]]]]] = []
     # Two threads: one encodes while the other converts ids to Python integers.
     with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:
         for prepared in batches:
