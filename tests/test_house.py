@@ -280,6 +280,7 @@ ON_PATHS = {
     "compat.saev.copying": "copies a dump to this machine's disk",
     "tokens.writing": "writes",
     "tokens.building": "writes",
+    "tokens.combining": "writes",
     "tokens.recipe": "looks at what is in the way of a build",
     "tokens.placing": "puts what was built in its place",
     "tokens.shards": "writes",

@@ -514,7 +514,7 @@ class TestInterruptions:
     @pytest.mark.slow
     def test_every_step_of_finishing(self, sources, monkeypatch, tmp_path) -> None:
         """Stopped before each rename, link, removal and ledger: the next run produces the same bytes."""
-        from actshard.tokens import building, shards
+        from actshard.tokens import combining, shards
         from actshard.tokens.ledger import Ledger
 
         tokenizer = str(GOLDEN / GPT2)
@@ -541,7 +541,7 @@ class TestInterruptions:
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "rename", counted(Path.rename))
                 patch.setattr(Ledger, "write", counted(Ledger.write))
-                patch.setattr(building.shutil, "rmtree", counted(building.shutil.rmtree))
+                patch.setattr(combining.shutil, "rmtree", counted(combining.shutil.rmtree))
                 patch.setattr(shards.FieldWriters, "finish", counted(shards.FieldWriters.finish))
                 try:
                     tokens.build_cache(sources[:2], tmp_path / "c", tokenizer, jobs=1)

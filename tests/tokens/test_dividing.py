@@ -12,7 +12,7 @@ from tests.tokens.conftest import GOLDEN, GPT2, write_lines
 
 import actshard
 from actshard import tokens
-from actshard.tokens import building
+from actshard.tokens import building, combining
 
 
 def digests(root: Path) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def test_a_bad_line_of_a_divided_file_is_named_by_the_byte_at_which_it_begins(
 
 @pytest.mark.parametrize(
     ("first", "jobs", "step", "builds"),
-    [(2, 2, "join_rows", False), (2, 1, "join_rows", True), (2, 3, "join_rows", True), (2, 1, "swap", False),
+    [(2, 2, "combine", False), (2, 1, "combine", True), (2, 3, "combine", True), (2, 1, "swap", False),
      (1, 2, "swap", False)],
 )  # fmt: skip
 def test_an_interrupted_build_of_divided_files_continues_with_any_number_of_processes(
@@ -100,7 +100,7 @@ def test_an_interrupted_build_of_divided_files_continues_with_any_number_of_proc
     with pytest.warns(actshard.ActshardWarning, match="skipped"):
         run(tmp_path / "whole", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(*((building, step) if step == "join_rows" else (building.placing, "swap")), stops)
+        patch.setattr(combining.placing if step == "swap" else building, step, stops)
         with pytest.raises(StopError):
             run(tmp_path / "c", first)
     monkeypatch.setattr(building.Build, "_build_parts", counts)

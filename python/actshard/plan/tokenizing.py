@@ -13,10 +13,8 @@ are copied as stored bytes. The result is byte-identical to that of ``build_cach
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import os
-import shutil
 import threading
 import time
 import zlib
@@ -28,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-import actshard._native as _native
 from actshard import _arguments
 from actshard._arguments import many
 from actshard._json import MAX_BYTES
@@ -40,7 +37,6 @@ from actshard.errors import (
     FormatError,
     MissingExtraError,
     boundary,
-    from_os,
 )
 from actshard.finding import refuse_dataset
 from actshard.inputs import Input, changed
@@ -59,19 +55,19 @@ from actshard.plan.tokenizing_checks import (
     check_plan,
 )
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.tokens import estimating, formats, pieces, placing, shards, sizes
-from actshard.tokens import ledger as ledgers
-from actshard.tokens.building import BuildOptions, consolidate, warn_of_no_eos, warn_of_skipped
+from actshard.tokens import estimating, formats, pieces, placing, sizes
+from actshard.tokens.building import BuildOptions, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.combining import PartRows, combine, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat
 from actshard.tokens.ledger import CONSOLIDATED
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard, join_rows, write_rows
+from actshard.tokens.shards import Counts, Task, build_shard, write_rows
 from actshard.tokens.sources import RowProblem, Source, expand
 from actshard.tokens.tokenizer import PASSTHROUGH, Tokenizer, load_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
-from actshard.work import FOLDER, locked, make_folder, remove, sync_folders, sync_tree
+from actshard.work import FOLDER, locked, make_folder, remove
 
 ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"
@@ -421,7 +417,7 @@ class Tokenizing(Verb[Recipe]):
             placing.clear_if_idle(work)
             lock.release()
         read = _read(plan, results)
-        skipped = {recipe.sources[i].shard: n for i, each in enumerate(read) if (n := sum(r.skipped for r in each))}
+        skipped = skipped_by_shard(_by_shard(recipe, read))
         problems = [str(p.error(recipe.sources[i].path)) for i, each in enumerate(read) for p in _problems(each)]
         warn_of_skipped(out, skipped, len(read), problems)
         return open_cache(out)
@@ -483,22 +479,15 @@ def _shard(
 
 
 @dataclass(frozen=True)
-class _Read:
+class _Read(PartRows):
     """The rows that a task made from one piece of a source.
 
     Attributes:
-        folder: folder with the rows, which may also contain rows of adjoining pieces; or the shard.
         piece: the piece.
-        rows, elements: number of rows, and of elements by field.
-        skipped: number of unusable records.
         unusable: the first unusable records.
     """
 
-    folder: Path
     piece: Sequence[int]
-    rows: int
-    elements: Mapping[str, int]
-    skipped: int
     unusable: Sequence[RowProblem]
 
 
@@ -521,10 +510,11 @@ def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
         listed = plan.tasks_as(TokenizeTask)[result.task].pieces
         for i, (piece, counts) in enumerate(zip(listed, result.read(TokenizeResult).pieces, strict=True)):
             shard = recipe.sources[piece[0]].shard
-            folder = result.folder / SHARDS / shard if _is_shard(recipe, piece) else folders[i]
+            is_shard = _is_shard(recipe, piece)
+            folder = result.folder / SHARDS / shard if is_shard else folders[i]
             elements = dict(zip(recipe.fields, counts.elements, strict=True))
             unusable = [RowProblem(*problem) for problem in counts.unusable]
-            made[piece[0]].append(_Read(folder, piece, counts.rows, elements, counts.skipped, unusable))
+            made[piece[0]].append(_Read(folder, is_shard, counts.rows, elements, counts.skipped, piece, unusable))
     for each in made:
         each.sort(key=lambda read: tuple(read.piece[1:2]))
     return made
@@ -543,63 +533,15 @@ def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
 def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
     """Combines the rows of all tasks to a cache, and moves it into place."""
     recipe.refuse_foreign(out)
-    read, new, now = _read(plan, results), work / placing.NEW, plan.arguments_as(TokenizeArguments).now
+    new = work / placing.NEW
     for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.NEW)]:
         remove(entry)
     make_folder(new)
     kept = set(recipe.kept)
     for entry in [e for e in new.iterdir() if e.name not in kept]:
         remove(entry)
-    if kept:
-        for i, each in enumerate(read):
-            _put_shard(recipe, i, each, work, now)
-        sync_folders([new])
-    shards_of = [source.shard for source in recipe.sources]
-    rows = {shard: sum(r.rows for r in each) for shard, each in zip(shards_of, read, strict=True)}
-    elements = {
-        shard: {name: sum(r.elements[name] for r in each) for name in recipe.fields}
-        for shard, each in zip(shards_of, read, strict=True)
-    }
-    crcs = None
-    if recipe.layout == CONSOLIDATED:
-        filled = [new / shard for shard in shards_of if rows[shard]] if kept else _filled(read)
-        with boundary(work, "combine rows in"):
-            crcs = consolidate(filled, work / "merged", new, recipe.fields, recipe.storage)
-    skipped = {shard: n for shard, each in zip(shards_of, read, strict=True) if (n := sum(r.skipped for r in each))}
-    recipe.ledger(rows, elements, skipped, now).write(new, crcs)
-    placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
+    combine(recipe, _by_shard(recipe, _read(plan, results)), out, work, plan.arguments_as(TokenizeArguments).now)
 
 
-def _filled(read: Iterable[Iterable[_Read]]) -> list[Path]:
-    """Folders with rows, in order."""
-    return list(dict.fromkeys(one.folder for each in read for one in each if one.rows))
-
-
-def _put_shard(recipe: Recipe, number: int, read: Sequence[_Read], work: Path, now: tuple[Any, ...] | None) -> None:
-    """Creates a source's shard in the new cache: renames a task's shard, or copies the rows of several tasks."""
-    source = recipe.sources[number]
-    folder, staged = work / placing.NEW / source.shard, work / STAGED / source.shard
-    identity = recipe.identity(source, now)
-    if os.path.lexists(folder):
-        if shards.finished(folder, identity, list(recipe.fields)) is not None:
-            return
-        remove(folder)
-    if _is_shard(recipe, read[0].piece):
-        _rename(read[0].folder, folder, staged)
-        return
-    join_rows(_filled([read]), staged, folder, recipe, identity, sum(each.skipped for each in read))
-
-
-def _rename(made: Path, folder: Path, staged: Path) -> None:
-    """Renames a shard; copies it if the working folder is on another file system."""
-    try:
-        made.rename(folder)
-        return
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise from_os(error, made, "rename") from error
-    remove(staged)
-    shutil.copytree(made, staged)
-    _native.sync_files([Path(path, name) for path, _, names in os.walk(staged) for name in names])
-    sync_tree(staged)
-    staged.rename(folder)
+def _by_shard(recipe: Recipe, read: Sequence[Sequence[_Read]]) -> dict[str, Sequence[_Read]]:
+    return {source.shard: some for source, some in zip(recipe.sources, read, strict=True)}

@@ -1,10 +1,10 @@
 """``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large files
-are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large
+files are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
 interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to
-one array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a
-cache.
+one array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as
+a cache.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,20 +25,20 @@ from numpy.typing import DTypeLike
 
 from actshard import errors
 from actshard._arguments import local_path, many, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, MissingFileError, boundary
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
 from actshard.tokens import formats, pieces, placing, shards
-from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.combining import PartRows, combine, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard, join_rows
+from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
-from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
+from actshard.tokens.writing import WRITE_HERE, checked_storage
 from actshard.walking import refuse_taken
-from actshard.work import locked, look, make_folder, remove, sync_folders, sync_tree, write_json
+from actshard.work import locked, look, make_folder, remove, write_json
 from actshard.work.children import processors
 from actshard.work.pool import WorkerPool, threads_of_each
 
@@ -198,6 +196,12 @@ class _BuildPart:
     @property
     def name(self) -> str:
         return self.task.folder.name
+
+    def rows(self, ledger: Ledger) -> PartRows:
+        """The rows, according to the ledger of their folder."""
+        skipped = ledger.extra.get(OURS, {}).get("skipped", 0)
+        is_shard = len(self.piece) == 1
+        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, int(skipped))
 
     def order(self) -> str:
         """The order for a worker."""
@@ -397,13 +401,16 @@ class Build:
         self._pending_bytes = sum(part.records.size() for part in pending)
         self._left = Counter(part.source.shard for part in pending)
         self._build_parts(pending)
-        done: dict[str, list[tuple[_BuildPart, Ledger]]] = {source.shard: [] for source in self.sources}
+        rows: dict[str, list[PartRows]] = {source.shard: [] for source in self.sources}
         for part in parts:
             ledger = shards.finished(part.task.folder, part.task.identity, names, made=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
-            done[part.source.shard].append((part, ledger))
-        self._finish(work, done)
+            rows[part.source.shard].append(part.rows(ledger))
+        for counts in self._counts.values():
+            self.problems += counts.problems
+        self.skipped = skipped_by_shard(rows)
+        combine(self.recipe, rows, self.out, work, self._now, lambda: self._report("consolidating"))
 
     def _build_parts(self, pending: list[_BuildPart]) -> None:
         files = [part for part in pending if isinstance(part.source, Source)]
@@ -462,70 +469,8 @@ class Build:
             )
         )
 
-    def _finish(self, work: Path, done: Mapping[str, list[tuple[_BuildPart, Ledger]]]) -> None:
-        for counts in self._counts.values():
-            self.problems += counts.problems
-        skipped = {
-            shard: sum(int(ledger.extra.get(OURS, {}).get("skipped", 0)) for _, ledger in parts)
-            for shard, parts in done.items()
-        }
-        self.skipped = {shard: n for shard, n in skipped.items() if n}
-        rows = {shard: sum(ledger.total_num_rows for _, ledger in parts) for shard, parts in done.items()}
-        elements = {
-            shard: {name: sum(ledger.field_counts.get(name, 0) for _, ledger in parts) for name in self.process.fields}
-            for shard, parts in done.items()
-        }
-        filled = {
-            shard: [p.task.folder for p, ledger in parts if ledger.total_num_rows] for shard, parts in done.items()
-        }
-        new = work / placing.NEW
-        crcs = None
-        with boundary(work, "put shards together in"):
-            for source in self.sources:
-                shard = source.shard
-                if shard in self.recipe.kept and len(done[shard]) > 1:
-                    identity = self.recipe.identity(source, self._now)
-                    join_rows(
-                        filled[shard], work / "staged" / shard, new / shard, self.recipe, identity, skipped[shard]
-                    )
-            if self.layout == CONSOLIDATED:
-                self._report("consolidating")
-                folders = [folder for some in filled.values() for folder in some]
-                crcs = consolidate(folders, work / "merged", new, self.process.fields, self.storage)
-        self.recipe.ledger(rows, elements, self.skipped, self._now).write(new, crcs)
-        placing.swap(self.out, work, placing.NEW, [*self.recipe.entries, ledgers.NAME])
-
     def _warn(self) -> None:
         warn_of_skipped(self.out, self.skipped, len(self.sources), self.problems)
-
-
-def consolidate(
-    parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
-) -> Mapping[str, int] | None:
-    """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
-
-    Returns the CRC-32 of each data file by its path; None if they are unknown.
-
-    Args:
-        parts: folders with at least one row each, in order.
-        merged: the folder to work in, on the file system of ``new``.
-        new: the folder that gets the fields.
-        fields: dtypes by name.
-        storage: ``"plain"`` or ``"lz4"``.
-    """
-    crcs = None
-    if len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields)):
-        with suppress(MissingFileError):  # rows of a task have no ledger
-            crcs = {path: int(crc, 16) for path, crc in ledgers.read(parts[0]).checksums.items()} or None
-    else:
-        writers = FieldWriters(merged, fields, storage)
-        writers.extend_all(parts)
-        crcs = writers.finish().checksums
-    sync_tree(merged)
-    for entry in sorted(merged.iterdir()):
-        entry.rename(new / entry.name)
-    sync_folders([new])
-    return crcs
 
 
 def warn_of_skipped(out: Path, skipped: Mapping[str, int], files: int, problems: Sequence[str]) -> None:
@@ -570,21 +515,6 @@ def warn_of_no_eos(out: Path, format: formats.RowFormat, tokenizer: Tokenizer | 
         "this is intended",
         code="no-eos",
     )
-
-
-def _linked(source: Path, target: Path, names: list[str]) -> bool:
-    """Hard-links the files of fields into another folder. Returns False if the file system cannot."""
-    try:
-        for name in names:
-            for file in (source / name).rglob("*"):
-                if file.is_file():
-                    to = target / name / file.relative_to(source / name)
-                    to.parent.mkdir(parents=True, exist_ok=True)
-                    to.hardlink_to(file)
-    except OSError:
-        shutil.rmtree(target, ignore_errors=True)
-        return False
-    return True
 
 
 def _id_dtype(dtype: DTypeLike | None) -> str | None:

@@ -104,9 +104,9 @@ class Processor(ABC):
         """The rows of a block; None if a record is unusable."""
         return None
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Token ids of texts."""
-        return self._tokenizer.encode(texts) if texts else []
+        return self._tokenizer.encode_arrays(texts) if texts else []
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -114,11 +114,11 @@ class Processor(ABC):
             raise ArgumentError("this format needs a tokenizer")
         return self.tokenizer
 
-    def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> RowsOfBatch:
+    def finish(self, prepared: Prepared, encoded: list[NDArray[np.int64]], what: str) -> RowsOfBatch:
         """Builds flat arrays from a prepared batch and its token ids."""
         if prepared.rows is not None:
             return prepared.rows
-        flat: dict[str, list[Any]] = {name: [] for name in self.fields}
+        flat: dict[str, list[NDArray[Any]]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
         at = 0
@@ -137,15 +137,10 @@ class Processor(ABC):
         elements = {name: self._joined(values, self.fields[name]) for name, values in flat.items()}
         return RowsOfBatch(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
 
-    def _joined(self, values: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _joined(self, values: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
         if not values:
             return np.empty(0, dtype)
-        if isinstance(values[0], np.ndarray):
-            return self._cast(np.concatenate(values), dtype)
-        joined: list[Any] = []
-        for row in values:
-            joined += row
-        return self._cast(np.array(joined, np.int64), dtype) if joined else np.empty(0, dtype)
+        return self._cast(np.concatenate(values), dtype)
 
     @staticmethod
     def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -160,7 +155,7 @@ class Processor(ABC):
         """Returns data to keep for a record, and the texts to encode."""
 
     @abstractmethod
-    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         """Returns the row of a record, from the data kept and the token ids of its texts."""
 
     @abstractmethod
@@ -180,6 +175,11 @@ def _check_unicode(text: str, what: str = "its text") -> None:
         raise _BadRecordError(
             f"{what}: expected Unicode text, found the lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}"
         ) from error
+
+
+def _ids(token: int | None) -> NDArray[np.int64]:
+    """One id, or none."""
+    return np.array([] if token is None else [token], np.int64)
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -214,7 +214,7 @@ class TextProcessor(Processor):
         self.fields = {IDS: np.dtype(dtype or np.int64)}
         self._bos = bos and tokenizer.bos_id is not None
         self._eos = eos and tokenizer.eos_id is not None
-        self._head = [tokenizer.bos_id] if self._bos else []
+        self._head = _ids(tokenizer.bos_id if self._bos else None)
         self._tail = f" {tokenizer.eos_token}" if self._eos else ""
         self._if_missing = format.special_tokens == "if_missing"
 
@@ -224,11 +224,11 @@ class TextProcessor(Processor):
             return None, [text]
         return None, [text + self._tail]
 
-    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         (ids,) = encoded
-        if self._if_missing and ids[:1] == self._head:
+        if not self._head.size or (self._if_missing and np.array_equal(ids[:1], self._head)):
             return {IDS: ids}
-        return {IDS: self._head + ids}
+        return {IDS: np.concatenate((self._head, ids))}
 
     def metadata(self) -> dict[str, Any]:
         return {
@@ -321,22 +321,20 @@ class ChatProcessor(Processor):
                 raise _BadRecordError(f"field '{key}': may not set '{name}', which is set automatically")
         return template, variables
 
-    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         if self.format.encoding == "whole":
             ids, masks = self._whole(needs)
         else:
-            ids, masks = [], []
-            for inside, part in zip(needs, encoded, strict=True):
-                ids += part
-                masks += [int(inside)] * len(part)
-        if self.format.require_assistant and 1 not in masks:
+            ids = np.concatenate([_ids(None), *encoded])
+            masks = np.repeat(np.array(needs, np.int64), np.array([len(part) for part in encoded], np.int64))
+        if self.format.require_assistant and not masks.any():
             raise _BadRecordError(
                 "no token of this conversation is marked as the assistant's ({% generation %} in the template); "
                 "require_assistant=False keeps such conversations"
             )
         return {IDS: ids, MASKS: masks}
 
-    def _whole(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    def _whole(self, pieces: list[tuple[str, bool]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Encodes the whole text. A token is marked if one of its characters is (Hugging Face's char_to_token from both ends)."""
         ids, offsets = self._tokenizer.encode_with_offsets("".join(text for text, _ in pieces))
         masks = [0] * len(ids)
@@ -348,7 +346,7 @@ class ChatProcessor(Processor):
                     if first < end and last > at:
                         masks[i] = 1
             at = end
-        return ids, masks
+        return np.array(ids, np.int64), np.array(masks, np.int64)
 
     def metadata(self) -> dict[str, Any]:
         return {
@@ -448,7 +446,7 @@ class PrebuiltProcessor(Processor):
             raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
         return made
 
-    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         return dict(needs)
 
     def metadata(self) -> dict[str, Any]:
@@ -471,16 +469,16 @@ class SupervisedProcessor(Processor):
         tail = f" {self._tokenizer.eos_token}" if self._eos else ""
         return None, [_text(record, self.format.input_key), target + tail]
 
-    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         prompt, target = encoded
-        head = [self._tokenizer.bos_id] if self._bos else []
-        ids = head + prompt + target
+        head = _ids(self._tokenizer.bos_id if self._bos else None)
+        ids = np.concatenate((head, prompt, target))
         first = max(len(head) + len(prompt) - 1, 0)
         if first >= len(ids) - 1:
             raise _BadRecordError(f"field '{self.format.target_key}': the target has no tokens")
         weights = np.zeros(len(ids), np.float32)
         weights[first:-1] = 1
-        return {IDS: np.array(ids, np.int64), WEIGHTS: weights}
+        return {IDS: ids, WEIGHTS: weights}
 
     def metadata(self) -> dict[str, Any]:
         return {

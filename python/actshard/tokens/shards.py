@@ -16,17 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 import actshard._native as _native
 from actshard._json import read_json
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
-from actshard.tokens.ledger import CONSOLIDATED, OURS, Ledger
+from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
-from actshard.tokens.recipe import Recipe, shard_ledger
+from actshard.tokens.recipe import shard_ledger
 from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -184,16 +187,6 @@ def complete_shard(
     return ledger
 
 
-def join_rows(parts: Sequence[Path], staged: Path, folder: Path, recipe: Recipe, identity: str, skipped: int) -> Ledger:
-    """Makes a shard of rows in several folders, by copying stored bytes; see :func:`complete_shard`."""
-    with boundary(staged, "make"):
-        remove(staged)
-        remove(folder)
-    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
-    writers.extend_all(parts)
-    return complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
-
-
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
     """The ledger of a shard that is finished and has this identity; None if it must be built.
 
@@ -235,12 +228,14 @@ def _batches(records: Iterator[RecordOrBlock], process: Processor, what: str) ->
         yield process.prepare(batch, what)
 
 
-def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
+def _encoded_ahead(
+    process: Processor, batches: Iterator[Prepared]
+) -> Iterator[tuple[Prepared, list[NDArray[np.int64]]]]:
     """Yields batches with their token ids. Later batches are read and prepared while one is encoded."""
     if process.tokenizer is None:
         yield from ((prepared, []) for prepared in batches)
         return
-    waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
+    waiting: list[tuple[Prepared, Future[list[NDArray[np.int64]]]]] = []
     # Two threads: one encodes while the other converts ids to Python integers.
     with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:
         for prepared in batches:

@@ -1,0 +1,170 @@
+"""Puts rows together that several processes made: joins the parts of files, consolidates shards, and moves the cache into place.
+
+The last step of ``build_cache`` and of a plan's commit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actshard._native as _native
+from actshard.errors import MissingFileError, boundary, from_os
+from actshard.tokens import ledger as ledgers
+from actshard.tokens import placing, shards
+from actshard.tokens.ledger import CONSOLIDATED
+from actshard.tokens.recipe import Recipe
+from actshard.tokens.writing import FieldWriters
+from actshard.work import make_folder, remove, sync_folders, sync_tree
+
+_STAGED, _MERGED = "staged", "merged"
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """The rows of a part of a source.
+
+    Attributes:
+        folder: folder with the rows, which may also contain rows of adjoining parts; or the shard.
+        is_shard: whether it is the finished shard of the whole source.
+        rows, elements: number of rows, and of elements by field.
+        skipped: number of unusable records.
+    """
+
+    folder: Path
+    is_shard: bool
+    rows: int
+    elements: Mapping[str, int]
+    skipped: int
+
+
+def combine(
+    recipe: Recipe,
+    parts: Mapping[str, Sequence[PartRows]],
+    out: Path,
+    work: Path,
+    now: Sequence[Any] | None,
+    tell: Callable[[], object] = lambda: None,
+) -> None:
+    """Makes a cache of the rows of all parts, and moves it into place. The caller holds the lock of the working folder.
+
+    Args:
+        recipe: the cache's recipe.
+        parts: the parts of each source in order, by shard, in the order of the sources.
+        out: the cache's folder.
+        work: its working folder.
+        now: the time passed to chat templates.
+        tell: called before shards are consolidated.
+    """
+    new = work / placing.NEW
+    make_folder(new)
+    rows = {shard: sum(part.rows for part in some) for shard, some in parts.items()}
+    elements = {
+        shard: {name: sum(part.elements.get(name, 0) for part in some) for name in recipe.fields}
+        for shard, some in parts.items()
+    }
+    crcs = None
+    with boundary(work, "combine rows in"):
+        for source in recipe.sources if recipe.kept else ():
+            _put_shard(recipe, recipe.identity(source, now), parts[source.shard], new / source.shard, work)
+        sync_folders([new])
+        if recipe.layout == CONSOLIDATED:
+            tell()
+            shards_of_rows = [new / shard for shard, count in rows.items() if count]
+            folders = shards_of_rows if recipe.kept else _filled([part for some in parts.values() for part in some])
+            crcs = _consolidate(folders, work / _MERGED, new, recipe.fields, recipe.storage)
+    recipe.ledger(rows, elements, skipped_by_shard(parts), now).write(new, crcs)
+    placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
+
+
+def skipped_by_shard(parts: Mapping[str, Sequence[PartRows]]) -> dict[str, int]:
+    """The number of unusable records by shard, without zeros."""
+    return {shard: n for shard, some in parts.items() if (n := sum(part.skipped for part in some))}
+
+
+def _filled(parts: Sequence[PartRows]) -> list[Path]:
+    """Folders with rows, in order."""
+    return list(dict.fromkeys(part.folder for part in parts if part.rows))
+
+
+def _put_shard(recipe: Recipe, identity: str, parts: Sequence[PartRows], folder: Path, work: Path) -> None:
+    """Creates a source's shard in the new cache: renames a finished one, or copies the rows of several parts."""
+    if shards.finished(folder, identity, list(recipe.fields)) is not None:
+        return
+    staged = work / _STAGED / folder.name
+    remove(folder)
+    if parts[0].is_shard:
+        _rename(parts[0].folder, folder, staged)
+        return
+    remove(staged)
+    writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
+    writers.extend_all(_filled(parts))
+    skipped = sum(part.skipped for part in parts)
+    shards.complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
+
+
+def _rename(made: Path, folder: Path, staged: Path) -> None:
+    """Renames a shard; copies it if the working folder is on another file system."""
+    try:
+        made.rename(folder)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise from_os(error, made, "rename") from error
+    remove(staged)
+    shutil.copytree(made, staged)
+    _native.sync_files([Path(path, name) for path, _, names in os.walk(staged) for name in names])
+    sync_tree(staged)
+    staged.rename(folder)
+
+
+def _consolidate(
+    parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
+) -> Mapping[str, int] | None:
+    """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
+
+    Returns the CRC-32 of each data file by its path; None if they are unknown.
+
+    Args:
+        parts: folders with at least one row each, in order.
+        merged: the folder to work in, on the file system of ``new``.
+        new: the folder that gets the fields.
+        fields: dtypes by name.
+        storage: ``"plain"`` or ``"lz4"``.
+    """
+    crcs = None
+    if len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields)):
+        with suppress(MissingFileError):  # rows of a task have no ledger
+            crcs = {path: int(crc, 16) for path, crc in ledgers.read(parts[0]).checksums.items()} or None
+    else:
+        writers = FieldWriters(merged, fields, storage)
+        writers.extend_all(parts)
+        crcs = writers.finish().checksums
+    sync_tree(merged)
+    for entry in sorted(merged.iterdir()):
+        entry.rename(new / entry.name)
+    sync_folders([new])
+    return crcs
+
+
+def _linked(source: Path, target: Path, names: list[str]) -> bool:
+    """Hard-links the files of fields into another folder. Returns False if the file system cannot."""
+    try:
+        for name in names:
+            for file in (source / name).rglob("*"):
+                if file.is_file():
+                    to = target / name / file.relative_to(source / name)
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    to.hardlink_to(file)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        return False
+    return True
