@@ -227,7 +227,7 @@ def kind_of(path: Path) -> str:
         return ".jsonl"
     if ".txt" in suffixes:
         raise ArgumentError(
-            "a .txt file does not say where a document ends: write a JSON line per document, or pass RowSource(name, function), "
+            "nothing in a .txt file marks the end of a document: write a JSON line per document, or pass RowSource(name, function), "
             'whose function yields {"text": ...} for each one (Levanter takes each line, with its line break, as a document)',
             path=path,
         )
