@@ -227,8 +227,8 @@ def kind_of(path: Path) -> str:
         return ".jsonl"
     if ".txt" in suffixes:
         raise ArgumentError(
-            "nothing in a .txt file marks the end of a document: write a JSON line per document, or pass RowSource(name, f), where f "
-            'yields {"text": ...} for each one (Levanter takes each line, with its line break, as a document)',
+            "nothing in a .txt file marks the end of a document: write a JSON line per document, or pass RowSource(name, f), where "
+            'f yields {"text": ...} for each one (Levanter takes each line, with its line break, as a document)',
             path=path,
         )
     raise ArgumentError(
