@@ -275,7 +275,7 @@ def test_another_model_tokenizer_or_option_is_refused_by_name_on_resume(tmp_path
     refused("special_tokens", special_tokens=False)
     refused("max_tokens", max_tokens=20)
     refused("texts", texts=[*texts[:-1], "another"])
-    refused("hook_points", layers=[1, 3])
+    refused("layers", layers=[1, 3])
     refused("dtype", dtype="float16")
     again = actshard.capture(model, texts, tmp_path / "d", resume=True, **arguments)
     assert again.resumed_at == len(texts)

@@ -38,15 +38,12 @@ from actshard.layers import Layer
 
 __all__ = ["CaptureProgress", "Captured", "Example", "Problem", "capture"]
 
-DEFAULT_FORMAT = "safetensors"
-"""Holds every dtype and every name of a layer, and needs no actshard to be read."""
-
 
 def capture(
     model: str | os.PathLike[str] | TorchModule | States,
     texts: str | os.PathLike[str] | Iterable[Any],
     path: str | os.PathLike[str],
-    format: str = DEFAULT_FORMAT,
+    format: str = registry.DEFAULT_FORMAT,
     *,
     layers: Layer | Sequence[Layer] | Literal["all"] = "all",
     tokens: Literal["all", "content", "last", "mean"] | int | Sequence[int] | Chooser = "all",

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import formats
-from actshard._arguments import many
+from actshard._arguments import is_url_elsewhere, many
 from actshard.capturing import transformers_models
 from actshard.capturing.appending import Appender, Filled
 from actshard.capturing.backend import Backend
@@ -36,12 +36,13 @@ from actshard.capturing.running import (
     columns_of,
 )
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
-from actshard.errors import ArgumentError, ArgumentTypeError, warn
+from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
 from actshard.formats.target import Target
 from actshard.layers import Layer, one, several
 from actshard.opening import open_quietly
 from actshard.writing import Writer
 from actshard.writing.creating import make_target, open_writer
+from actshard.writing.existing import complete_at
 
 if TYPE_CHECKING:
     from actshard.capturing.hooks import TorchModel
@@ -108,6 +109,7 @@ class CaptureJob:
     ) -> None:
         self._inputs, self._output, self._running = inputs, output, running
         self._target_class = formats.get(output.format).target()
+        self._refuse_finished()
         self._summary = inputs.records.summary()
         if self._summary.count is None and (output.resume or output.part is not None):
             raise ArgumentError(
@@ -129,6 +131,22 @@ class CaptureJob:
         pad_id = self._backend.pad_id
         self._pad_id = pad_id if pad_id is not None else encoder.pad_id if encoder is not None else 0
         self._batch_tokens = running.batch_tokens or self._backend.batch_tokens
+
+    def _refuse_finished(self) -> None:
+        """Raises ExistsError if the path is taken, before a model is loaded. The writer looks again."""
+        output = self._output
+        if output.resume or self._target_class.names_itself or is_url_elsewhere(output.path):
+            return
+        target = make_target(
+            output.path, output.format, layers=[0], d_model=1, dtype=None, metadata=None, num_examples=None,
+            tokens_per_example=None, shard_bytes=None, part=output.part, options={},
+        )  # fmt: skip
+        if (found := complete_at(target)) is not None:
+            raise ExistsError(
+                "already contains a finished dataset. Pass resume=True (--resume) to accept it if it is the same, or choose "
+                "another path.",
+                path=found,
+            )
 
     def _part_range(self, part: tuple[int, int] | None) -> range:
         """Examples of a part. Parts begin with a cell if there are enough examples."""
@@ -182,8 +200,11 @@ class CaptureJob:
         inputs, encodings = self._inputs, self._encodings
         encoder = encodings.encoder
         digest = self._summary.digest
+        provenance = dict(self._backend.provenance)
         return {
-            **self._backend.provenance,
+            "model": provenance.pop("model"),
+            "layers": list(self._backend.layers),
+            **provenance,
             "tokens": inputs.choice.description,
             "tokenizer": None if encoder is None else encoder.name,
             "tokenizer_digest": None if encoder is None else encoder.digest,
@@ -200,6 +221,7 @@ class CaptureJob:
         output, target = self._output, self._target_class
         arguments = self._arguments()
         holds_any = target.holds_metadata and target.metadata_keys is None
+        named = {} if "model" in target.own else {"model": arguments["model"]}
         options = dict(output.create["options"])
         for name in ("model", "revision"):
             if name in target.own and arguments.get(name) is not None:
@@ -210,7 +232,7 @@ class CaptureJob:
             "layers": self._backend.layers,
             "d_model": self._backend.width,
             "dtype": str(self._backend.dtype),
-            "metadata": {**output.metadata, "capture": arguments} if holds_any else output.metadata,
+            "metadata": output.metadata if not holds_any else {**named, **output.metadata, "capture": arguments},
         }
 
     # -- running ---------------------------------------------------------------------------------------------------

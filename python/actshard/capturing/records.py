@@ -211,7 +211,7 @@ def _records(path: Path) -> Iterator[Row]:
 
 
 def _columns(path: Path) -> list[str]:
-    """The columns of a Parquet file; files of JSON yield all of theirs."""
+    """The columns of a Parquet file; files of JSON yield all fields."""
     if _suffix(path) != ".parquet":
         return []
     import pyarrow.parquet as pq
