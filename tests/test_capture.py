@@ -16,7 +16,7 @@ import pytest
 
 import actshard
 from actshard.capturing import windows
-from actshard.capturing.encoding import Encodings
+from actshard.capturing.encoding import Encodings, Example
 from actshard.errors import DiskFullError
 from actshard.writing import Writer
 from conftest import refuses
@@ -213,6 +213,16 @@ def test_texts_are_read_from_memory_tables_and_files(source: str, tmp_path: Path
     else:
         assert table["prompt"].to_pylist() == ["1 2 3", "4", "5 6"]
         assert table["label"].to_pylist() == [0, 1, 0]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_data_frames_are_tables(library: str, tmp_path: Path) -> None:
+    """Iterating over one yields the names of its columns."""
+    frame = pytest.importorskip(library).DataFrame({"prompt": ["1 2 3", "4", "5 6"], "label": [0, 1, 0]})
+    done = actshard.capture(states, frame, tmp_path / "d", tokenizer=words)
+    check(done.path, [[1, 2, 3], [4], [5, 6]])
+    assert actshard.open(done.path).table["label"].to_pylist() == [0, 1, 0]
 
 
 def test_empty_lines_of_a_text_file_are_empty_examples(tmp_path: Path) -> None:
@@ -522,6 +532,33 @@ def test_windows_are_bounded_and_begin_anew_with_each_cell(monkeypatch: pytest.M
     assert [[c.example.number for c in window] for window in from_a_cell] == [w for w in starts if w[0] >= 40]
 
 
+@pytest.mark.parametrize("pads", [True, False])
+def test_little_padding_is_computed_also_where_windows_are_small(pads: bool) -> None:
+    """Batches of a window with few examples, whose lengths differ widely."""
+    rng = np.random.default_rng(4)
+    for count in (1, 5, 40, 400):
+        lengths = np.clip(rng.lognormal(4, 0.8, count), 1, 2000).astype(int)
+        window = [
+            windows.ChosenExample(Example(i, None, np.zeros(n, np.int64), np.zeros(n, bool)), np.arange(n))
+            for i, n in enumerate(lengths.tolist())
+        ]
+        batches = list(windows.batches(window, 4096, pads=pads))
+        assert sorted(i for batch in batches for i in batch) == list(range(count))
+        for batch in batches:
+            positions, tokens = len(batch) * lengths[batch].max(), lengths[batch].sum()
+            assert positions <= 4096 or len(batch) == 1
+            assert positions <= max(1.25 * tokens, 4096 // 8)
+            assert pads or positions == tokens
+        longest = [lengths[batch].max() for batch in batches]
+        assert longest == sorted(longest, reverse=True), "the largest comes first"
+
+
+def test_more_parts_than_examples_are_merged(tmp_path: Path) -> None:
+    for i in range(4):
+        actshard.capture(states, inputs(2), tmp_path / "d", "zarr", part=(i, 4))
+    check(actshard.merge(tmp_path / "d"), inputs(2))
+
+
 def test_parts_are_merged_to_the_whole(tmp_path: Path) -> None:
     examples = inputs(50)
     for i in (2, 0, 1):
@@ -550,6 +587,9 @@ def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
     assert len(calls) > 5
     assert (calls[-1].examples, calls[-1].examples_total, calls[-1].tokens) == (50, 50, done.tokens)
     assert [c.tokens for c in calls] == sorted(c.tokens for c in calls)
+    calls.clear()
+    actshard.capture(states, examples, tmp_path / "part", "zarr", part=(1, 2), progress=calls.append)
+    assert (calls[-1].examples, calls[-1].examples_total) == (25, 25)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,26 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_compiled_model_runs_its_hooks(tmp_path: Path) -> None:
+    import torch
+
+    model = model_of("llama")
+    texts, tokenizer = sentences(3), trained_tokenizer()
+    actshard.capture(model, texts, tmp_path / "a", tokenizer=tokenizer, layers=[1, "layers.1.mlp"])
+    actshard.capture(torch.compile(model), texts, tmp_path / "b", tokenizer=tokenizer, layers=[1, "layers.1.mlp"])
+    first, second = actshard.open(tmp_path / "a"), actshard.open(tmp_path / "b")
+    assert np.array_equal(first.layer("layers.1.mlp").rows()[:], second.layer("layers.1.mlp").rows()[:])
+
+
+def test_a_padding_id_that_the_embedding_lacks_is_not_used(tmp_path: Path) -> None:
+    """As where a padding token was added to a tokenizer, and the model was not resized."""
+    model, tokenizer, texts = model_of("llama"), trained_tokenizer(), sentences(9)
+    tokenizer.add_special_tokens({"pad_token": "<another>"})
+    model.resize_token_embeddings(tokenizer.pad_token_id)
+    done = actshard.capture(model, texts, tmp_path / "d", tokenizer=tokenizer, layers=[1])
+    assert done.padding > 0
+
+
 def test_dropout_is_off(tmp_path: Path) -> None:
     model, texts = model_of("bert").train(), sentences(4)
     done = actshard.capture(model, texts, tmp_path / "d", tokenizer=trained_tokenizer(), layers=[2], batch_tokens=1)

@@ -55,7 +55,7 @@ def capture(
     max_tokens: int | None = None,
     truncate: bool = False,
     batch_tokens: int | None = None,
-    memory: int | str = "1GiB",
+    memory: int | str = "2GiB",
     on_nonfinite: OnNonfinite = "refuse",
     resume: bool = False,
     part: tuple[int, int] | None = None,
@@ -85,7 +85,8 @@ def capture(
             ``(ids, mask) -> {layer: (batch, tokens, d_model)}`` of numpy arrays ``(batch, tokens)``, int64 and bool, that returns
             numpy arrays or torch tensors.
         texts: a file, glob or folder of ``.txt`` (a text per line), ``.jsonl``, ``.json`` or ``.parquet`` files; a list of texts,
-            token ids, chats or mappings; a ``pyarrow.Table`` or ``datasets.Dataset``; or an iterator, without ``resume``.
+            token ids, chats or mappings; a ``pyarrow.Table``, ``datasets.Dataset`` or data frame; or an iterator, without
+            ``resume``.
         path: folder of the dataset.
         format: a format that :func:`actshard.create` writes.
         layers: layers to store. Integers name the residual stream: 0 is the embedding, k the output of block k - 1; negative ones
@@ -105,7 +106,7 @@ def capture(
         max_tokens: longer examples are left empty, or cut with ``truncate``. Default: the model's maximum.
         truncate: cut longer examples at their end.
         batch_tokens: token positions per batch. Default: 4,096, on a GPU 16,384. Halved if the device runs out of memory.
-        memory: approximate memory of states on the host.
+        memory: approximate memory of states on the host. A batch has at most a quarter of it.
         on_nonfinite: ``"refuse"`` raises at the first NaN or infinite value; ``"count"`` stores such rows, counts and names them.
         resume: continue after the committed examples; accept a finished dataset. The model, its weights, the tokenizer, the texts
             and all options that determine the stored values must be the same.

@@ -54,7 +54,7 @@ class TorchModel:
         provenance: what identifies it.
         points: returns the hook points of layers; None: of all layers.
         most_tokens: maximum number of tokens; None: unknown.
-        pad_id: the model's padding id; None: the tokenizer's.
+        pad_id: the id with which examples are filled.
         arguments: further arguments of the forward pass.
     """
 
@@ -65,7 +65,7 @@ class TorchModel:
     provenance: Mapping[str, Any]
     points: Callable[[tuple[Layer, ...] | None], Sequence[HookPoint]]
     most_tokens: int | None = None
-    pad_id: int | None = None
+    pad_id: int = 0
     arguments: Mapping[str, Any] | None = None
 
     def open(
@@ -90,7 +90,8 @@ class HookedStates:
         self._torch = torch
         self._model, self._points = model, tuple(points)
         self.layers = tuple(point.layer for point in self._points)
-        self.most_tokens, self.pad_id = model.most_tokens, model.pad_id
+        self.most_tokens = model.most_tokens
+        self.pad_id: int | None = model.pad_id
         self._device = _device_of(model.trunk, torch)
         self._on_gpu = self._device.type == "cuda"
         self.batch_tokens = 16384 if self._on_gpu else 4096

@@ -267,6 +267,7 @@ class CaptureJob:
             batch_tokens=self._batch_tokens,
             pad_id=self._pad_id,
             on_nonfinite=running.on_nonfinite,
+            first=self._range.start,
             total=total,
             progress=running.progress,
         )
@@ -306,15 +307,10 @@ class CaptureJob:
         self, writer: Writer, counts: CaptureCounts, batch_tokens: int, resumed_at: int, seconds: float
     ) -> Captured:
         backend = self._backend
-        store = open_quietly(writer.path, self._output.format, "auto")
-        problems: tuple[Problem, ...] = ()
-        if PROBLEM in store.contents.column_names:
-            texts = store.read_columns([PROBLEM])[PROBLEM]
-            places = np.flatnonzero(texts.is_valid().to_numpy()).tolist()
-            problems = tuple(Problem(self._range.start + i, str(texts[i].as_py())) for i in places)
+        layers, problems = self._look(writer)
         if problems:
             warn(
-                f"{writer.path}: {many(len(problems), 'example')} of {len(store)} {'is' if len(problems) == 1 else 'are'} empty: "
+                f"{writer.path}: {many(len(problems), 'example')} of {len(writer)} {'is' if len(problems) == 1 else 'are'} empty: "
                 f"{'; '.join(map(str, problems[:3]))}{'; ...' if len(problems) > 3 else ''}",
                 code="examples-left-empty",
             )
@@ -327,10 +323,10 @@ class CaptureJob:
         return Captured(
             path=Path(writer.path),
             format=self._output.format,
-            layers=store.layers,
+            layers=layers,
             d_model=backend.width,
             dtype=str(backend.dtype),
-            examples=len(store),
+            examples=len(writer),
             resumed_at=resumed_at,
             tokens=counts.tokens,
             padding=counts.computed - counts.tokens,
@@ -345,6 +341,17 @@ class CaptureJob:
             provenance=self._arguments(),
             estimated=False,
         )
+
+    def _look(self, writer: Writer) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
+        """Names of layers and problems of the finished dataset, or part, including those of earlier calls."""
+        if not len(self._range):  # a part without examples is no dataset
+            return self._backend.layers, ()
+        store = open_quietly(writer.path, self._output.format, "auto")
+        if PROBLEM not in store.contents.column_names:
+            return store.layers, ()
+        texts = store.read_columns([PROBLEM])[PROBLEM]
+        places = np.flatnonzero(texts.is_valid().to_numpy()).tolist()
+        return store.layers, tuple(Problem(self._range.start + i, str(texts[i].as_py())) for i in places)
 
     # -- estimating ------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,8 @@ def records_of(texts: Any) -> TextRecords:
 
     Args:
         texts: a path, a glob or a folder, as str or Path, or a list of Paths; a list of texts, of token ids, of chats or of
-            mappings; a ``pyarrow.Table``; a ``datasets.Dataset``; or an iterator over such values, which cannot be resumed.
+            mappings; a ``pyarrow.Table``, or a data frame of pandas or polars; a ``datasets.Dataset``; or an iterator over such
+            values, which cannot be resumed.
 
     Raises:
         ArgumentError, ArgumentTypeError: other values. MissingFileError: there is no such file.
@@ -158,6 +159,12 @@ def records_of(texts: Any) -> TextRecords:
         return TextRecords(
             lambda: itertools.chain.from_iterable(b.to_pylist() for b in table.to_batches(1024)), "the table"
         )
+    if hasattr(texts, "to_arrow"):  # a polars.DataFrame
+        return records_of(texts.to_arrow())
+    if hasattr(texts, "iterrows"):  # a pandas.DataFrame, which iterates over names
+        import pyarrow as pa
+
+        return records_of(pa.Table.from_pandas(texts, preserve_index=False))
     if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
         raise ArgumentTypeError(f"texts: expected a path or a list of texts, found {type(texts).__name__}")
     if isinstance(texts, Sequence) and texts and all(isinstance(item, os.PathLike) for item in texts):

@@ -74,6 +74,7 @@ class Run:
         batch_tokens: int,
         pad_id: int,
         on_nonfinite: OnNonfinite,
+        first: int = 0,
         total: int | None,
         progress: Callable[[CaptureProgress], object] | None,
     ) -> None:
@@ -81,7 +82,7 @@ class Run:
         self.batch_tokens = batch_tokens
         self._backend, self._choice, self._pad_id = backend, choice, pad_id
         self._refuses = on_nonfinite == "refuse"
-        self._total, self._progress = total, progress
+        self._first, self._total, self._progress = first, total, progress
         self._began = time.monotonic()
 
     def states(self, window: Sequence[ChosenExample]) -> NDArray[Any] | list[NDArray[Any]]:
@@ -92,7 +93,7 @@ class Run:
         buffer = np.empty((int(starts[-1]) * layers, width), self._backend.dtype)
         places = _WindowBuffer(buffer, starts[:-1], counts, layers)
         remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads))
-        done = window[0].example.number
+        done = window[0].example.number - self._first
         pending: tuple[PaddedBatch, list[int], Transfer] | None = None
         while remaining:
             indices = remaining.popleft()
@@ -110,6 +111,7 @@ class Run:
             self._report(done)
         if pending is not None:
             self._place(places, *pending)
+        self._report(window[-1].example.number + 1 - self._first)
         if self._choice.has_one_row and (counts == 1).all():
             return buffer.reshape(len(window), layers, width)
         return [

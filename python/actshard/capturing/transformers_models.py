@@ -68,7 +68,8 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
         for argument, value in (("revision", revision), ("model_options", options)):
             if value is not None:
                 raise ArgumentError(f"{argument}: expected the name of a model with it, found a loaded model")
-        module = model if device is None else model.to(device)
+        loaded = getattr(model, "_orig_mod", model)  # compiled code runs no hooks that are added later
+        module = loaded if device is None else loaded.to(device)
         name = str(getattr(getattr(module, "config", None), "_name_or_path", "") or type(module).__name__)
     config = getattr(module, "config", None)
     trunk = _trunk(module, config)
@@ -81,7 +82,7 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
         _provenance(module, name, revision, config),
         lambda layers: hook_points(module, trunk, text_config, layers),
         _most_tokens(text_config),
-        getattr(text_config, "pad_token_id", None),
+        _pad_id(text_config),
         {"use_cache": False},
     )
 
@@ -141,6 +142,12 @@ def _most_tokens(config: Any) -> int | None:
     # RoBERTa and others number positions from their padding id + 1 on.
     offset = (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in _OFFSET_POSITIONS else 0
     return known[0] - offset
+
+
+def _pad_id(config: Any) -> int:
+    """An id for padding that the embedding has. RoBERTa numbers positions by it; to other models it makes no difference."""
+    pad_id, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < (size or 1) else 0
 
 
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet", "esm")

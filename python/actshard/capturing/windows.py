@@ -19,6 +19,10 @@ from actshard.capturing.records import Row
 
 CELL = 4096
 """Windows begin anew at multiples of this number of examples: no earlier example needs to be encoded to find them."""
+_MOST_PADDING = 1.25
+"""Positions of a batch per token, at most: a window of few examples has lengths that differ."""
+_UNPADDED = 8
+"""A batch below this share of ``batch_tokens`` may have more padding: a small batch costs as much as a larger one."""
 _PIECE = 256
 """Examples that are encoded at once."""
 BATCHES_OF_A_WINDOW = 32
@@ -106,11 +110,17 @@ def batches(
     order = np.arange(len(window)) if among is None else np.array(among, np.int64)
     order = order[np.argsort(-lengths[order], kind="stable")]
     order = order[lengths[order] > 0]
-    start = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        end = start + max(1, tokens // longest)
-        if not pads:
-            end = min(end, int(np.searchsorted(-lengths[order], -longest, "right")))
-        yield order[start:end].tolist()
-        start = end
+    batch: list[int] = []
+    content = 0
+    for index in order.tolist():
+        length = int(lengths[index])
+        longest = int(lengths[batch[0]]) if batch else length
+        positions = (len(batch) + 1) * longest
+        is_padded = positions > tokens // _UNPADDED and positions > _MOST_PADDING * (content + length)
+        if batch and (positions > tokens or is_padded or (longest > length and not pads)):
+            yield batch
+            batch, content = [], 0
+        batch.append(index)
+        content += length
+    if batch:
+        yield batch

@@ -105,7 +105,7 @@ def capture_command(
     truncate: CutOption = False,
     special_tokens: SpecialTokens = True,
     batch_tokens: BatchTokens = None,
-    memory: HostMemory = "1GiB",
+    memory: HostMemory = "2GiB",
     on_nonfinite: NonfiniteOption = "refuse",
     estimate: EstimateOption = False,
     resume: ResumeOption = False,
