@@ -251,6 +251,16 @@ def test_columns_are_chosen_and_never_overwritten(tmp_path: Path) -> None:
     assert actshard.open(done.path).table["body"].to_pylist() == ["1"]
 
 
+def test_integers_and_floats_of_a_column_are_floats_and_other_types_are_refused_at_once(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1], "score": 1}, {"input_ids": [2], "score": None}, {"input_ids": [3], "score": 0.5}]
+    done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example
+    assert actshard.open(done.path).table["score"].to_pylist() == [1.0, None, 0.5]
+    rows[2]["score"] = "high"
+    with pytest.raises(actshard.ArgumentError, match="'score': expected values of one type, found int and str"):
+        actshard.capture(states, rows, tmp_path / "e")
+    assert not (tmp_path / "e").exists()
+
+
 def test_a_malformed_line_is_an_error_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "1"}\n{"text": \n')
     with refuses(actshard.FormatError, tmp_path / "texts.jsonl", "line 2: expected a JSON object"):
@@ -370,6 +380,14 @@ def test_nan_is_refused_with_its_place_or_counted(tmp_path: Path) -> None:
         done = actshard.capture(faulty, examples, tmp_path / "d", on_nonfinite="count", resume=True)
     assert (done.nonfinite, done.nonfinite_examples) == (1, (1,))
     assert np.isinf(actshard.open(done.path).sequence(1, 3)[1]).all()
+
+
+def test_large_finite_values_are_not_taken_for_infinite_ones(tmp_path: Path) -> None:
+    """Their sum is infinite."""
+    done = actshard.capture(lambda i, m: {0: np.full((*i.shape, 4), 3e38, np.float32)}, [[1, 2]], tmp_path / "d")
+    assert done.nonfinite == 0
+    wide = actshard.capture(lambda i, m: {0: np.full((*i.shape, 4), 1e300)}, [[1, 2]], tmp_path / "e")
+    assert wide.dtype == "float64"
 
 
 def test_a_narrower_dtype_is_cast_or_refused(tmp_path: Path) -> None:
@@ -609,6 +627,8 @@ def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
         ({"tokenizer": 5}, "tokenizer: expected a tokenizer of transformers"),
         ({"revision": "main"}, "revision: expected the name of a model with it, found a function"),
         ({"part": (0, 2)}, "part"),
+        ({"part": (2, 2)}, "part: expected an integer from 0 to 1, found 2"),
+        ({"part": 3}, "part: expected (i, n), found 3"),
         ({"metadata": 3}, "metadata: expected a mapping"),
         ({"progress": 3}, "progress: expected a function"),
         ({"texts": 3}, "texts: expected a path or a list of texts, found int"),

@@ -78,6 +78,20 @@ def test_the_final_norm_is_the_last_hidden_state_and_no_integer_is(kind: str, tm
         assert not np.allclose(expected[-1], expected[BLOCKS], atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_integers_below_the_last_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    import torch
+
+    model, texts = model_of(kind), sentences(2)
+    done = actshard.capture(model, texts, tmp_path / "d", tokenizer=trained_tokenizer(), batch_tokens=1)
+    store = actshard.open(done.path)
+    for example, ids in enumerate(store.table["input_ids"].to_pylist()):
+        with torch.no_grad():
+            states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+        for layer in LAYERS if kind in WITHOUT_NORM else LAYERS[:-1]:
+            assert np.array_equal(store.sequence(example, layer), states[layer][0].numpy()), layer
+
+
 def test_names_of_hooks_and_modules(tmp_path: Path) -> None:
     model, texts = model_of("llama"), sentences(4)
     names = ["blocks.1.hook_resid_post", "blocks.1.hook_resid_pre", "layers.1", "layers.1.mlp", -1]

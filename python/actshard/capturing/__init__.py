@@ -28,6 +28,7 @@ from actshard.capturing.job import (
     RunSettings,
     column_names,
     layers_of,
+    part_of,
 )
 from actshard.capturing.records import records_of
 from actshard.capturing.result import Captured, Problem
@@ -154,10 +155,10 @@ def capture(
             choice_of(tokens),
         ),
         OutputSettings(
-            path,
+            _arguments.local_path(path, "path", "Capture to a local folder and upload it with actshard.push."),
             format,
             dict(metadata or {}),
-            part,
+            part_of(part),
             switch(resume, "resume"),
             {"pad": switch(pad, "pad"), "shard_bytes": shard_bytes, "options": dict(options or {})},
         ),

@@ -129,5 +129,7 @@ class Backend(Protocol):
 
 def finite_rows(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """``(n,)`` bool: rows without NaN and infinite values, ``(n, d)``."""
-    finite: NDArray[np.bool_] = np.isfinite(rows).all(axis=1)
-    return finite
+    with np.errstate(over="ignore", invalid="ignore"):
+        # A sum costs a fifth of looking at each value. It is finite only if all values are.
+        finite: NDArray[np.bool_] = np.isfinite(rows.sum(axis=1, dtype=np.float32))
+    return finite if finite.all() else np.isfinite(rows).all(axis=1)

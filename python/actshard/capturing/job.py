@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import formats
-from actshard._arguments import is_url_elsewhere, many
+from actshard._arguments import many, whole
 from actshard.capturing import transformers_models
 from actshard.capturing.appending import Appender, Filled
 from actshard.capturing.backend import Backend
@@ -135,7 +135,7 @@ class CaptureJob:
     def _refuse_finished(self) -> None:
         """Raises ExistsError if the path is taken, before a model is loaded. The writer looks again."""
         output = self._output
-        if output.resume or self._target_class.names_itself or is_url_elsewhere(output.path):
+        if output.resume or self._target_class.names_itself:
             return
         target = make_target(
             output.path, output.format, layers=[0], d_model=1, dtype=None, metadata=None, num_examples=None,
@@ -168,6 +168,7 @@ class CaptureJob:
                 f"columns: expected columns of {inputs.records.what}, {', '.join(names[:20])}, found {missing!r:.80}"
             )
         check_columns(columns)
+        self._float_columns = self._summary.float_columns(columns)
         tokenizer = inputs.tokenizer
         if tokenizer is None and key != IDS and source is not None and source.name is not None:
             tokenizer = transformers_models.load_tokenizer(source.name, source.revision)
@@ -284,7 +285,14 @@ class CaptureJob:
         target, encodings = self._target_class, self._encodings
         name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
         text = None if encodings.key == IDS else (target.text_column or name) if target.finds_by_text else name
-        return partial(columns_of, choice=self._inputs.choice, names=encodings.columns, text=text, allowed=allowed)
+        return partial(
+            columns_of,
+            choice=self._inputs.choice,
+            names=encodings.columns,
+            floats=self._float_columns,
+            text=text,
+            allowed=allowed,
+        )
 
     def _windows(self, done: int) -> Iterator[list[ChosenExample]]:
         """Windows with examples after the first ``done`` ones; the first window may contain earlier ones."""
@@ -470,6 +478,16 @@ def layers_of(layers: Any) -> tuple[Layer, ...] | None:
     if isinstance(layers, str) and layers == "all":
         return None
     return several([one(layers)] if isinstance(layers, int | str) else layers)
+
+
+def part_of(part: Any) -> tuple[int, int] | None:
+    """Checks a ``part=`` argument: ``(i, n)`` with 0 <= i < n."""
+    if part is None:
+        return None
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        raise ArgumentError(f"part: expected (i, n), found {part!r:.100}")
+    count = whole(part[1], "part", 1, 99_999)
+    return whole(part[0], "part", 0, count - 1), count
 
 
 def column_names(columns: Any) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ Row = Mapping[str, Any]
 TEXT, CHAT, IDS = "text", "messages", "input_ids"
 _KEYS = (TEXT, "prompt", CHAT, IDS)
 """Columns that are searched for an example's text, in this order."""
+_PLAIN_TYPES = frozenset({bool, int, float, str})
 _SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 
 
@@ -40,11 +41,28 @@ class RecordsSummary:
         count: number of records; None if they can be read only once.
         names: columns, in the order in which they first occur.
         digest: SHA-256 of all records; None if they can be read only once.
+        types: types of the values of each column, without None; empty if the records can be read only once.
     """
 
     count: int | None
     names: tuple[str, ...]
     digest: str | None
+    types: Mapping[str, frozenset[type]] = field(default_factory=dict)
+
+    def float_columns(self, names: Iterable[str]) -> frozenset[str]:
+        """Columns with integers and floats, which are stored as floats. Raises ArgumentError for other mixed types.
+
+        A file of JSON may have them anywhere: they would be an error when the capture reaches them.
+        """
+        mixed = {name: types for name in names if len(types := self.types.get(name, frozenset()) & _PLAIN_TYPES) > 1}
+        for name, types in mixed.items():
+            if types != {int, float}:
+                shown = " and ".join(sorted(kind.__name__ for kind in types))
+                raise ArgumentError(
+                    f"columns: {name!r}: expected values of one type, found {shown}. Convert them, or leave the column out with "
+                    "columns=[...]"
+                )
+        return frozenset(mixed)
 
 
 class TextRecords:
@@ -84,16 +102,19 @@ class TextRecords:
         return RecordsSummary(None, tuple(self._first), None)
 
     def _read_all(self) -> RecordsSummary:
-        digest, count, names = hashlib.sha256(), 0, dict[str, None]()
+        digest, count = hashlib.sha256(), 0
+        types: dict[str, set[type]] = {}
         for record in self:
             count += 1
-            names.update(dict.fromkeys(record))
+            for name, value in record.items():
+                types.setdefault(name, set()).add(type(value))
             text = record.get(TEXT) if len(record) == 1 else None
             plain = text if isinstance(text, str) else json.dumps(record, sort_keys=True, default=_plain)
             encoded = plain.encode("utf-8", "surrogatepass")
             digest.update(b"%d:" % len(encoded))
             digest.update(encoded)
-        return RecordsSummary(count, tuple(names), digest.hexdigest())
+        plain_types = {name: frozenset(kinds - {type(None)}) for name, kinds in types.items()}
+        return RecordsSummary(count, tuple(types), digest.hexdigest(), plain_types)
 
     def text_key(self, name: str | None) -> str:
         """The column with the text. Raises ArgumentError if the records have none."""

@@ -209,6 +209,7 @@ def columns_of(
     window: Sequence[ChosenExample],
     choice: TokenChoice,
     names: Iterable[str],
+    floats: frozenset[str],
     text: str | None,
     allowed: Callable[[str], bool],
 ) -> dict[str, Any]:
@@ -218,6 +219,7 @@ def columns_of(
         window: the examples.
         choice: the chosen tokens.
         names: the inputs' columns.
+        floats: those of them that are stored as floats.
         text: name of the column with texts; None: inputs have none.
         allowed: whether the format stores a column.
     """
@@ -226,7 +228,8 @@ def columns_of(
     if text is not None:
         columns[text] = pa.array([example.text for example in examples], pa.string())
     for name in names:
-        columns[name] = [example.columns.get(name) for example in examples]
+        values = [example.columns.get(name) for example in examples]
+        columns[name] = pa.array(values, pa.float64()) if name in floats else values
     if not choice.has_mean:
         counts = [len(chosen.positions) for chosen in window]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
