@@ -16,6 +16,7 @@ import numpy as np
 
 import actshard
 from benches import (
+    capturing,
     data,
     device,
     larger,
@@ -481,6 +482,7 @@ ALL = {
     "stream_indexed": streams.indexed,
     "stream_memory": streams.memory,
     "larger": larger.larger,
+    "capture": capturing.capture,
     "stream_others": streams.others,
     "compat_lmprobe": streams.compat_lmprobe,
     "to_device": device.handing,

@@ -5,6 +5,7 @@ A scene is a function that makes files in an empty folder, which is the current 
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -269,3 +270,11 @@ def tiny_model(folder: Path) -> dict[str, Any]:
     )
     transformers.GPT2Model(config).save_pretrained(folder / "tiny")
     return {}
+
+
+def prompts(folder: Path) -> dict[str, Any]:
+    """The tiny model, and a file of texts."""
+    texts = ["the farmer takes the train", "the farmer took the train", "a child reads", "a child read"]
+    lines = [json.dumps({"text": text, "label": i % 2}) + "\n" for i, text in enumerate(texts)]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return tiny_model(folder)

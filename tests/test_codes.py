@@ -317,6 +317,17 @@ def too_long(folder: Path, patch: pytest.MonkeyPatch) -> None:
     actshard.open(folder / "d").sequences_stream(0, 2, too_long="truncate")
 
 
+def captured(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Two examples and an empty one: NaN, and memory for one of them at a time."""
+
+    def states(ids: np.ndarray, mask: np.ndarray) -> dict[actshard.Layer, np.ndarray]:
+        if len(ids) > 1:
+            raise MemoryError
+        return {0: np.full((*ids.shape, 4), np.nan, np.float32)}
+
+    actshard.capture(states, [[1, 2], [], [3]], folder / "d", on_nonfinite="count")
+
+
 CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "overflow": overflow,
     "no-example-chosen": no_example,
@@ -337,6 +348,9 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "sequences-too-long": too_long,
     "column-renamed": renamed,
     "column-left-out": renamed,
+    "examples-left-empty": captured,
+    "non-finite-captured": captured,
+    "batch-halved": captured,
 }
 """Calls that warn."""
 

@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("verifying", "merging", "mixing", "pairing", "examining"),
     ("pushing",),
     ("writing",),
-    ("converting",),
+    ("converting", "capturing"),
     ("staging",),
     ("plan",),
     ("runners",),

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from actshard import plan, plot, tokens
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
+    from actshard.capturing import Captured, CaptureProgress, capture
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
@@ -78,6 +79,8 @@ __all__ = [
     "ArgumentTypeError",
     "Batch",
     "CacheInfo",
+    "CaptureProgress",
+    "Captured",
     "ChangedInputError",
     "ClosedError",
     "Conversion",
@@ -130,6 +133,7 @@ __all__ = [
     "__version__",
     "build_info",
     "cache_info",
+    "capture",
     "clear_cache",
     "concat",
     "convert",
@@ -152,6 +156,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
     "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
+    "CaptureProgress": "capturing", "Captured": "capturing", "capture": "capturing",
     "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
     "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
     "Pushed": "pushing", "push": "pushing",

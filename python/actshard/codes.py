@@ -496,6 +496,27 @@ CALLS: tuple[Code, ...] = (
         "The cache does not contain them.",
         "correct the records that the report lists, and build again",
     ),
+    Code(
+        "examples-left-empty",
+        WARNING,
+        "Examples of a capture have no tokens, too many, or lack a chosen position.",
+        "They are in the dataset without rows; the column problem contains the reason.",
+        "correct the texts, or pass max_tokens= with truncate=True",
+    ),
+    Code(
+        "non-finite-captured",
+        WARNING,
+        'A model returned NaN or infinite values, and on_nonfinite="count" stored them.',
+        "Rows of the dataset contain these values; the warning names the first examples.",
+        "correct the model, or store a wider dtype",
+    ),
+    Code(
+        "batch-halved",
+        WARNING,
+        "A device ran out of memory during a capture.",
+        "The capture continues with smaller batches.",
+        "pass the batch_tokens= that the warning names",
+    ),
 )
 """Warnings about calls, not datasets; :func:`actshard.verify` does not report them."""
 

@@ -17,6 +17,7 @@ import typer.completion as shells
 import actshard
 from actshard._arguments import many
 from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
+from actshard.cli._capturing_commands import capture_command
 from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._messages import OF_CACHES, message
 from actshard.cli._options import (
@@ -84,7 +85,7 @@ shells.completion_init()  # type: ignore[attr-defined]  # typer exports only its
 app = typer.Typer(
     cls=Commands,
     name="actshard",
-    help="Inspect, stream, convert, merge and verify activation datasets and token caches.\n\n"
+    help="Capture, inspect, stream, convert, merge and verify activation datasets and token caches.\n\n"
     "Exit status: 0 success, 1 warnings found or work left, 2 errors found, 3 the command could not run.",
     no_args_is_help=True,
     add_completion=False,
@@ -299,6 +300,9 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
         return store.layers[0]
     names = of_store(words, store.layers, "--layer")
     return names[0] if len(names) == 1 else names
+
+
+app.command("capture", **about("capture"))(capture_command)
 
 
 @app.command("convert", **about("convert"))

@@ -19,6 +19,7 @@ CLOSED_PIPE = 141
 PANELS: dict[str, tuple[str, ...]] = {
     "Look": ("info", "head", "top", "stats", "report", "plot", "verify"),
     "Stream": ("bench-stream",),
+    "Capture": ("capture",),
     "Convert and merge": ("convert", "merge"),
     "Token caches": ("tokenize",),
     "Plans: divide work into tasks for several machines": ("plan", "run", "status", "commit"),

@@ -20,6 +20,7 @@ from actshard._arguments import many
 from actshard.cli._format import duration, size
 
 if TYPE_CHECKING:
+    from actshard.capturing import CaptureProgress
     from actshard.tokens.building import BuildProgress
 
 _EVERY = 60.0
@@ -116,6 +117,21 @@ class TaskWatch:
     def stage(self, what: str, done: int, total: int) -> None:
         """For ``verify`` and ``stage``: the units' name, units done, and total units."""
         self._show(Step(done, total, what))
+
+    def capture(self, now: CaptureProgress) -> None:
+        """For ``capture``: examples, tokens and bytes of rows."""
+        seconds = max(now.seconds, 1e-3)
+        self._show(
+            Step(
+                now.examples,
+                now.examples_total,
+                self._unit,
+                counts=f"{now.examples:,} of {now.examples_total:,} examples, {many(now.tokens, 'token')}"
+                if now.examples_total
+                else f"{many(now.examples, 'example')}, {many(now.tokens, 'token')}",
+                rate=f"{now.tokens / seconds:,.0f} tokens/s, {size(int(now.bytes / seconds))}/s",
+            )
+        )
 
     def build(self, now: BuildProgress) -> None:
         """For ``build_cache``: documents, tokens and bytes of sources."""

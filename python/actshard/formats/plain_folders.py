@@ -45,7 +45,8 @@ def plain_contents(path: Location, options: Options, format: str) -> Contents:
     fields: dict[str, Any] = {}
     if (path / METADATA).kind() == "file":
         fields = Fields(read_json(path / METADATA), path / METADATA).value
-    return replace(made, format=format, metadata=fields)
+    model = fields.get("model")
+    return replace(made, format=format, metadata=fields, model=model if isinstance(model, str) else None)
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

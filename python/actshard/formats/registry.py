@@ -101,6 +101,10 @@ def of_tokens() -> tuple[str, ...]:
     return tuple(name for name, format in installed().items() if format.holds == "tokens")
 
 
+DEFAULT_FORMAT = "safetensors"
+"""The format of a capture, unless the caller names one: it stores every dtype and every name of a layer, and needs no actshard."""
+
+
 def written() -> tuple[str, ...]:
     """Names of the formats that :func:`actshard.create` writes."""
     found = [format for format in installed().values() if format.writes]

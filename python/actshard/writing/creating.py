@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
@@ -21,6 +22,7 @@ from actshard.work import PARTS
 from actshard.writing.existing import creation_request
 from actshard.writing.writer import Writer
 
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _AROUND = 10
 """Levels of nesting in which a metadata file may place the user's values."""
 
@@ -179,6 +181,51 @@ def create(
         LockedError: another writer is writing this dataset.
         FormatError: ``path`` contains a saev folder whose metadata do not match its hash.
     """
+    return open_writer(
+        path,
+        format,
+        layers=layers,
+        d_model=d_model,
+        dtype=dtype,
+        metadata=metadata,
+        num_examples=num_examples,
+        tokens_per_example=tokens_per_example,
+        pad=pad,
+        truncate=truncate,
+        overflow=overflow,
+        shard_bytes=shard_bytes,
+        part=part,
+        resume=resume,
+        exist_ok=exist_ok,
+        storage_options=storage_options,
+        scratch=scratch,
+        options=options,
+    )
+
+
+def open_writer(
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    layers: Sequence[Layer],
+    d_model: int,
+    dtype: DTypeLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    num_examples: int | None = None,
+    tokens_per_example: int | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    overflow: _arguments.Overflow = "refuse",
+    shard_bytes: int | str | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    exist_ok: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    options: Mapping[str, Any] = _NO_OPTIONS,
+    capture: Mapping[str, Any] | None = None,
+) -> Writer:
+    """:func:`create`, with the arguments of the verb that computes the rows as part of the request: ``capture``."""
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
     far = None
@@ -213,7 +260,7 @@ def create(
         "truncate": _arguments.switch(truncate, "truncate"),
         "overflow": overflow,
     }
-    target.request = creation_request(target, **fitting)
+    target.request = creation_request(target, capture=capture, **fitting)
     settings = fitting | {
         "resume": _arguments.switch(resume, "resume"),
         "exist_ok": _arguments.switch(exist_ok, "exist_ok"),

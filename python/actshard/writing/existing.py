@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from actshard import formats
 from actshard._arguments import name_of
@@ -72,10 +74,15 @@ def _refuse_around(root: Path, target: Target) -> None:
         refuse_in_the_way(root, merger.makes)
 
 
-def creation_request(target: Target, *, pad: bool, truncate: bool, overflow: str) -> Request:
-    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result."""
+def creation_request(
+    target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, Any] | None = None
+) -> Request:
+    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
+
+    ``capture``: the arguments of :func:`actshard.capture`, which are compared before those of the files.
+    """
     spec = target.spec
-    arguments = {
+    arguments = ({} if capture is None else {"capture": capture}) | {
         "format": target.format,
         "layers": list(spec.layers),
         "d_model": spec.d_model,

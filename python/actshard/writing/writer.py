@@ -128,6 +128,11 @@ class Writer:
         """
         return self._sink.committed if self._sink is not None else self._appended
 
+    def stores_column(self, name: str) -> bool:
+        """Whether the format can store a column of this name. Internal: for verbs that write columns of their own."""
+        target = self._target
+        return target.holds_columns and (target.only_columns is None or name in target.only_columns)
+
     def append(
         self,
         activations: Any,

@@ -1,0 +1,504 @@
+"""A capture from its checked arguments: predicts, or computes and writes, with the model, tokenizer and texts that they name."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from actshard import formats
+from actshard._arguments import many, whole
+from actshard.capturing import transformers_models
+from actshard.capturing.appending import Appender, Filled
+from actshard.capturing.backend import Backend
+from actshard.capturing.callables import FunctionStates
+from actshard.capturing.choosing import TokenChoice
+from actshard.capturing.encoding import Encoder, Encodings, Example
+from actshard.capturing.records import CHAT, IDS, TEXT, Row, TextRecords
+from actshard.capturing.result import Captured, Problem
+from actshard.capturing.running import (
+    OWN_COLUMNS,
+    PROBLEM,
+    CaptureCounts,
+    CaptureProgress,
+    OnNonfinite,
+    Run,
+    check_columns,
+    columns_of,
+)
+from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
+from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
+from actshard.formats.target import Target
+from actshard.layers import Layer, one, several
+from actshard.opening import open_quietly
+from actshard.writing import Writer
+from actshard.writing.creating import make_target, open_writer
+from actshard.writing.existing import complete_at
+
+if TYPE_CHECKING:
+    from actshard.capturing.hooks import TorchModel
+
+_WINDOWS_IN_MEMORY = 4
+"""Being computed, queued, being appended, and the writer's own blocks."""
+_SAMPLED, _SAMPLED_SECONDS = 256, 5.0
+"""Examples that an estimate computes, and about how long at most."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model and how it is loaded."""
+
+    model: Any
+    revision: str | None
+    device: Any
+    options: Mapping[str, Any] | None
+    layers: tuple[Layer, ...] | None
+    dtype: DTypeLike | None
+
+
+@dataclass(frozen=True)
+class InputSettings:
+    """The texts and how they are encoded."""
+
+    records: TextRecords
+    tokenizer: Any
+    text: str | None
+    columns: Sequence[str] | None
+    special_tokens: bool
+    most_tokens: int | None
+    truncate: bool
+    choice: TokenChoice
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """The dataset: arguments of :func:`actshard.create`."""
+
+    path: Any
+    format: str
+    metadata: Mapping[str, Any]
+    part: tuple[int, int] | None
+    resume: bool
+    create: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How the model is run; nothing that changes what is stored, except for rounding."""
+
+    batch_tokens: int | None
+    memory: int
+    on_nonfinite: OnNonfinite
+    progress: Callable[[CaptureProgress], object] | None
+
+
+class CaptureJob:
+    """A capture. Creating it loads the model and reads the texts once; :meth:`run` and :meth:`estimate` compute."""
+
+    def __init__(
+        self, model: ModelSettings, inputs: InputSettings, output: OutputSettings, running: RunSettings
+    ) -> None:
+        self._inputs, self._output, self._running = inputs, output, running
+        self._target_class = formats.get(output.format).target()
+        self._refuse_finished()
+        self._summary = inputs.records.summary()
+        if self._summary.count is None and (output.resume or output.part is not None):
+            raise ArgumentError(
+                f"{'resume' if output.resume else 'part'}: expected a list or files as texts, found an iterator, which can be "
+                "read once"
+            )
+        self._range = self._part_range(output.part)
+        source = source_of(model)
+        self._encodings = self._configure_encodings(source)
+        self._rows: Iterator[Row] = iter(inputs.records)
+        self._held: list[Row] = []
+        first = self._first_example()
+        self._backend: Backend = (
+            FunctionStates(model.model, model.layers, model.dtype, first=first, mean=inputs.choice.has_mean)
+            if source is None
+            else source.open(model.layers, model.dtype, first=first, mean=inputs.choice.has_mean)
+        )
+        encoder = self._encodings.encoder
+        pad_id = self._backend.pad_id
+        self._pad_id = pad_id if pad_id is not None else encoder.pad_id if encoder is not None else 0
+        self._batch_tokens = running.batch_tokens or self._backend.batch_tokens
+
+    def _refuse_finished(self) -> None:
+        """Raises ExistsError if the path is taken, before a model is loaded. The writer looks again."""
+        output = self._output
+        if output.resume or self._target_class.names_itself:
+            return
+        target = make_target(
+            output.path, output.format, layers=[0], d_model=1, dtype=None, metadata=None, num_examples=None,
+            tokens_per_example=None, shard_bytes=None, part=output.part, options={},
+        )  # fmt: skip
+        if (found := complete_at(target)) is not None:
+            raise ExistsError(
+                "already contains a finished dataset. Pass resume=True (--resume) to accept it if it is the same, or choose "
+                "another path.",
+                path=found,
+            )
+
+    def _part_range(self, part: tuple[int, int] | None) -> range:
+        """Examples of a part. Parts begin with a cell if there are enough examples."""
+        count = self._summary.count
+        if part is None or count is None:
+            return range(count if count is not None else sys.maxsize)
+        index, parts = part
+        unit = CELL if count >= 2 * CELL * parts else 1
+        units = -(-count // unit)
+        return range(min(units * index // parts * unit, count), min(units * (index + 1) // parts * unit, count))
+
+    def _configure_encodings(self, source: TorchModel | None) -> Encodings:
+        inputs, names = self._inputs, self._summary.names
+        key = inputs.records.text_key(inputs.text)
+        columns = tuple(name for name in names if name != key) if inputs.columns is None else tuple(inputs.columns)
+        missing = next((name for name in columns if names and name not in names), None)
+        if missing is not None:
+            raise ArgumentError(
+                f"columns: expected columns of {inputs.records.what}, {', '.join(names[:20])}, found {missing!r:.80}"
+            )
+        check_columns(columns)
+        self._float_columns = self._summary.float_columns(columns)
+        tokenizer = inputs.tokenizer
+        if tokenizer is None and key != IDS and source is not None and source.name is not None:
+            tokenizer = transformers_models.load_tokenizer(source.name, source.revision)
+        if tokenizer is None and key != IDS and names:
+            raise ArgumentError(
+                "tokenizer: expected one for texts, found none. Pass tokenizer=, or lists of token ids as texts"
+            )
+        most = inputs.most_tokens if inputs.most_tokens is not None or source is None else source.most_tokens
+        encoder = None if tokenizer is None else Encoder.of(tokenizer)
+        return Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)
+
+    def _first_example(self) -> Example:
+        """The first example with chosen tokens. Its rows stay in ``_held``."""
+        example: Example | None = None
+        problem = "there are no examples"
+        for row in self._rows:
+            self._held.append(row)
+            (example,) = self._encodings.examples([row], len(self._held) - 1)
+            if len(choose(example, self._inputs.choice).positions):
+                return example
+            problem = f"example {example.number}: {example.problem or 'no token is chosen'}"
+        raise ArgumentError(
+            f"texts: expected at least one example with tokens in {self._inputs.records.what}, found none: {problem}"
+        )
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> dict[str, Any]:
+        """What determines the stored values: it is compared on resume, and kept in the dataset's metadata."""
+        inputs, encodings = self._inputs, self._encodings
+        encoder = encodings.encoder
+        digest = self._summary.digest
+        provenance = dict(self._backend.provenance)
+        return {
+            "model": provenance.pop("model"),
+            "layers": list(self._backend.layers),
+            **provenance,
+            "tokens": inputs.choice.description,
+            "tokenizer": None if encoder is None else encoder.name,
+            "tokenizer_digest": None if encoder is None else encoder.digest,
+            "special_tokens": inputs.special_tokens,
+            "max_tokens": encodings.most,
+            "truncate": inputs.truncate,
+            "text": encodings.key,
+            "columns": list(encodings.columns),
+            "texts": None if digest is None else f"sha256:{digest}",
+        }
+
+    def _creation(self) -> dict[str, Any]:
+        """Arguments of :func:`actshard.create`."""
+        output, target = self._output, self._target_class
+        arguments = self._arguments()
+        holds_any = target.holds_metadata and target.metadata_keys is None
+        named = {} if "model" in target.own else {"model": arguments["model"]}
+        options = dict(output.create["options"])
+        for name in ("model", "revision"):
+            if name in target.own and arguments.get(name) is not None:
+                options.setdefault(name, arguments[name])
+        return {
+            **output.create,
+            "options": options,
+            "layers": self._backend.layers,
+            "d_model": self._backend.width,
+            "dtype": str(self._backend.dtype),
+            "metadata": output.metadata if not holds_any else {**named, **output.metadata, "capture": arguments},
+        }
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Captured:
+        """Computes and writes the dataset."""
+        began = time.monotonic()
+        creation, output = self._creation(), self._output
+        total = None if self._summary.count is None else len(self._range)
+        with closing(self._backend):
+            run = self._prepare_run(total)
+            writer = open_writer(
+                output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
+                capture=self._arguments(), **creation,
+            )  # fmt: skip
+            resumed_at = writer.committed
+            try:
+                if not writer.complete:
+                    with Appender(writer) as appender:
+                        self._append_all(run, writer, appender)
+                    writer.close()
+            except BaseException:
+                writer.abort()
+                raise
+        return self._result(writer, run.counts, run.batch_tokens, resumed_at, time.monotonic() - began)
+
+    def _prepare_run(self, total: int | None) -> Run:
+        running = self._running
+        return Run(
+            self._backend,
+            self._inputs.choice,
+            batch_tokens=self._batch_tokens,
+            pad_id=self._pad_id,
+            on_nonfinite=running.on_nonfinite,
+            first=self._range.start,
+            total=total,
+            progress=running.progress,
+        )
+
+    def _append_all(self, run: Run, writer: Writer, appender: Appender) -> None:
+        done = self._range.start + writer.committed
+        columns = self._columns_function(writer.stores_column)
+        for window in self._windows(done):
+            states = run.states(window)
+            skipped = max(done - window[0].example.number, 0)
+            appender.append(Filled(states[skipped:], columns(window[skipped:]) or None))
+
+    def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
+        target, encodings = self._target_class, self._encodings
+        name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
+        text = None if encodings.key == IDS else (target.text_column or name) if target.finds_by_text else name
+        return partial(
+            columns_of,
+            choice=self._inputs.choice,
+            names=encodings.columns,
+            floats=self._float_columns,
+            text=text,
+            allowed=allowed,
+        )
+
+    def _windows(self, done: int) -> Iterator[list[ChosenExample]]:
+        """Windows with examples after the first ``done`` ones; the first window may contain earlier ones."""
+        row_bytes = len(self._backend.layers) * self._backend.width * self._backend.dtype.itemsize
+        limits = Limits(
+            self._batch_tokens * BATCHES_OF_A_WINDOW, max(self._running.memory // _WINDOWS_IN_MEMORY // row_bytes, 1)
+        )
+        first = max(done // CELL * CELL, self._range.start)
+        if first == 0:
+            rows: Iterator[Row] = itertools.chain(self._held, self._rows)
+            self._held = []
+        else:
+            rows = itertools.islice(iter(self._inputs.records), first, None)
+        rows = itertools.islice(rows, self._range.stop - first)
+        for window in windows(rows, self._encodings, self._inputs.choice, limits, first):
+            if window[-1].example.number >= done:
+                yield window
+
+    def _result(
+        self, writer: Writer, counts: CaptureCounts, batch_tokens: int, resumed_at: int, seconds: float
+    ) -> Captured:
+        backend = self._backend
+        layers, problems = self._look(writer)
+        if problems:
+            warn(
+                f"{writer.path}: {many(len(problems), 'example')} of {len(writer)} {'is' if len(problems) == 1 else 'are'} empty: "
+                f"{'; '.join(map(str, problems[:3]))}{'; ...' if len(problems) > 3 else ''}",
+                code="examples-left-empty",
+            )
+        if counts.nonfinite:
+            warn(
+                f"{writer.path}: {many(counts.nonfinite, 'row')} with NaN or infinite values, in the examples "
+                f"{', '.join(map(str, counts.nonfinite_examples[:5]))}{', ...' if len(counts.nonfinite_examples) > 5 else ''}",
+                code="non-finite-captured",
+            )
+        return Captured(
+            path=Path(writer.path),
+            format=self._output.format,
+            layers=layers,
+            d_model=backend.width,
+            dtype=str(backend.dtype),
+            examples=len(writer),
+            resumed_at=resumed_at,
+            tokens=counts.tokens,
+            padding=counts.computed - counts.tokens,
+            rows=counts.rows,
+            bytes=counts.rows * len(backend.layers) * backend.width * backend.dtype.itemsize,
+            files=None,
+            seconds=seconds,
+            batch_tokens=batch_tokens,
+            problems=problems,
+            nonfinite=counts.nonfinite,
+            nonfinite_examples=tuple(counts.nonfinite_examples),
+            provenance=self._arguments(),
+            estimated=False,
+        )
+
+    def _look(self, writer: Writer) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
+        """Names of layers and problems of the finished dataset, or part, including those of earlier calls."""
+        if not len(self._range):  # a part without examples is no dataset
+            return self._backend.layers, ()
+        store = open_quietly(writer.path, self._output.format, "auto")
+        if PROBLEM not in store.contents.column_names:
+            return store.layers, ()
+        texts = store.read_columns([PROBLEM])[PROBLEM]
+        places = np.flatnonzero(texts.is_valid().to_numpy()).tolist()
+        return store.layers, tuple(Problem(self._range.start + i, str(texts[i].as_py())) for i in places)
+
+    # -- estimating ------------------------------------------------------------------------------------------------
+
+    def estimate(self) -> Captured:
+        """Predicts size and duration from all token counts, and the speed of some examples. Writes nothing."""
+        with closing(self._backend):
+            chosen = [c for window in self._windows(self._range.start) for c in (_counted(w) for w in window)]
+            lengths = np.array([c.tokens for c in chosen], np.int64)
+            rows = np.array([1 if self._inputs.choice.has_mean and c.rows else c.rows for c in chosen], np.int64)
+            creation = self._creation()
+            target = _sized_target(self._output, creation)
+            _, files, size = target.estimate(np.maximum(rows, 1) if not target.ragged else rows)
+            tokens = int(lengths[rows > 0].sum())
+            speed = self._measure(len(chosen))
+        backend = self._backend
+        return Captured(
+            path=Path(target.root),
+            format=self._output.format,
+            layers=tuple(target.reading.values()),
+            d_model=backend.width,
+            dtype=str(backend.dtype),
+            examples=len(chosen),
+            resumed_at=0,
+            tokens=tokens,
+            padding=0,
+            rows=int(rows.sum()),
+            bytes=int(size),
+            files=int(files),
+            seconds=tokens / speed if speed else 0.0,
+            batch_tokens=self._batch_tokens,
+            problems=tuple(Problem(c.number, c.problem) for c in chosen if c.problem is not None),
+            nonfinite=0,
+            nonfinite_examples=(),
+            provenance=self._arguments(),
+            estimated=True,
+        )
+
+    def _measure(self, count: int) -> float:
+        """Tokens per second of evenly spaced examples, after a first batch that is not counted; 0 if there are no more."""
+        step = max(1, count // _SAMPLED)
+        rows = itertools.islice(iter(self._inputs.records), self._range.start, self._range.stop, step)
+        if self._summary.count is None:
+            return 0.0
+        examples = self._encodings.examples(list(rows), 0)
+        window = [choose(example, self._inputs.choice) for example in examples]
+        run = self._prepare_run(None)
+        plans = list(batches(window, self._batch_tokens, pads=self._backend.pads))
+        seconds, tokens = 0.0, 0
+        for number, indices in enumerate([plans[len(plans) // 2], *plans] if plans else []):
+            before, began = run.counts.tokens, time.monotonic()
+            run.states([window[i] for i in indices])
+            if number:
+                seconds += time.monotonic() - began
+                tokens += run.counts.tokens - before
+            if seconds > _SAMPLED_SECONDS:
+                break
+        return tokens / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Numbers of an example, without its tokens."""
+
+    number: int
+    tokens: int
+    rows: int
+    problem: str | None
+
+
+def _counted(chosen: ChosenExample) -> _Counted:
+    return _Counted(chosen.example.number, len(chosen.example), len(chosen.positions), chosen.problem)
+
+
+def _sized_target(output: OutputSettings, creation: Mapping[str, Any]) -> Target:
+    return make_target(
+        output.path,
+        output.format,
+        layers=creation["layers"],
+        d_model=creation["d_model"],
+        dtype=creation["dtype"],
+        metadata=creation["metadata"],
+        num_examples=None,
+        tokens_per_example=None,
+        shard_bytes=creation["shard_bytes"],
+        part=None,
+        options=creation["options"],
+    )
+
+
+def source_of(settings: ModelSettings) -> TorchModel | None:
+    """The torch model of a ``model=`` argument; None for a function."""
+    model = settings.model
+    is_module = hasattr(model, "named_modules") and hasattr(
+        model, "forward"
+    )  # a TorchModule, without an import of torch
+    if isinstance(model, str) or hasattr(model, "__fspath__") or is_module:
+        return transformers_models.torch_model(
+            model, revision=settings.revision, device=settings.device, options=settings.options
+        )
+    if not callable(model):
+        raise ArgumentTypeError(
+            f"model: expected the name of a model, a torch module or a function of (ids, mask), found {type(model).__name__}"
+        )
+    for name, value in (
+        ("revision", settings.revision),
+        ("device", settings.device),
+        ("model_options", settings.options),
+    ):
+        if value is not None:
+            raise ArgumentError(f"{name}: expected the name of a model with it, found a function")
+    return None
+
+
+def layers_of(layers: Any) -> tuple[Layer, ...] | None:
+    """Checks a ``layers=`` argument: ``"all"`` or names."""
+    if isinstance(layers, str) and layers == "all":
+        return None
+    return several([one(layers)] if isinstance(layers, int | str) else layers)
+
+
+def part_of(part: Any) -> tuple[int, int] | None:
+    """Checks a ``part=`` argument: ``(i, n)`` with 0 <= i < n."""
+    if part is None:
+        return None
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        raise ArgumentError(f"part: expected (i, n), found {part!r:.100}")
+    count = whole(part[1], "part", 1, 99_999)
+    return whole(part[0], "part", 0, count - 1), count
+
+
+def column_names(columns: Any) -> tuple[str, ...] | None:
+    """Checks a ``columns=`` argument: None for all, or names."""
+    if columns is None:
+        return None
+    names = (columns,) if isinstance(columns, str) else tuple(columns)
+    bad = next((name for name in names if not isinstance(name, str)), None)
+    if bad is not None:
+        raise ArgumentTypeError(f"columns: expected names, found {bad!r:.80}")
+    taken = next((name for name in names if name in OWN_COLUMNS), None)
+    if taken is not None:
+        raise ArgumentError(f"columns: {taken!r} is a column that capture writes itself")
+    return names

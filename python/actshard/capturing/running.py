@@ -1,0 +1,262 @@
+"""Computes windows of examples, batch by batch, and fills their states in the examples' order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from actshard._arguments import many
+from actshard.capturing.appending import Filled
+from actshard.capturing.backend import Backend, BatchRows, PaddedBatch, Transfer
+from actshard.capturing.choosing import TokenChoice
+from actshard.capturing.windows import ChosenExample, batches
+from actshard.errors import ArgumentError, FormatError, NoMemoryError, warn
+from actshard.layers import plain
+
+OnNonfinite = Literal["refuse", "count"]
+IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM = "input_ids", "special_tokens_mask", "positions", "text_tokens", "problem"
+"""Columns of a captured dataset: the first three have one value per stored row."""
+OWN_COLUMNS = (IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM)
+_NAMED = 20
+"""Examples that a result names."""
+
+
+@dataclass(frozen=True)
+class CaptureProgress:
+    """How far a capture is.
+
+    Attributes:
+        examples, examples_total: computed examples, and all of them; 0 while unknown.
+        tokens: tokens that this call computed.
+        bytes: bytes of rows that this call computed.
+        seconds: time since the first batch.
+    """
+
+    examples: int
+    examples_total: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class CaptureCounts:
+    """What a run has computed."""
+
+    tokens: int = 0
+    computed: int = 0
+    """Token positions of the batches, padding included."""
+    rows: int = 0
+    nonfinite: int = 0
+    nonfinite_examples: list[int] = field(default_factory=list)
+
+
+class Run:
+    """Computes windows with a backend.
+
+    Attributes:
+        counts: what was computed.
+        batch_tokens: token positions per batch; fewer after the device ran out of memory.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        choice: TokenChoice,
+        *,
+        batch_tokens: int,
+        pad_id: int,
+        on_nonfinite: OnNonfinite,
+        first: int = 0,
+        total: int | None,
+        progress: Callable[[CaptureProgress], object] | None,
+    ) -> None:
+        self.counts = CaptureCounts()
+        self.batch_tokens = batch_tokens
+        self._backend, self._choice, self._pad_id = backend, choice, pad_id
+        self._refuses = on_nonfinite == "refuse"
+        self._first, self._total, self._progress = first, total, progress
+        self._began = time.monotonic()
+
+    def states(self, window: Sequence[ChosenExample]) -> NDArray[Any] | list[NDArray[Any]]:
+        """The states of a window, for :meth:`actshard.Writer.append`."""
+        layers, width = len(self._backend.layers), self._backend.width
+        counts = np.array([self._rows_of(chosen) for chosen in window], np.int64)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        buffer = np.empty((int(starts[-1]) * layers, width), self._backend.dtype)
+        places = _WindowBuffer(buffer, starts[:-1], counts, layers)
+        remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads))
+        done = window[0].example.number - self._first
+        pending: tuple[PaddedBatch, list[int], Transfer] | None = None
+        while remaining:
+            indices = remaining.popleft()
+            batch = self._batch(window, indices)
+            transfer = self._start(batch)
+            if transfer is None:
+                left = [*indices, *(i for other in remaining for i in other)]
+                self._halve(batch)
+                remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads, among=left))
+                continue
+            if pending is not None:  # its rows arrived while this batch was started
+                self._place(places, *pending)
+            pending = batch, indices, transfer
+            done += len(indices)
+            self._report(done)
+        if pending is not None:
+            self._place(places, *pending)
+        self._report(window[-1].example.number + 1 - self._first)
+        if self._choice.has_one_row and (counts == 1).all():
+            return buffer.reshape(len(window), layers, width)
+        return [
+            buffer[start * layers : (start + count) * layers].reshape(layers, count, width)
+            for start, count in zip(starts[:-1].tolist(), counts.tolist(), strict=True)
+        ]
+
+    def _rows_of(self, chosen: ChosenExample) -> int:
+        return len(chosen.positions) if not self._choice.has_mean else min(len(chosen.positions), 1)
+
+    def _batch(self, window: Sequence[ChosenExample], indices: Sequence[int]) -> PaddedBatch:
+        some = [window[i] for i in indices]
+        return PaddedBatch.of(
+            [chosen.example for chosen in some], [c.positions for c in some], self._pad_id, mean=self._choice.has_mean
+        )
+
+    def _start(self, batch: PaddedBatch) -> Transfer | None:
+        """Starts a batch; None if the device ran out of memory, and a smaller one may succeed."""
+        try:
+            transfer = self._backend.start(batch)
+        except Exception as error:
+            if not self._backend.is_out_of_memory(error):
+                raise
+            if len(batch.ids) == 1:
+                raise NoMemoryError(
+                    f"example {batch.numbers[0]}: the model needs more memory than there is for {batch.ids.shape[1]} tokens. Pass "
+                    "max_tokens=, or use a larger device"
+                ) from error
+            transfer = None
+        if transfer is None:
+            self._backend.release()  # after the exception is gone: its traceback held the batch's tensors
+            return None
+        self.counts.tokens += int(batch.mask.sum())
+        self.counts.computed += batch.mask.size
+        return transfer
+
+    def _halve(self, batch: PaddedBatch) -> None:
+        tokens = max(1, min(self.batch_tokens, batch.ids.size) // 2)
+        warn(
+            f"out of memory with a batch of {batch.ids.size} tokens: continuing with batch_tokens={tokens}",
+            code="batch-halved",
+        )
+        self.batch_tokens = tokens
+
+    def _place(self, places: _WindowBuffer, batch: PaddedBatch, indices: list[int], transfer: Transfer) -> None:
+        rows = transfer.wait()
+        if not rows.finite.all():
+            self._count(batch, rows)
+        places.fill(indices, rows)
+        self.counts.rows += len(batch.numbers)
+
+    def _count(self, batch: PaddedBatch, rows: BatchRows) -> None:
+        """Counts rows with NaN or infinite values, or raises FormatError at the first one."""
+        layer, row = (int(i[0]) for i in np.nonzero(~rows.finite))
+        number, position = int(batch.numbers[row]), int(batch.positions[row])
+        count = int((~rows.finite).sum())
+        if self._refuses:
+            place = "" if position < 0 else f", token {position}"
+            raise FormatError(
+                f"example {number}{place}, layer {plain(self._backend.layers[layer])}: NaN or infinite values as "
+                f"{self._backend.dtype} ({many(count, 'row')} of the batch). Committed examples are kept. Correct the model or the "
+                "dtype, or pass on_nonfinite='count' (--on-nonfinite count) to store and count such rows"
+            )
+        self.counts.nonfinite += count
+        known = self.counts.nonfinite_examples
+        new = dict.fromkeys(batch.numbers[~rows.finite.all(axis=0)].tolist())
+        known += [int(i) for i in new if i not in known][: max(_NAMED - len(known), 0)]
+
+    def _report(self, examples: int) -> None:
+        if self._progress is not None:
+            size = self.counts.rows * len(self._backend.layers) * self._backend.width * self._backend.dtype.itemsize
+            seconds = time.monotonic() - self._began
+            self._progress(CaptureProgress(examples, self._total or 0, self.counts.tokens, size, seconds))
+
+
+class _WindowBuffer:
+    """Memory of a window's rows, ordered by example, layer and token."""
+
+    def __init__(self, buffer: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64], layers: int) -> None:
+        # Integers of the same size: numpy assigns rows of bfloat16 element by element.
+        self._bits = buffer.view(f"u{buffer.itemsize}")
+        self._starts, self._counts, self._layers = starts, counts, layers
+
+    def fill(self, indices: list[int], rows: BatchRows) -> None:
+        """Copies the rows of the examples ``indices``, in this order."""
+        counts = self._counts[indices]
+        steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = np.repeat(self._starts[indices] * self._layers, counts) + steps
+        stride = np.repeat(counts, counts)
+        for layer, values in enumerate(rows.layers):
+            self._bits[first + layer * stride] = np.ascontiguousarray(values).view(self._bits.dtype)
+
+
+def columns_of(
+    window: Sequence[ChosenExample],
+    choice: TokenChoice,
+    names: Iterable[str],
+    floats: frozenset[str],
+    text: str | None,
+    allowed: Callable[[str], bool],
+) -> dict[str, Any]:
+    """The columns of a window: of its inputs, and :data:`OWN_COLUMNS`.
+
+    Args:
+        window: the examples.
+        choice: the chosen tokens.
+        names: the inputs' columns.
+        floats: those of them that are stored as floats.
+        text: name of the column with texts; None: inputs have none.
+        allowed: whether the format stores a column.
+    """
+    examples = [chosen.example for chosen in window]
+    columns: dict[str, Any] = {}
+    if text is not None:
+        columns[text] = pa.array([example.text for example in examples], pa.string())
+    for name in names:
+        values = [example.columns.get(name) for example in examples]
+        columns[name] = pa.array(values, pa.float64()) if name in floats else values
+    if not choice.has_mean:
+        counts = [len(chosen.positions) for chosen in window]
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+        def ragged(values: list[NDArray[Any]], kind: Any) -> Any:
+            return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values).astype(kind)))
+
+        columns[IDS] = ragged([c.example.ids[c.positions] for c in window], np.int64)
+        columns[SPECIAL] = ragged([c.example.special[c.positions] for c in window], np.uint8)
+        if choice.description != "all":
+            columns[POSITIONS] = ragged([c.positions for c in window], np.int64)
+    columns[LENGTH] = pa.array([len(example) for example in examples], pa.int64())
+    columns[PROBLEM] = pa.array([example.problem for example in examples], pa.string())
+    return {name: values for name, values in columns.items() if allowed(name)}
+
+
+def check_columns(names: Iterable[str]) -> None:
+    """Raises ArgumentError if a column of the inputs has the name of one that a capture writes."""
+    taken = next((name for name in names if name in OWN_COLUMNS), None)
+    if taken is not None:
+        raise ArgumentError(
+            f"columns: {taken!r} is a column that capture writes itself; rename yours, or leave it out with columns=[...]"
+        )
+
+
+def filled(
+    window: Sequence[ChosenExample], run: Run, columns: Callable[[Sequence[ChosenExample]], dict[str, Any]]
+) -> Filled:
+    """Computes a window."""
+    return Filled(run.states(window), columns(window) or None)

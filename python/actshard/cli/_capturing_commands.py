@@ -1,0 +1,163 @@
+"""The command ``actshard capture``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from actshard.cli._options import JsonOption, PadOption, QuietOption, ShardBytes, TargetOptions, layers_option
+from actshard.cli._output import output
+from actshard.errors import ArgumentError
+from actshard.formats import registry
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A model of transformers: its folder or its name on the hub; or MODULE:FUNCTION, a function of (ids, mask).",
+        show_default=False,
+    ),
+]
+TextsArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A file, a folder or a glob: .txt (a text per line), .jsonl, .json or .parquet.", show_default=False
+    ),
+]
+FolderArgument = Annotated[str, typer.Argument(help="The folder to create.", show_default=False)]
+CaptureFormat = Annotated[str, typer.Option(help=f"Format: {', '.join(registry.written())}.")]
+CaptureLayers = Annotated[
+    str,
+    layers_option(
+        "Layers: 0 is the embedding, k the output of block k-1; 0-3 is a range; final_norm; blocks.5.hook_resid_post; or names "
+        "of modules. Comma-separated. Default: all integers."
+    ),
+]
+CaptureTokens = Annotated[
+    str, typer.Option(help="Tokens to store: all, content, last, mean, or positions, such as 0,-1.")
+]
+CaptureDtype = Annotated[
+    str, typer.Option(help="Dtype to store: float16, bfloat16, ... Default: the model's.", show_default=False)
+]
+CaptureTokenizer = Annotated[
+    str,
+    typer.Option(help="A tokenizer: a folder with tokenizer.json. Default: the model's.", show_default=False),
+]
+TextColumn = Annotated[
+    str,
+    typer.Option(
+        metavar="COLUMN",
+        help="Column with the text, the chat or the token ids. Default: text, prompt, messages or input_ids.",
+        show_default=False,
+    ),
+]
+CaptureColumns = Annotated[
+    str,
+    typer.Option(help="Other columns to store: comma-separated names; none. Default: all.", show_default=False),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longer examples are left empty. Default: the model's maximum.", show_default=False),
+]
+CutOption = Annotated[bool, typer.Option("--truncate", help="Cut longer examples instead.")]
+SpecialTokens = Annotated[
+    bool,
+    typer.Option("--special-tokens/--no-special-tokens", help="Add the tokenizer's special tokens, such as BOS."),
+]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Token positions per batch. Default: 4096, on a GPU 16384.", show_default=False),
+]
+HostMemory = Annotated[str, typer.Option(help="Memory of states on the host.")]
+NonfiniteOption = Annotated[str, typer.Option(help="For NaN and infinite values: refuse, or count, which stores them.")]
+EstimateOption = Annotated[
+    bool, typer.Option("--estimate", help="Print examples, tokens, bytes, files and time; write nothing.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted capture.")]
+PartOfCapture = Annotated[
+    str,
+    typer.Option(
+        metavar="I/N",
+        help="Write part I of N, from 0; `actshard merge` combines them. auto: from RANK and WORLD_SIZE.",
+        show_default=False,
+    ),
+]
+RevisionOption = Annotated[str, typer.Option(help="Commit, branch or tag of a model of the hub.", show_default=False)]
+DeviceOption = Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1. Default: a GPU, if there is one.")]
+ModelOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Argument of from_pretrained, such as dtype=bfloat16. Repeatable."),
+]
+
+
+def capture_command(
+    model: ModelArgument,
+    texts: TextsArgument,
+    out: FolderArgument,
+    to: CaptureFormat = registry.DEFAULT_FORMAT,
+    layers: CaptureLayers = "",
+    tokens: CaptureTokens = "all",
+    dtype: CaptureDtype = "",
+    tokenizer: CaptureTokenizer = "",
+    text: TextColumn = "",
+    columns: CaptureColumns = "",
+    max_tokens: MaxTokens = None,
+    truncate: CutOption = False,
+    special_tokens: SpecialTokens = True,
+    batch_tokens: BatchTokens = None,
+    memory: HostMemory = "2GiB",
+    on_nonfinite: NonfiniteOption = "refuse",
+    estimate: EstimateOption = False,
+    resume: ResumeOption = False,
+    part: PartOfCapture = "",
+    revision: RevisionOption = "",
+    device: DeviceOption = "",
+    model_option: ModelOptions = None,
+    pad: PadOption = False,
+    shard_bytes: ShardBytes = "",
+    option: TargetOptions = None,
+    quiet: QuietOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Compute a model's hidden states of texts and write them as a dataset. Resumable. Models by name need the extra capture.
+
+    Exit status: 0 success, 1 examples were left empty or values are not finite, 3 could not run.
+    """
+    from actshard.cli import capture as verb
+    from actshard.cli.convert import columns_named, options_named
+
+    if on_nonfinite not in ("refuse", "count"):
+        raise ArgumentError(f"on_nonfinite: expected refuse or count, found {on_nonfinite!r:.80}")
+    chosen = columns_named(columns)
+    if isinstance(chosen, dict):
+        raise ArgumentError("columns: expected names; columns are not renamed")
+    result = verb.run(
+        verb.model_named(model),
+        texts,
+        out,
+        to,
+        quiet=quiet or json,
+        layers=verb.layers_named(layers),
+        tokens=verb.tokens_named(tokens),
+        dtype=dtype or None,
+        tokenizer=verb.tokenizer_named(tokenizer),
+        text=text or None,
+        columns=chosen,
+        max_tokens=max_tokens,
+        truncate=truncate,
+        special_tokens=special_tokens,
+        batch_tokens=batch_tokens,
+        memory=memory,
+        on_nonfinite=on_nonfinite,
+        estimate=estimate,
+        resume=resume,
+        part=verb.part_named(part),
+        revision=revision or None,
+        device=device or None,
+        model_options=options_named(model_option or [], "the model", short=False) or None,
+        pad=pad,
+        shard_bytes=shard_bytes or None,
+        options=options_named(option or [], "the target format"),
+    )
+    output(json, result.as_dict, lambda: verb.show(result))
+    raise typer.Exit(verb.exit_status(result))

@@ -1,0 +1,120 @@
+"""``actshard capture``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from typing import Any
+
+import typer
+
+import actshard
+from actshard._arguments import many
+from actshard.cli._app import FINE, WARNINGS
+from actshard.cli._format import duration, size
+from actshard.cli._layers import several
+from actshard.cli._progress import progress
+from actshard.errors import ArgumentError
+from actshard.layers import Layer, listing
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_RANGE = re.compile(r"(\d{1,6})(?:-|\.\.)(\d{1,6})")
+_SHOWN = 5
+"""Examples with problems that are printed."""
+
+
+def model_named(words: str) -> Any:
+    """The model's name or folder, or the function that MODULE:FUNCTION names."""
+    if not _FUNCTION.fullmatch(words):
+        return words
+    module, _, name = words.partition(":")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 -- the folder of the shell, as with python -m
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"model: expected MODULE:FUNCTION, found {words!r:.200}: {error}") from error
+    finally:
+        sys.path.pop(0)
+
+
+def layers_named(words: str) -> list[Layer] | str:
+    """Parses ``--layers``: names, and ranges of integers."""
+    if not words or words == "all":
+        return "all"
+    names: list[Layer] = []
+    for name in several(words, "--layers"):
+        ends = _RANGE.fullmatch(str(name))
+        names += [name] if ends is None else range(int(ends[1]), int(ends[2]) + 1)
+    return names
+
+
+def tokens_named(words: str) -> str | list[int]:
+    """Parses ``--tokens``: a word, or positions."""
+    positions = [word.strip() for word in words.split(",")]
+    return [int(word) for word in positions] if all(re.fullmatch(r"-?\d{1,9}", word) for word in positions) else words
+
+
+def tokenizer_named(words: str) -> Any:
+    """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else by its tokenizer.json."""
+    if not words:
+        return None
+    try:
+        import transformers
+    except ImportError:
+        return words
+    try:
+        return transformers.AutoTokenizer.from_pretrained(words)
+    except (OSError, ValueError):
+        return words
+
+
+def part_named(words: str) -> tuple[int, int] | None:
+    """Parses ``--part``: I/N, or auto."""
+    if not words:
+        return None
+    if words == "auto":
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", words)
+    if match is None:
+        raise ArgumentError(f"part: expected I/N, such as 0/4, or auto, found {words!r:.80}")
+    return int(match[1]), int(match[2])
+
+
+def run(model: Any, texts: str, out: str, to: str, *, quiet: bool, **options: Any) -> actshard.Captured:
+    """Runs the capture with progress."""
+    with progress(os.path.basename(out.rstrip("/")) or out, quiet=quiet, unit="examples") as watch:  # noqa: PTH119 -- may be a URL
+        return actshard.capture(model, texts, out, to, progress=watch.capture, **options)
+
+
+def exit_status(result: actshard.Captured) -> int:
+    """1 if examples are empty or values are not finite."""
+    return WARNINGS if (result.problems or result.nonfinite) and not result.estimated else FINE
+
+
+def show(result: actshard.Captured) -> None:
+    """Prints what was written, or would be."""
+    shape = f"{many(len(result.layers), 'layer')} ({listing(result.layers[:12])}{', ...' if len(result.layers) > 12 else ''})"
+    what = f"{many(result.examples, 'example')}, {shape}, d_model {result.d_model}, {result.dtype}"
+    rows = f"{many(result.tokens, 'token')}, {many(result.rows, 'row')} per layer, {size(result.bytes)}"
+    if result.estimated:
+        files = "" if result.files is None else f" in {many(result.files, 'file')}"
+        time = "" if not result.seconds else f", {'about ' if result.seconds >= 1 else ''}{duration(result.seconds)}"
+        typer.echo(f"would write {result.path}: {result.format}, {what}")
+        typer.echo(f"  {rows}{files}{time}")
+    else:
+        typer.echo(f"{result.path}: {result.format}, {what}")
+        earlier = f"{many(result.resumed_at, 'example')} by earlier runs; " if result.resumed_at else ""
+        speed = f", {result.tokens / result.seconds:,.0f} tokens/s" if result.tokens and result.seconds else ""
+        typer.echo(f"  {earlier}{rows}, {duration(result.seconds)}{speed}")
+    if result.problems:
+        verb = "would be" if result.estimated else "are" if len(result.problems) > 1 else "is"
+        typer.echo(f"  {many(len(result.problems), 'example')} {verb} empty:")
+        for problem in result.problems[:_SHOWN]:
+            typer.echo(f"    {problem}")
+        if len(result.problems) > _SHOWN:
+            typer.echo(f"    and {len(result.problems) - _SHOWN} more: column problem")
+    if result.nonfinite:
+        numbers = ", ".join(map(str, result.nonfinite_examples[:_SHOWN]))
+        typer.echo(f"  {many(result.nonfinite, 'row')} with NaN or infinite values, in the examples {numbers}")
