@@ -235,6 +235,7 @@ def _records(path: Path) -> Iterator[Row]:
     for _, record in source.records(_columns(path)):
         if isinstance(record, RowProblem):
             raise source.error(record)
+        assert isinstance(record, Mapping), "blocks are yielded on request only"
         yield record
 
 
