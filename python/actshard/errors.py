@@ -328,7 +328,7 @@ class TasksFailedError(ActshardError, RuntimeError):
 
 
 class LostWorkerError(ActshardError, RuntimeError):
-    """The process that ran a task of a plan died, or its machine was taken away: run the plan again."""
+    """The process that ran a task of a plan or build died, or its machine was taken away: run the plan or build again."""
 
     kind = "lost_worker"
 

@@ -7,7 +7,9 @@ dataset, in a hidden file that the readers of all formats ignore. Two requests a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -153,11 +155,19 @@ class Request:
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
-        """The request that made a dataset, by its record; None without one: another program, or an earlier release, wrote it."""
+        """The request that made a dataset, by its record; None without one: another program, or an earlier release, wrote it.
+
+        A record beside a folder is ignored if it was written for other files.
+        """
         folder = Location.at(place)
-        for file in (folder / RECORD, folder.parent / f".{folder.name}{RECORD}"):
-            with contextlib.suppress(MissingFileError, NotAFileError):
-                return cls.from_dict(read_json(file), file)
+        with contextlib.suppress(MissingFileError, NotAFileError):
+            return cls.from_dict(read_json(folder / RECORD), folder / RECORD)
+        beside = folder.parent / f".{folder.name}{RECORD}"
+        with contextlib.suppress(MissingFileError, NotAFileError):
+            value = read_json(beside)
+            request = cls.from_dict(value, beside)
+            mark = value.get("files")
+            return request if mark is None or (folder.is_local and mark == files_mark(folder.local)) else None
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -218,6 +228,18 @@ class Request:
         return replace(
             self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None, digests=None
         )
+
+
+def files_mark(folder: Path) -> str | None:
+    """32 hexadecimal digits that differ for other files in a folder; None without files.
+
+    They depend on the number of entries, and on the name, size and time of change of the first and the last one.
+    """
+    entries = sorted((e for e in os.scandir(folder) if not e.name.startswith(".")), key=lambda entry: entry.name)
+    if not entries:
+        return None
+    ends = [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in {*entries[:1], *entries[-1:]}]
+    return hashlib.sha256(repr((len(entries), sorted(ends))).encode()).hexdigest()[:32]
 
 
 def _text(value: Any) -> str:

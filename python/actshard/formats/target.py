@@ -377,6 +377,11 @@ class Target(ABC):
     def keep_request(self, examples: int, overflows: int | None, digests: Digests | None) -> None:
         """Records the request, in the dataset's folder or next to it. ``overflows``, ``digests``: see :class:`Request`."""
         counted = overflows if self.request.verb == "convert" else None
+        if digests is not None and len(digests) != len(self.spec.layers):
+            raise FormatError(
+                f"digests of rows: expected {len(self.spec.layers)}, one per layer, found {len(digests)}",
+                path=self.root,
+            )
         if self.reading_layout is not None:
             digests = None  # without layout=, the layers are read as a single wide one
         elif digests is not None:  # in the order of the request's layers

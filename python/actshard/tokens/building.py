@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 
 from actshard import errors
 from actshard._arguments import local_path, many, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, boundary
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
 from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.combining import PartRows, combine, skipped_by_shard
@@ -127,6 +127,7 @@ def build_cache(
             or the path refers to a dataset of activations.
         LockedError: another process is building the cache.
         ChangedInputError: a source changed while it was read.
+        LostWorkerError: a process of the build was killed, for example for lack of memory; the next call continues.
         UnfinishedError: tasks of a plan are building a cache there (:func:`actshard.plan.tokenize`).
         MissingFileError, ArgumentError, MissingExtraError: missing sources, invalid options, missing libraries.
     """
@@ -407,8 +408,9 @@ class Build:
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
             rows[part.source.shard].append(part.rows(ledger))
-        for counts in self._counts.values():
-            self.problems += counts.problems
+        for part in parts:  # the first one that is reported is the first in the files
+            if part.name in self._counts:
+                self.problems += self._counts[part.name].problems
         self.skipped = skipped_by_shard(rows)
         combine(self.recipe, rows, self.out, work, self._now, lambda: self._report("consolidating"))
 
@@ -441,7 +443,9 @@ class Build:
             return False
 
         def lost(part: _BuildPart, how: str) -> None:
-            raise InternalError(f"the process that built shard {part.name} {how}", path=self.out)
+            raise LostWorkerError(
+                f"the process that built shard {part.name} {how}; build the cache again", path=self.out
+            )
 
         setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
         write_json(setup, shards.setup_as_dict(self.format, self.tokenizer, self.options))

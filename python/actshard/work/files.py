@@ -16,7 +16,7 @@ from typing import Any
 
 import actshard._native as _native
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
-from actshard.request import RECORD, Request
+from actshard.request import RECORD, Request, files_mark
 
 _recorded: ContextVar[list[Path] | None] = ContextVar("_recorded", default=None)
 _COMPARED_AT_ONCE = 1 << 20
@@ -88,7 +88,10 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
 
 def keep_request(place: Path, request: Request, *, beside: bool = False) -> None:
     """Writes the record of a request to the folder of the dataset that it made, or next to it."""
-    write_json(place.with_name(f".{place.name}{RECORD}") if beside else place / RECORD, request.as_dict())
+    if beside:
+        write_json(place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(place)})
+    else:
+        write_json(place / RECORD, request.as_dict())
 
 
 def is_below(name: str) -> bool:

@@ -6,11 +6,11 @@ use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
 use actshard_core::rows::Units;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
-use actshard_core::stream::{ITEM_BYTES, items_in};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle, UNIT_BYTES};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::sequences::{self, PlacedSequences};
+use actshard_core::stream::{ITEM_BYTES, items_in};
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -138,7 +138,8 @@ impl Stream {
             let window = items_in(memory, (row.bytes * per_item) as u64);
             if window == 0 && shuffle == Shuffle::Window {
                 let least = ITEM_BYTES.saturating_add((row.bytes * per_item) as u64);
-                let detail = format!("memory: expected at least {least} bytes, for one row and its number, found {memory}");
+                let detail =
+                    format!("memory: expected at least {least} bytes, for one row and its number, found {memory}");
                 return Err(raise(Error::new(Kind::Argument, detail)));
             }
             let settings = Settings {
