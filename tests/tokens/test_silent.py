@@ -693,7 +693,7 @@ def test_a_byte_order_mark_within_a_file_is_an_error_of_its_line(tmp_path: Path)
 
 def test_a_text_file_is_refused_because_documents_have_no_end(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    with pytest.raises(actshard.ArgumentError, match=r"where a document ends.*RowSource"):
+    with pytest.raises(actshard.ArgumentError, match=r"marks the end of a document.*RowSource"):
         tokens.build_cache(tmp_path / "a.txt", tmp_path / "c", GOLDEN / GPT2)
 
 
