@@ -14,6 +14,9 @@ use super::{TokenField, argument};
 use crate::arguments::dtype_of;
 use crate::detach;
 
+/// The CRC-32 of each data file by its path in the folder.
+type Checksums = Vec<(String, u32)>;
+
 /// A field being written.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenFieldWriter {
@@ -139,7 +142,7 @@ impl TokenFieldWriter {
     }
 
     /// Writes the rest; returns the numbers of rows and elements, and the CRC-32 of each data file by its path in the folder.
-    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64, Vec<(String, u32)>)> {
+    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64, Checksums)> {
         detach::guarded(py, || {
             detach::detached(py, |watch| {
                 let writer = self.take(watch)?.writer.take();
