@@ -58,5 +58,7 @@ def test_every_workload_runs(tmp_path: Path) -> None:
 def test_workloads_run_beside_their_peers(tmp_path: Path) -> None:
     """Those that need zarr, tensorstore, torch or lmprobe."""
     names = "last_tokens,all_tokens,zarr_slices,zarr_sixteen,zarr_training,zarr_sharded,zarr_coded,zarr_threads"
-    rows, _ = tiny(tmp_path, "--only", f"{names},stream_others,compat_lmprobe,write_zarr,stores_torch,stores_arrow")
+    rows, _ = tiny(
+        tmp_path, "--only", f"{names},stream_others,compat_lmprobe,capture,write_zarr,stores_torch,stores_arrow"
+    )
     assert [why for why in reasons(rows) if not re.search(MACHINE, why)] == []

@@ -632,6 +632,7 @@ def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
         ({"metadata": 3}, "metadata: expected a mapping"),
         ({"progress": 3}, "progress: expected a function"),
         ({"texts": 3}, "texts: expected a path or a list of texts, found int"),
+        ({"texts": {"train": pa.table({"text": ["x"]})}}, "found dict. Pass one split: 'train'"),
         ({"texts": {"text": "x"}}, "texts: expected a path or a list of texts, found dict"),
         ({"texts": [b"x"]}, "texts: expected texts, lists of token ids or mappings, found bytes at 0"),
         ({"texts": "s3://bucket/x.jsonl"}, "is a URL; stage it"),

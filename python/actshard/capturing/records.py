@@ -187,7 +187,9 @@ def records_of(texts: Any) -> TextRecords:
 
         return records_of(pa.Table.from_pandas(texts, preserve_index=False))
     if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
-        raise ArgumentTypeError(f"texts: expected a path or a list of texts, found {type(texts).__name__}")
+        several = isinstance(texts, Mapping) and all(hasattr(part, "column_names") for part in texts.values())
+        advice = f". Pass one split: {', '.join(map(repr, texts))}" if several and texts else ""
+        raise ArgumentTypeError(f"texts: expected a path or a list of texts, found {type(texts).__name__}{advice}")
     if isinstance(texts, Sequence) and texts and all(isinstance(item, os.PathLike) for item in texts):
         return _of_files([os.fspath(item) for item in texts])
     if isinstance(texts, Iterator):
