@@ -353,6 +353,35 @@ def test_every_file_of_an_eagle_dataset_is_an_example(tmp_path: Path) -> None:
     assert Request.read(place) is not None
 
 
+def test_a_record_beside_a_folder_is_not_that_of_other_files(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        with actshard.create(tmp_path / name, "eagle", layers=["last"], d_model=8) as writer:
+            ids = {"input_ids": [[1, 2, 3, 4]] * 3, "loss_mask": [[1, 1, 1, 1]] * 3}
+            writer.append(np.full((3, 1, 4, 8), value, np.float32), columns=ids)
+    assert Request.read(tmp_path / "a") is not None
+    assert actshard.verify(tmp_path / "a", deep=True).ok
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "b").rename(tmp_path / "a")
+    assert Request.read(tmp_path / "a") is None
+    assert actshard.verify(tmp_path / "a", deep=True).ok
+
+
+def test_a_journal_with_digests_of_other_layers_is_an_error(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 8}
+    writer = actshard.create(tmp_path / "d", "npy", **about)
+    writer.append(np.ones((2, 2, 2, 8), np.float32))
+    writer.flush()
+    writer.abort()
+    journal = tmp_path / "d/.actshard/journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        if "state" in line:
+            line["digests"] = line["digests"][:1]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(actshard.FormatError, match="expected 2, one per layer, found 1"):
+        actshard.create(tmp_path / "d", "npy", resume=True, **about).close()
+
+
 def test_an_old_record_in_an_empty_folder_stops_no_plan(tmp_path: Path) -> None:
     sources = [written(tmp_path / name, "npy", value) for name, value in (("a", 1.0), ("b", 2.0))]
     old = actshard.convert(sources[0], tmp_path / "old", "zarr").path

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +166,7 @@ class Request:
             value = read_json(beside)
             request = cls.from_dict(value, beside)
             mark = value.get("files")
-            return request if mark is None or (folder.is_local and mark == files_mark(folder.local)) else None
+            return request if mark is None or (folder.is_local and mark == files_mark(folder)) else None
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -230,16 +229,17 @@ class Request:
         )
 
 
-def files_mark(folder: Path) -> str | None:
-    """32 hexadecimal digits that differ for other files in a folder; None without files.
+def files_mark(folder: Location) -> str | None:
+    """32 hexadecimal digits that differ for other files in a local folder; None without files.
 
     They depend on the number of entries, and on the name, size and time of change of the first and the last one.
     """
-    entries = sorted((e for e in os.scandir(folder) if not e.name.startswith(".")), key=lambda entry: entry.name)
-    if not entries:
+    names = sorted(entry.name for entry in folder.entries() if not entry.name.startswith("."))
+    if not names:
         return None
-    ends = [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in {*entries[:1], *entries[-1:]}]
-    return hashlib.sha256(repr((len(entries), sorted(ends))).encode()).hexdigest()[:32]
+    ends = [(name, (folder / name).found("look into")) for name in (names[0], names[-1])]
+    sizes = [(name, stat and (stat.size, stat.modified)) for name, stat in ends]
+    return hashlib.sha256(repr((len(names), sizes)).encode()).hexdigest()[:32]
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import actshard._native as _native
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
+from actshard.location import Location
 from actshard.request import RECORD, Request, files_mark
 
 _recorded: ContextVar[list[Path] | None] = ContextVar("_recorded", default=None)
@@ -89,7 +90,9 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
 def keep_request(place: Path, request: Request, *, beside: bool = False) -> None:
     """Writes the record of a request to the folder of the dataset that it made, or next to it."""
     if beside:
-        write_json(place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(place)})
+        write_json(
+            place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(place))}
+        )
     else:
         write_json(place / RECORD, request.as_dict())
 
