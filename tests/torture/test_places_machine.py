@@ -12,6 +12,7 @@ After kills, the same call again gives the result that it had given without.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -57,6 +58,10 @@ USER = [
     "replace",
     "discard",
 ]
+
+
+_COMMIT_LOCK = re.compile(r"[^/]+/\.actshard/plan-[0-9a-f]+/committing(/lock)?")
+"""The lock of a plan's commit, which stays in the plan's working folder when the commit is refused."""
 
 
 def killed() -> None:
@@ -166,7 +171,7 @@ class PlacesMachine(CountedMachine):
 
         def is_working(path: str) -> bool:
             """Whether it is a lock or an empty folder, what a killed call had staged so far, or began without being sure of it."""
-            if path.startswith(f"{beside}stage"):
+            if path.startswith(f"{beside}stage") or _COMMIT_LOCK.fullmatch(path):
                 return True
             unsure = not getattr(place.state, "sure", isinstance(place.state, Parts))
             return place.loose and (path in (top, work, f"{work}/lock") or (unsure and path.startswith(f"{work}/")))
