@@ -251,6 +251,24 @@ def test_columns_are_chosen_and_never_overwritten(tmp_path: Path) -> None:
     assert actshard.open(done.path).table["body"].to_pylist() == ["1"]
 
 
+def test_texts_are_not_overwritten_by_a_column_of_the_same_name(tmp_path: Path) -> None:
+    for name in ("problem", "positions", "text_tokens"):
+        with pytest.raises(actshard.ArgumentError, match=f"text: '{name}' is a column that capture writes itself"):
+            actshard.capture(states, [{name: "1 2"}], tmp_path / "d", tokenizer=words, text=name)
+    rows = [{"question": "1 2", "text": "another"}]
+    for format in ("lmprobe", "safetensors"):  # lmprobe finds examples by `text`
+        arguments: dict[str, Any] = {"tokenizer": words, "text": "question", "tokens": "last"}
+        if format == "lmprobe":
+            with pytest.raises(actshard.ArgumentError, match="columns: 'text' is the name by which the format stores"):
+                actshard.capture(states, rows, tmp_path / "d", format, **arguments)
+            arguments["columns"] = []
+        done = actshard.capture(states, rows, tmp_path / format, format, **arguments)
+        table = actshard.open(done.path).table
+        assert table["text" if format == "lmprobe" else "question"].to_pylist() == ["1 2"]
+    assert table["text"].to_pylist() == ["another"]
+    assert not (tmp_path / "d").exists()
+
+
 def test_integers_and_floats_of_a_column_are_floats_and_other_types_are_refused_at_once(tmp_path: Path) -> None:
     rows = [{"input_ids": [1], "score": 1}, {"input_ids": [2], "score": None}, {"input_ids": [3], "score": 0.5}]
     done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example

@@ -33,6 +33,7 @@ from actshard.capturing.running import (
     OnNonfinite,
     Run,
     check_columns,
+    check_text_column,
     columns_of,
 )
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
@@ -178,7 +179,17 @@ class CaptureJob:
             )
         most = inputs.most_tokens if inputs.most_tokens is not None or source is None else source.most_tokens
         encoder = None if tokenizer is None else Encoder.of(tokenizer)
-        return Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)
+        encodings = Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)
+        check_text_column(self._text_column(encodings), key, columns)
+        return encodings
+
+    def _text_column(self, encodings: Encodings) -> str | None:
+        """Name of the stored column of texts; None: the inputs are token ids."""
+        if encodings.key == IDS:
+            return None
+        target = self._target_class
+        name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
+        return (target.text_column or name) if target.finds_by_text else name
 
     def _first_example(self) -> Example:
         """The first example with chosen tokens. Its rows stay in ``_held``."""
@@ -282,15 +293,12 @@ class CaptureJob:
             appender.append(Filled(states[skipped:], columns(window[skipped:]) or None))
 
     def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
-        target, encodings = self._target_class, self._encodings
-        name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
-        text = None if encodings.key == IDS else (target.text_column or name) if target.finds_by_text else name
         return partial(
             columns_of,
             choice=self._inputs.choice,
-            names=encodings.columns,
+            names=self._encodings.columns,
             floats=self._float_columns,
-            text=text,
+            text=self._text_column(self._encodings),
             allowed=allowed,
         )
 

@@ -255,6 +255,23 @@ def check_columns(names: Iterable[str]) -> None:
         )
 
 
+def check_text_column(text: str | None, key: str, names: Sequence[str]) -> None:
+    """Raises ArgumentError if the column of the texts, ``key`` in the inputs, is stored by the name of another column.
+
+    Args:
+        text: its name in the dataset; None: there is none.
+        key: its name in the inputs.
+        names: the inputs' other columns.
+    """
+    if text in OWN_COLUMNS:
+        raise ArgumentError(f"text: {text!r} is a column that capture writes itself; rename the column of your texts")
+    if text != key and text in names:
+        raise ArgumentError(
+            f"columns: {text!r} is the name by which the format stores the texts of {key!r}; rename your column {text!r}, or "
+            "leave it out with columns=[...]"
+        )
+
+
 def filled(
     window: Sequence[ChosenExample], run: Run, columns: Callable[[Sequence[ChosenExample]], dict[str, Any]]
 ) -> Filled:
