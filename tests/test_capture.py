@@ -133,6 +133,24 @@ def test_unusable_examples_are_empty_named_and_shift_nothing(tmp_path: Path) -> 
     assert actshard.open(done.path).table["problem"].to_pylist()[:2] == [None, "it has no tokens"]
 
 
+def test_padding_of_tokenized_records_is_not_stored(tmp_path: Path) -> None:
+    """A table of a tokenizer that padded, on either side."""
+    masks = [[0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1], [1], None]
+    rows = [{"input_ids": [3, 4, 7, 8], "attention_mask": mask, "label": i} for i, mask in enumerate(masks)]
+    with pytest.warns(actshard.ActshardWarning, match="3 examples of 7 are empty"):
+        done = actshard.capture(states, rows, tmp_path / "d")
+    check(done.path, [[7, 8], [3, 4], [3, 4, 7, 8], [], [], [], [3, 4, 7, 8]])
+    assert [str(problem) for problem in done.problems] == [
+        "example 3: it has no tokens",
+        "example 4: its attention_mask has zeros between tokens",
+        "example 5: expected 4 values of attention_mask, one per token, found shape (1,)",
+    ]
+    assert "attention_mask" not in actshard.open(done.path).table.column_names
+    arrays = [{"input_ids": np.array([3, 4, 7, 8]), "attention_mask": np.array([False, True, True, False])}]
+    done = actshard.capture(states, arrays, tmp_path / "e", tokens="last")
+    assert np.array_equal(actshard.open(done.path).sequence(0, 3), expected([4, 7], 3)[-1:])
+
+
 def test_an_example_that_lacks_a_position_is_empty(tmp_path: Path) -> None:
     with pytest.warns(actshard.ActshardWarning, match=r"example 1: it has 2 tokens, and no position 2"):
         done = actshard.capture(states, [[1, 2, 3], [4, 5], [6, 7, 8]], tmp_path / "d", tokens=[2])

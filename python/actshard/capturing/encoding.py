@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.capturing.records import CHAT, IDS, Row
+from actshard.capturing.records import CHAT, IDS, MASK, Row
 from actshard.errors import ArgumentError, MissingExtraError
 from actshard.location import Location
 
@@ -233,7 +233,7 @@ class Encodings:
         texts: list[str | None] = []
         encodings: list[Encoding | str] = []
         for row in rows:
-            text, encoding = self._prepare(row.get(self.key))
+            text, encoding = self._prepare(row)
             texts.append(text)
             encodings.append(encoding)
         for chat in (False, True):
@@ -250,15 +250,16 @@ class Encodings:
     def _is_chat(self, row: Row) -> bool:
         return not isinstance(row.get(self.key), str)
 
-    def _prepare(self, value: Any) -> tuple[str | None, Encoding | str]:
+    def _prepare(self, row: Row) -> tuple[str | None, Encoding | str]:
         """The text to encode, or the token ids of a record, or the problem."""
+        value = row.get(self.key)
         if isinstance(value, str):
             return value, "not encoded"
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-            return None, Encoding(value.tolist())
+            return None, _attended(value.tolist(), row.get(MASK))
         if isinstance(value, list | tuple):
             if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
-                return None, Encoding(value)
+                return None, _attended(value, row.get(MASK))
             if all(isinstance(item, Mapping) for item in value):
                 return self._tokenizer().render(list(value)), "not encoded"
         return None, f"expected a text, token ids or a chat, found {type(value).__name__}"
@@ -282,3 +283,16 @@ class Encodings:
             ids, offsets = ids[: self.most], None if offsets is None else offsets[: self.most]
         special = np.zeros(len(ids), bool) if self.encoder is None else self.encoder.are_special(ids)
         return Example(number, text, ids, special, offsets, columns, problem)
+
+
+def _attended(ids: Sequence[int], mask: Any) -> Encoding | str:
+    """Token ids without padding, by the ``attention_mask`` of their record, or the problem."""
+    if mask is None:
+        return Encoding(ids)
+    array = np.asarray(mask)
+    if array.shape != (len(ids),):
+        return f"expected {len(ids)} values of {MASK}, one per token, found shape {array.shape}"
+    places = np.flatnonzero(array)
+    if len(places) and places[-1] - places[0] >= len(places):
+        return f"its {MASK} has zeros between tokens"
+    return Encoding([ids[i] for i in places.tolist()])

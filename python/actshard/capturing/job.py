@@ -23,7 +23,7 @@ from actshard.capturing.backend import Backend
 from actshard.capturing.callables import FunctionStates
 from actshard.capturing.choosing import TokenChoice
 from actshard.capturing.encoding import Encoder, Encodings, Example
-from actshard.capturing.records import CHAT, IDS, TEXT, Row, TextRecords
+from actshard.capturing.records import CHAT, IDS, MASK, TEXT, Row, TextRecords
 from actshard.capturing.result import Captured, Problem
 from actshard.capturing.running import (
     OWN_COLUMNS,
@@ -162,7 +162,10 @@ class CaptureJob:
     def _configure_encodings(self, source: TorchModel | None) -> Encodings:
         inputs, names = self._inputs, self._summary.names
         key = inputs.records.text_key(inputs.text)
-        columns = tuple(name for name in names if name != key) if inputs.columns is None else tuple(inputs.columns)
+        unused = {key, MASK} if key == IDS else {key}  # ids are stored without padding, so that their mask does not fit
+        columns = (
+            tuple(name for name in names if name not in unused) if inputs.columns is None else tuple(inputs.columns)
+        )
         missing = next((name for name in columns if names and name not in names), None)
         if missing is not None:
             raise ArgumentError(

@@ -26,7 +26,7 @@ from actshard.tokens.patterns import matching
 from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, kind_of, reading
 
 Row = Mapping[str, Any]
-TEXT, CHAT, IDS = "text", "messages", "input_ids"
+TEXT, CHAT, IDS, MASK = "text", "messages", "input_ids", "attention_mask"
 _KEYS = (TEXT, "prompt", CHAT, IDS)
 """Columns that are searched for an example's text, in this order."""
 _PLAIN_TYPES = frozenset({bool, int, float, str})
