@@ -246,7 +246,7 @@ def test_data_frames_are_tables(library: str, tmp_path: Path) -> None:
 def test_empty_lines_of_a_text_file_are_empty_examples(tmp_path: Path) -> None:
     """So that the number of an example is the number of its line."""
     (tmp_path / "texts.txt").write_text("1 2\n\n3\r\n")
-    with pytest.warns(actshard.ActshardWarning, match="example 1: it has no tokens"):
+    with pytest.warns(actshard.ActshardWarning, match="example 1: its text is empty"):
         done = actshard.capture(states, tmp_path / "texts.txt", tmp_path / "d", tokenizer=words)
     check(done.path, [[1, 2], [], [3]])
 
@@ -334,6 +334,41 @@ def test_padding_and_truncation_of_a_tokenizer_are_not_used(tmp_path: Path) -> N
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     again = actshard.capture(states, texts, tmp_path / "e", tokenizer=tmp_path, special_tokens=False, tokens="content")
     assert actshard.open(again.path).table["input_ids"].to_pylist() == [[1, 2, 3, 4, 5, 6], [7, 100]]
+
+
+@pytest.mark.parametrize("tokens", ["all", "last", "mean", "content"])
+def test_an_empty_text_has_no_rows_although_the_tokenizer_adds_one(tokens: Any, tmp_path: Path) -> None:
+    with pytest.warns(actshard.ActshardWarning, match="1 example of 3 is empty: example 1: its text is empty"):
+        done = actshard.capture(states, ["1 2", "", "3"], tmp_path / "d", tokenizer=library(), tokens=tokens)
+    store = actshard.open(done.path)
+    assert store.token_counts[1] == 0
+    assert store.table["problem"].to_pylist() == [None, "its text is empty", None]
+    assert store.table["text"].to_pylist() == ["1 2", "", "3"]
+    assert store.table["text_tokens"].to_pylist() == [3, 0, 2]
+
+
+def test_an_example_without_chosen_tokens_is_named(tmp_path: Path) -> None:
+    for name, tokens in {"content": "content", "function": lambda e: e.ids != 101}.items():
+        with pytest.warns(actshard.ActshardWarning, match="1 example of 2 is empty: example 1: no token is chosen"):
+            done = actshard.capture(states, [[1, 2], [101]], tmp_path / name, tokenizer=library(), tokens=tokens)
+        store = actshard.open(done.path)
+        assert store.token_counts.tolist() == [2, 0]
+        assert store.table["text_tokens"].to_pylist() == [2, 1]
+    with pytest.raises(actshard.ArgumentError, match="found none: example 0: no token is chosen"):
+        actshard.capture(states, [[1, 2]], tmp_path / "d", tokens=lambda example: [])
+
+
+def test_special_tokens_of_a_text_are_content(tmp_path: Path) -> None:
+    """The tokenizer added only BOS. In token ids, nothing tells them apart."""
+    done = actshard.capture(states, ["1 [PAD] 2", "[BOS] 3"], tmp_path / "d", tokenizer=library())
+    table = actshard.open(done.path).table
+    assert table["input_ids"].to_pylist() == [[101, 1, 102, 2], [101, 101, 3]]
+    assert table["special_tokens_mask"].to_pylist() == [[1, 0, 0, 0], [1, 0, 0]]
+    arguments: dict[str, Any] = {"tokenizer": library(), "tokens": "content"}
+    done = actshard.capture(states, ["1 [PAD] 2"], tmp_path / "e", max_tokens=3, truncate=True, **arguments)
+    assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 102]]
+    done = actshard.capture(states, [[101, 1, 102, 2, 100]], tmp_path / "f", **arguments)
+    assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 2, 100]]
 
 
 # -- functions -----------------------------------------------------------------------------------------------------------

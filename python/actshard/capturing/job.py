@@ -201,9 +201,10 @@ class CaptureJob:
         for row in self._rows:
             self._held.append(row)
             (example,) = self._encodings.examples([row], len(self._held) - 1)
-            if len(choose(example, self._inputs.choice).positions):
+            chosen = choose(example, self._inputs.choice)
+            if len(chosen.positions):
                 return example
-            problem = f"example {example.number}: {example.problem or 'no token is chosen'}"
+            problem = f"example {example.number}: {chosen.problem}"
         raise ArgumentError(
             f"texts: expected at least one example with tokens in {self._inputs.records.what}, found none: {problem}"
         )
