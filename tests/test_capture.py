@@ -166,6 +166,24 @@ def test_longer_examples_are_cut_if_asked(tmp_path: Path) -> None:
     assert done.problems == ()
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_empty_chats_and_lists_of_ids_are_empty_examples(once: bool, tmp_path: Path) -> None:
+    """``[]`` may be either."""
+    from actshard.capturing.records import records_of
+
+    def read(texts: list[Any]) -> tuple[str, list[Any]]:
+        records = records_of(iter(texts) if once else texts)
+        return records.text_key(None), list(records)
+
+    chat = [{"role": "user", "content": "1 2"}]
+    assert read([[], [], chat]) == ("messages", [{}, {}, {"messages": chat}])
+    assert read([chat, []]) == ("messages", [{"messages": chat}, {}])
+    ids: list[Any] = [[], [4, 5], [], [6]]
+    with pytest.warns(actshard.ActshardWarning, match="2 examples of 4 are empty: example 0: it has no tokens"):
+        done = actshard.capture(states, iter(ids) if once else ids, tmp_path / "d")
+    check(done.path, ids)
+
+
 def test_nothing_but_empty_examples_is_an_error(tmp_path: Path) -> None:
     for empty in ([], [[]], [{"input_ids": []}]):
         with pytest.raises(actshard.ArgumentError, match="expected at least one example with tokens"):

@@ -259,7 +259,7 @@ class Encodings:
 
     def _prepare(self, row: Row) -> tuple[str | None, Encoding | str]:
         """The text to encode, or the token ids of a record, or the problem."""
-        value = row.get(self.key)
+        value = row.get(self.key) if row else ()  # a record that was []
         if isinstance(value, str):
             return value, "not encoded" if value else "its text is empty"
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":

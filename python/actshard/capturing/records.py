@@ -72,7 +72,7 @@ class TextRecords:
         self._begin = begin
         self.what = what
         self._iterator = iter(begin()) if once else None
-        self._first: Row | None = None
+        self._first: list[Row] = []
         self._summary: RecordsSummary | None = None
 
     def __iter__(self) -> Iterator[Row]:
@@ -80,12 +80,11 @@ class TextRecords:
         if self._iterator is None:
             yield from (_row(record, number) for number, record in enumerate(self._begin()))
             return
-        if self._summary is not None and self._first is None and self._summary.names:
+        if self._summary is not None and not self._first and self._summary.names:
             raise ClosedError("texts: the iterator has been read; pass a list, or a new iterator")
-        first, self._first = self._first, None
-        if first is not None:
-            yield first
-        yield from (_row(record, number) for number, record in enumerate(self._iterator, 1))
+        first, self._first = self._first, []
+        yield from first
+        yield from (_row(record, number) for number, record in enumerate(self._iterator, len(first)))
 
     def summary(self) -> RecordsSummary:
         """Number, columns and digest of the records. Reads all of them, except of an iterator, where it is the first record."""
@@ -95,11 +94,11 @@ class TextRecords:
 
     def _read_once(self) -> RecordsSummary:
         assert self._iterator is not None
-        record = next(self._iterator, None)
-        if record is None:
-            return RecordsSummary(0, (), None)
-        self._first = _row(record, 0)
-        return RecordsSummary(None, tuple(self._first), None)
+        for number, record in enumerate(self._iterator):
+            self._first.append(_row(record, number))
+            if names := tuple(self._first[-1]):
+                return RecordsSummary(None, names, None)
+        return RecordsSummary(len(self._first), (), None)
 
     def _read_all(self) -> RecordsSummary:
         digest, count = hashlib.sha256(), 0
@@ -141,10 +140,13 @@ def _plain(value: Any) -> Any:
 
 
 def _row(record: Any, number: int) -> Row:
+    """The record as a mapping. ``[]`` has no columns: it may be a chat or token ids."""
     if isinstance(record, str):
         return {TEXT: record}
     if isinstance(record, Mapping):
         return record
+    if isinstance(record, list | tuple) and not record:
+        return {}
     if isinstance(record, np.ndarray) or (
         isinstance(record, Sequence) and not isinstance(record, bytes | bytearray) and all(map(_is_integer, record))
     ):
