@@ -184,6 +184,18 @@ def test_empty_chats_and_lists_of_ids_are_empty_examples(once: bool, tmp_path: P
     check(done.path, ids)
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_token_ids_of_any_column_need_no_tokenizer(once: bool, tmp_path: Path) -> None:
+    rows = [{"tokens": ids, "attention_mask": [1] * len(ids)} for ids in inputs(5)]
+    done = actshard.capture(states, iter(rows) if once else rows, tmp_path / "d", text="tokens")
+    check(done.path, inputs(5))
+    names = actshard.open(done.path).table.column_names
+    assert not {"tokens", "attention_mask"} & set(names)
+    texts = [{"tokens": None}, {"tokens": "1 2"}]
+    with pytest.raises(actshard.ArgumentError, match="tokenizer: expected one for texts, found none"):
+        actshard.capture(states, iter(texts) if once else texts, tmp_path / "e", text="tokens")
+
+
 def test_nothing_but_empty_examples_is_an_error(tmp_path: Path) -> None:
     for empty in ([], [[]], [{"input_ids": []}]):
         with pytest.raises(actshard.ArgumentError, match="expected at least one example with tokens"):

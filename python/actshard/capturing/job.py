@@ -162,7 +162,8 @@ class CaptureJob:
     def _configure_encodings(self, source: TorchModel | None) -> Encodings:
         inputs, names = self._inputs, self._summary.names
         key = inputs.records.text_key(inputs.text)
-        unused = {key, MASK} if key == IDS else {key}  # ids are stored without padding, so that their mask does not fit
+        has_texts = key in self._summary.texts
+        unused = {key} if has_texts else {key, MASK}  # ids are stored without padding, so that their mask does not fit
         columns = (
             tuple(name for name in names if name not in unused) if inputs.columns is None else tuple(inputs.columns)
         )
@@ -174,9 +175,9 @@ class CaptureJob:
         check_columns(columns)
         self._float_columns = self._summary.float_columns(columns)
         tokenizer = inputs.tokenizer
-        if tokenizer is None and key != IDS and source is not None and source.name is not None:
+        if tokenizer is None and has_texts and source is not None and source.name is not None:
             tokenizer = transformers_models.load_tokenizer(source.name, source.revision)
-        if tokenizer is None and key != IDS and names:
+        if tokenizer is None and has_texts:
             raise ArgumentError(
                 "tokenizer: expected one for texts, found none. Pass tokenizer=, or lists of token ids as texts"
             )
@@ -188,7 +189,7 @@ class CaptureJob:
 
     def _text_column(self, encodings: Encodings) -> str | None:
         """Name of the stored column of texts; None: the inputs are token ids."""
-        if encodings.key == IDS:
+        if encodings.key == IDS or encodings.encoder is None:
             return None
         target = self._target_class
         name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key

@@ -42,12 +42,15 @@ class RecordsSummary:
         names: columns, in the order in which they first occur.
         digest: SHA-256 of all records; None if they can be read only once.
         types: types of the values of each column, without None; empty if the records can be read only once.
+        texts: columns that need a tokenizer: with texts or chats; of records that can be read only once, those whose first value is
+            no list of token ids.
     """
 
     count: int | None
     names: tuple[str, ...]
     digest: str | None
     types: Mapping[str, frozenset[type]] = field(default_factory=dict)
+    texts: frozenset[str] = frozenset()
 
     def float_columns(self, names: Iterable[str]) -> frozenset[str]:
         """Columns with integers and floats, which are stored as floats. Raises ArgumentError for other mixed types.
@@ -96,24 +99,28 @@ class TextRecords:
         assert self._iterator is not None
         for number, record in enumerate(self._iterator):
             self._first.append(_row(record, number))
-            if names := tuple(self._first[-1]):
-                return RecordsSummary(None, names, None)
+            if row := self._first[-1]:
+                texts = frozenset(name for name, value in row.items() if value is None or _needs_tokenizer(value))
+                return RecordsSummary(None, tuple(row), None, texts=texts - {IDS})
         return RecordsSummary(len(self._first), (), None)
 
     def _read_all(self) -> RecordsSummary:
         digest, count = hashlib.sha256(), 0
         types: dict[str, set[type]] = {}
+        texts: set[str] = set()
         for record in self:
             count += 1
             for name, value in record.items():
                 types.setdefault(name, set()).add(type(value))
+                if _needs_tokenizer(value):
+                    texts.add(name)
             text = record.get(TEXT) if len(record) == 1 else None
             plain = text if isinstance(text, str) else json.dumps(record, sort_keys=True, default=_plain)
             encoded = plain.encode("utf-8", "surrogatepass")
             digest.update(b"%d:" % len(encoded))
             digest.update(encoded)
         plain_types = {name: frozenset(kinds - {type(None)}) for name, kinds in types.items()}
-        return RecordsSummary(count, tuple(types), digest.hexdigest(), plain_types)
+        return RecordsSummary(count, tuple(types), digest.hexdigest(), plain_types, frozenset(texts - {IDS}))
 
     def text_key(self, name: str | None) -> str:
         """The column with the text. Raises ArgumentError if the records have none."""
@@ -131,6 +138,11 @@ class TextRecords:
                 f"text: expected a column of {self.what}, one of {', '.join(names[:20])}, found {name!r:.80}"
             )
         return name
+
+
+def _needs_tokenizer(value: Any) -> bool:
+    """Whether a value is a text or a chat."""
+    return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping))
 
 
 def _plain(value: Any) -> Any:
