@@ -133,24 +133,6 @@ def test_unusable_examples_are_empty_named_and_shift_nothing(tmp_path: Path) -> 
     assert actshard.open(done.path).table["problem"].to_pylist()[:2] == [None, "it has no tokens"]
 
 
-def test_padding_of_tokenized_records_is_not_stored(tmp_path: Path) -> None:
-    """A table of a tokenizer that padded, on either side."""
-    masks = [[0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1], [1], None]
-    rows = [{"input_ids": [3, 4, 7, 8], "attention_mask": mask, "label": i} for i, mask in enumerate(masks)]
-    with pytest.warns(actshard.ActshardWarning, match="3 examples of 7 are empty"):
-        done = actshard.capture(states, rows, tmp_path / "d")
-    check(done.path, [[7, 8], [3, 4], [3, 4, 7, 8], [], [], [], [3, 4, 7, 8]])
-    assert [str(problem) for problem in done.problems] == [
-        "example 3: it has no tokens",
-        "example 4: its attention_mask has zeros between tokens",
-        "example 5: expected 4 values of attention_mask, one per token, found shape (1,)",
-    ]
-    assert "attention_mask" not in actshard.open(done.path).table.column_names
-    arrays = [{"input_ids": np.array([3, 4, 7, 8]), "attention_mask": np.array([False, True, True, False])}]
-    done = actshard.capture(states, arrays, tmp_path / "e", tokens="last")
-    assert np.array_equal(actshard.open(done.path).sequence(0, 3), expected([4, 7], 3)[-1:])
-
-
 def test_an_example_that_lacks_a_position_is_empty(tmp_path: Path) -> None:
     with pytest.warns(actshard.ActshardWarning, match=r"example 1: it has 2 tokens, and no position 2"):
         done = actshard.capture(states, [[1, 2, 3], [4, 5], [6, 7, 8]], tmp_path / "d", tokens=[2])
@@ -164,36 +146,6 @@ def test_longer_examples_are_cut_if_asked(tmp_path: Path) -> None:
     done = actshard.capture(states, examples, tmp_path / "d", max_tokens=5, truncate=True)
     check(done.path, [ids[:5] for ids in examples])
     assert done.problems == ()
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_empty_chats_and_lists_of_ids_are_empty_examples(once: bool, tmp_path: Path) -> None:
-    """``[]`` may be either."""
-    from actshard.capturing.records import records_of
-
-    def read(texts: list[Any]) -> tuple[str, list[Any]]:
-        records = records_of(iter(texts) if once else texts)
-        return records.text_key(None), list(records)
-
-    chat = [{"role": "user", "content": "1 2"}]
-    assert read([[], [], chat]) == ("messages", [{}, {}, {"messages": chat}])
-    assert read([chat, []]) == ("messages", [{"messages": chat}, {}])
-    ids: list[Any] = [[], [4, 5], [], [6]]
-    with pytest.warns(actshard.ActshardWarning, match="2 examples of 4 are empty: example 0: it has no tokens"):
-        done = actshard.capture(states, iter(ids) if once else ids, tmp_path / "d")
-    check(done.path, ids)
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_token_ids_of_any_column_need_no_tokenizer(once: bool, tmp_path: Path) -> None:
-    rows = [{"tokens": ids, "attention_mask": [1] * len(ids)} for ids in inputs(5)]
-    done = actshard.capture(states, iter(rows) if once else rows, tmp_path / "d", text="tokens")
-    check(done.path, inputs(5))
-    names = actshard.open(done.path).table.column_names
-    assert not {"tokens", "attention_mask"} & set(names)
-    texts = [{"tokens": None}, {"tokens": "1 2"}]
-    with pytest.raises(actshard.ArgumentError, match="tokenizer: expected one for texts, found none"):
-        actshard.capture(states, iter(texts) if once else texts, tmp_path / "e", text="tokens")
 
 
 def test_nothing_but_empty_examples_is_an_error(tmp_path: Path) -> None:
@@ -299,24 +251,6 @@ def test_columns_are_chosen_and_never_overwritten(tmp_path: Path) -> None:
     assert actshard.open(done.path).table["body"].to_pylist() == ["1"]
 
 
-def test_texts_are_not_overwritten_by_a_column_of_the_same_name(tmp_path: Path) -> None:
-    for name in ("problem", "positions", "text_tokens"):
-        with pytest.raises(actshard.ArgumentError, match=f"text: '{name}' is a column that capture writes itself"):
-            actshard.capture(states, [{name: "1 2"}], tmp_path / "d", tokenizer=words, text=name)
-    rows = [{"question": "1 2", "text": "another"}]
-    for format in ("lmprobe", "safetensors"):  # lmprobe finds examples by `text`
-        arguments: dict[str, Any] = {"tokenizer": words, "text": "question", "tokens": "last"}
-        if format == "lmprobe":
-            with pytest.raises(actshard.ArgumentError, match="columns: 'text' is the name by which the format stores"):
-                actshard.capture(states, rows, tmp_path / "d", format, **arguments)
-            arguments["columns"] = []
-        done = actshard.capture(states, rows, tmp_path / format, format, **arguments)
-        table = actshard.open(done.path).table
-        assert table["text" if format == "lmprobe" else "question"].to_pylist() == ["1 2"]
-    assert table["text"].to_pylist() == ["another"]
-    assert not (tmp_path / "d").exists()
-
-
 def test_integers_and_floats_of_a_column_are_floats_and_other_types_are_refused_at_once(tmp_path: Path) -> None:
     rows = [{"input_ids": [1], "score": 1}, {"input_ids": [2], "score": None}, {"input_ids": [3], "score": 0.5}]
     done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example
@@ -364,41 +298,6 @@ def test_padding_and_truncation_of_a_tokenizer_are_not_used(tmp_path: Path) -> N
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     again = actshard.capture(states, texts, tmp_path / "e", tokenizer=tmp_path, special_tokens=False, tokens="content")
     assert actshard.open(again.path).table["input_ids"].to_pylist() == [[1, 2, 3, 4, 5, 6], [7, 100]]
-
-
-@pytest.mark.parametrize("tokens", ["all", "last", "mean", "content"])
-def test_an_empty_text_has_no_rows_although_the_tokenizer_adds_one(tokens: Any, tmp_path: Path) -> None:
-    with pytest.warns(actshard.ActshardWarning, match="1 example of 3 is empty: example 1: its text is empty"):
-        done = actshard.capture(states, ["1 2", "", "3"], tmp_path / "d", tokenizer=library(), tokens=tokens)
-    store = actshard.open(done.path)
-    assert store.token_counts[1] == 0
-    assert store.table["problem"].to_pylist() == [None, "its text is empty", None]
-    assert store.table["text"].to_pylist() == ["1 2", "", "3"]
-    assert store.table["text_tokens"].to_pylist() == [3, 0, 2]
-
-
-def test_an_example_without_chosen_tokens_is_named(tmp_path: Path) -> None:
-    for name, tokens in {"content": "content", "function": lambda e: e.ids != 101}.items():
-        with pytest.warns(actshard.ActshardWarning, match="1 example of 2 is empty: example 1: no token is chosen"):
-            done = actshard.capture(states, [[1, 2], [101]], tmp_path / name, tokenizer=library(), tokens=tokens)
-        store = actshard.open(done.path)
-        assert store.token_counts.tolist() == [2, 0]
-        assert store.table["text_tokens"].to_pylist() == [2, 1]
-    with pytest.raises(actshard.ArgumentError, match="found none: example 0: no token is chosen"):
-        actshard.capture(states, [[1, 2]], tmp_path / "d", tokens=lambda example: [])
-
-
-def test_special_tokens_of_a_text_are_content(tmp_path: Path) -> None:
-    """The tokenizer added only BOS. In token ids, nothing tells them apart."""
-    done = actshard.capture(states, ["1 [PAD] 2", "[BOS] 3"], tmp_path / "d", tokenizer=library())
-    table = actshard.open(done.path).table
-    assert table["input_ids"].to_pylist() == [[101, 1, 102, 2], [101, 101, 3]]
-    assert table["special_tokens_mask"].to_pylist() == [[1, 0, 0, 0], [1, 0, 0]]
-    arguments: dict[str, Any] = {"tokenizer": library(), "tokens": "content"}
-    done = actshard.capture(states, ["1 [PAD] 2"], tmp_path / "e", max_tokens=3, truncate=True, **arguments)
-    assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 102]]
-    done = actshard.capture(states, [[101, 1, 102, 2, 100]], tmp_path / "f", **arguments)
-    assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 2, 100]]
 
 
 # -- functions -----------------------------------------------------------------------------------------------------------
@@ -735,6 +634,8 @@ def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
         ({"texts": 3}, "texts: expected a path or a list of texts, found int"),
         ({"texts": {"train": pa.table({"text": ["x"]})}}, "found dict. Pass one split: 'train'"),
         ({"texts": {"text": "x"}}, "texts: expected a path or a list of texts, found dict"),
+        ({"texts": [[1], {"input_ids": [1], 2: 3}]}, "texts: expected names of columns as str, found 2 at 1"),
+        ({"texts": [{"input_ids": [1], "a": {"b": 1, 2: 3}}]}, "texts: expected dicts with str as keys at 0"),
         ({"texts": [b"x"]}, "texts: expected texts, lists of token ids or mappings, found bytes at 0"),
         ({"texts": "s3://bucket/x.jsonl"}, "is a URL; stage it"),
         ({"texts": ["a text"]}, "tokenizer: expected one for texts, found none"),

@@ -362,6 +362,16 @@ def test_chats_are_rendered_once_and_their_marks_are_special(tmp_path: Path) -> 
     assert table["text"][0].as_py().startswith("<bos><|user|>")
 
 
+def test_a_chat_that_the_template_refuses_is_an_empty_example(tmp_path: Path) -> None:
+    tokenizer = trained_tokenizer(template=True)
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}"
+    tokenizer.chat_template = refusal + "{{ messages[0].content }}"
+    chats: list[Any] = [[{"role": role, "content": "the train"}] for role in ("user", "assistant")]
+    with pytest.warns(actshard.ActshardWarning, match=r"example 1: the chat template refuses it: .*the user begins"):
+        done = actshard.capture(model_of("llama"), chats, tmp_path / "d", tokenizer=tokenizer, layers=[1])
+    assert [problem.example for problem in done.problems] == [1]
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_unknown_words_are_content_also_where_they_pad(chat: bool, tmp_path: Path) -> None:
     tokenizer = trained_tokenizer(template=True)

@@ -57,6 +57,10 @@ class Encoding:
     special: Sequence[int] | None = None
 
 
+class ChatError(ArgumentError):
+    """A chat template refuses a chat."""
+
+
 class Encoder:
     """A tokenizer. Its own padding and truncation are not used.
 
@@ -108,13 +112,16 @@ class Encoder:
         return self._encode(texts, special) if texts else []
 
     def render(self, messages: Any) -> str:
-        """The text of a chat, by the tokenizer's chat template."""
+        """The text of a chat, by the tokenizer's chat template. Raises ChatError if the template refuses it."""
         if self._chat is None:
             raise ArgumentError(
                 f"tokenizer: {self.name} has no chat template, which examples with {CHAT!r} need; pass the tokenizer of the model "
                 "(transformers.AutoTokenizer), or texts"
             )
-        return self._chat(messages)
+        try:
+            return self._chat(messages)
+        except Exception as error:  # templates raise errors of their own, and of Python for absent or other fields
+            raise ChatError(f"the chat template refuses it: {type(error).__name__}: {error!s:.200}") from error
 
     def are_special(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Marks the tokenizer's special tokens by their ids, whether the tokenizer added them or a text contains them."""
@@ -176,10 +183,23 @@ def _of_library(tokenizer: Any, name: str) -> Encoder:
 
 def _of_function(function: Callable[[str], Any]) -> Encoder:
     def encode(texts: list[str], special: bool) -> list[Encoding]:
-        encoded = [function(text) for text in texts]
-        return [Encoding(one[IDS] if isinstance(one, Mapping) else one) for one in encoded]
+        return [Encoding(_checked_ids(function(text), name)) for text in texts]
 
-    return Encoder(name_of_function(function), encode, None, frozenset())
+    name = name_of_function(function)
+    return Encoder(name, encode, None, frozenset())
+
+
+def _checked_ids(encoded: Any, name: str) -> list[int]:
+    """Token ids that a function returned."""
+    values = encoded[IDS] if isinstance(encoded, Mapping) else encoded
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"tokenizer: expected that {name} returns a list of token ids, found {values!r:.80}")
+    ids: list[int] = array.astype(np.int64).tolist()
+    return ids
 
 
 def name_of_function(function: Any) -> str:
@@ -261,14 +281,18 @@ class Encodings:
         """The text to encode, or the token ids of a record, or the problem."""
         value = row.get(self.key) if row else ()  # a record that was []
         if isinstance(value, str):
-            return value, "not encoded" if value else "its text is empty"
+            return _encodable(value)
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
             return None, _attended(value.tolist(), row.get(MASK))
         if isinstance(value, list | tuple):
             if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
                 return None, _attended(value, row.get(MASK))
             if all(isinstance(item, Mapping) for item in value):
-                return self._tokenizer().render(list(value)), "not encoded"
+                try:
+                    text = self._tokenizer().render(list(value))
+                except ChatError as error:
+                    return None, error.detail
+                return _encodable(text)
         return None, f"expected a text, token ids or a chat, found {type(value).__name__}"
 
     def _tokenizer(self) -> Encoder:
@@ -293,6 +317,15 @@ class Encodings:
         else:
             special = np.zeros(len(ids), bool) if self.encoder is None else self.encoder.are_special(ids)
         return Example(number, text, ids, special, offsets, columns, problem)
+
+
+def _encodable(text: str) -> tuple[str | None, str]:
+    """The text, and its problem if it has one. UTF-8, and thus tokenizers and columns, have no surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return None, f"its text has a lone surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}"
+    return text, "not encoded" if text else "its text is empty"
 
 
 def _attended(ids: Sequence[int], mask: Any) -> Encoding | str:

@@ -115,7 +115,7 @@ class TextRecords:
                 if _needs_tokenizer(value):
                     texts.add(name)
             text = record.get(TEXT) if len(record) == 1 else None
-            plain = text if isinstance(text, str) else json.dumps(record, sort_keys=True, default=_plain)
+            plain = text if isinstance(text, str) else _json(record, count - 1)
             encoded = plain.encode("utf-8", "surrogatepass")
             digest.update(b"%d:" % len(encoded))
             digest.update(encoded)
@@ -145,6 +145,13 @@ def _needs_tokenizer(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping))
 
 
+def _json(record: Row, number: int) -> str:
+    try:
+        return json.dumps(record, sort_keys=True, default=_plain)
+    except TypeError as error:  # keys of several types, inside a column
+        raise ArgumentTypeError(f"texts: expected dicts with str as keys at {number}: {error}") from error
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
@@ -156,6 +163,9 @@ def _row(record: Any, number: int) -> Row:
     if isinstance(record, str):
         return {TEXT: record}
     if isinstance(record, Mapping):
+        other = next((name for name in record if not isinstance(name, str)), None)
+        if other is not None:
+            raise ArgumentTypeError(f"texts: expected names of columns as str, found {other!r:.80} at {number}")
         return record
     if isinstance(record, list | tuple) and not record:
         return {}
