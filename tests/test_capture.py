@@ -256,7 +256,9 @@ def test_integers_and_floats_of_a_column_are_floats_and_other_types_are_refused_
     done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example
     assert actshard.open(done.path).table["score"].to_pylist() == [1.0, None, 0.5]
     rows[2]["score"] = "high"
-    with pytest.raises(actshard.ArgumentError, match="'score': expected values of one type, found int and str"):
+    with pytest.raises(
+        actshard.ArgumentError, match="'score': expected 3 values of one type: Could not convert 'high'"
+    ):
         actshard.capture(states, rows, tmp_path / "e")
     assert not (tmp_path / "e").exists()
 

@@ -129,3 +129,43 @@ def test_special_tokens_of_a_text_are_content(tmp_path: Path) -> None:
     assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 102]]
     done = actshard.capture(states, [[101, 1, 102, 2, 100]], tmp_path / "f", **arguments)
     assert actshard.open(done.path).table["input_ids"].to_pylist() == [[1, 2, 100]]
+
+
+COLUMNS: dict[str, tuple[list[Any], str | None]] = {
+    "large": ([1, 2**70, None, -1], "decimal128(38, 0)"),
+    "lists": ([[1], [], [0.5, 2], None], "list<element: double>"),
+    "dicts": ([{"a": 1}, {"a": 0.5, "b": "x"}, None, {}], "struct<a: double, b: string>"),
+    "arrays": ([np.array([1, 2]), np.array([0.5]), [3], None], "list<element: double>"),
+    "late": ([None, None, None, "x"], "string"),
+    "bools": ([True, 2, None, None], None),
+    "texts": (["1", 2, None, None], None),
+    "nested": ([{"a": [1]}, {"a": ["x"]}, None, None], None),
+    "large floats": ([2**70, 0.5, None, None], None),
+    "surrogates": (["1", "\ud800", None, None], None),
+}
+
+
+@pytest.mark.parametrize("piece", [1, 1024])
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_column_has_one_type_whatever_the_windows_or_is_refused_at_once(
+    case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actshard.capturing.records._PIECE", piece)
+    values, kind = COLUMNS[case]
+    rows = [{"input_ids": [i + 1], "c": value} for i, value in enumerate(values)]
+
+    def never(ids: np.ndarray, mask: np.ndarray) -> dict[actshard.Layer, np.ndarray]:
+        raise AssertionError
+
+    if kind is None:
+        with pytest.raises(actshard.ArgumentError, match=r"columns: 'c': expected .*, or leave the column out with"):
+            actshard.capture(never, rows, tmp_path / "d")
+        actshard.capture(states, rows, tmp_path / "d", columns=[])
+        return
+    done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example
+    column = actshard.open(done.path).table["c"]
+    assert str(column.type).replace("item:", "element:") == kind
+    fields = kind.startswith("struct")
+    for value, stored in zip(values, column.to_pylist(), strict=True):
+        other = value.tolist() if isinstance(value, np.ndarray) else value
+        assert stored == ({"a": None, "b": None} | other if fields and other is not None else other)

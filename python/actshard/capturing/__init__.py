@@ -1,6 +1,6 @@
 """From a model to a dataset: ``capture``.
 
-- ``records``, ``encoding``: texts, files or tables as examples with token ids
+- ``records``, ``column_types``, ``encoding``: texts, files or tables as examples with token ids
 - ``choosing``, ``windows``: the chosen tokens; batches of similar lengths
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread

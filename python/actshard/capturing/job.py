@@ -173,7 +173,7 @@ class CaptureJob:
                 f"columns: expected columns of {inputs.records.what}, {', '.join(names[:20])}, found {missing!r:.80}"
             )
         check_columns(columns)
-        self._float_columns = self._summary.float_columns(columns)
+        self._column_types = self._summary.types.of(columns)
         tokenizer = inputs.tokenizer
         if tokenizer is None and has_texts and source is not None and source.name is not None:
             tokenizer = transformers_models.load_tokenizer(source.name, source.revision)
@@ -302,7 +302,7 @@ class CaptureJob:
             columns_of,
             choice=self._inputs.choice,
             names=self._encodings.columns,
-            floats=self._float_columns,
+            types=self._column_types,
             text=self._text_column(self._encodings),
             allowed=allowed,
         )

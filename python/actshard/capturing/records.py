@@ -20,6 +20,7 @@ import numpy as np
 
 from actshard._arguments import many
 from actshard._json import lines
+from actshard.capturing.column_types import ColumnTypes
 from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError, FormatError
 from actshard.location import Location
 from actshard.tokens.patterns import matching
@@ -29,7 +30,8 @@ Row = Mapping[str, Any]
 TEXT, CHAT, IDS, MASK = "text", "messages", "input_ids", "attention_mask"
 _KEYS = (TEXT, "prompt", CHAT, IDS)
 """Columns that are searched for an example's text, in this order."""
-_PLAIN_TYPES = frozenset({bool, int, float, str})
+_PIECE = 1024
+"""Records whose types are looked at together."""
 _SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 
 
@@ -41,7 +43,7 @@ class RecordsSummary:
         count: number of records; None if they can be read only once.
         names: columns, in the order in which they first occur.
         digest: SHA-256 of all records; None if they can be read only once.
-        types: types of the values of each column, without None; empty if the records can be read only once.
+        types: of the columns; none if the records can be read only once.
         texts: columns that need a tokenizer: with texts or chats; of records that can be read only once, those whose first value is
             no list of token ids.
     """
@@ -49,23 +51,8 @@ class RecordsSummary:
     count: int | None
     names: tuple[str, ...]
     digest: str | None
-    types: Mapping[str, frozenset[type]] = field(default_factory=dict)
+    types: ColumnTypes = field(default_factory=ColumnTypes)
     texts: frozenset[str] = frozenset()
-
-    def float_columns(self, names: Iterable[str]) -> frozenset[str]:
-        """Columns with integers and floats, which are stored as floats. Raises ArgumentError for other mixed types.
-
-        A file of JSON may have them anywhere: they would be an error when the capture reaches them.
-        """
-        mixed = {name: types for name in names if len(types := self.types.get(name, frozenset()) & _PLAIN_TYPES) > 1}
-        for name, types in mixed.items():
-            if types != {int, float}:
-                shown = " and ".join(sorted(kind.__name__ for kind in types))
-                raise ArgumentError(
-                    f"columns: {name!r}: expected values of one type, found {shown}. Convert them, or leave the column out with "
-                    "columns=[...]"
-                )
-        return frozenset(mixed)
 
 
 class TextRecords:
@@ -106,21 +93,20 @@ class TextRecords:
 
     def _read_all(self) -> RecordsSummary:
         digest, count = hashlib.sha256(), 0
-        types: dict[str, set[type]] = {}
-        texts: set[str] = set()
-        for record in self:
-            count += 1
-            for name, value in record.items():
-                types.setdefault(name, set()).add(type(value))
-                if _needs_tokenizer(value):
-                    texts.add(name)
-            text = record.get(TEXT) if len(record) == 1 else None
-            plain = text if isinstance(text, str) else _json(record, count - 1)
-            encoded = plain.encode("utf-8", "surrogatepass")
-            digest.update(b"%d:" % len(encoded))
-            digest.update(encoded)
-        plain_types = {name: frozenset(kinds - {type(None)}) for name, kinds in types.items()}
-        return RecordsSummary(count, tuple(types), digest.hexdigest(), plain_types, frozenset(texts - {IDS}))
+        types, texts, records = ColumnTypes(), set[str](), iter(self)
+        names: dict[str, None] = {}
+        while piece := list(itertools.islice(records, _PIECE)):
+            for number, record in enumerate(piece, count):
+                names |= dict.fromkeys(record)
+                texts.update(name for name, value in record.items() if _needs_tokenizer(value))
+                text = record.get(TEXT) if len(record) == 1 else None
+                plain = text if isinstance(text, str) else _json(record, number)
+                encoded = plain.encode("utf-8", "surrogatepass")
+                digest.update(b"%d:" % len(encoded))
+                digest.update(encoded)
+            types.add(piece, count, [name for name in names if name != IDS])
+            count += len(piece)
+        return RecordsSummary(count, tuple(names), digest.hexdigest(), types, frozenset(texts - {IDS}))
 
     def text_key(self, name: str | None) -> str:
         """The column with the text. Raises ArgumentError if the records have none."""

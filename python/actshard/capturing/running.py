@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from actshard._arguments import many
 from actshard.capturing.appending import Filled
 from actshard.capturing.backend import Backend, BatchRows, PaddedBatch, Transfer
 from actshard.capturing.choosing import TokenChoice
+from actshard.capturing.column_types import column_of
 from actshard.capturing.windows import ChosenExample, batches
 from actshard.errors import ArgumentError, FormatError, NoMemoryError, warn
 from actshard.layers import plain
@@ -209,7 +210,7 @@ def columns_of(
     window: Sequence[ChosenExample],
     choice: TokenChoice,
     names: Iterable[str],
-    floats: frozenset[str],
+    types: Mapping[str, pa.DataType],
     text: str | None,
     allowed: Callable[[str], bool],
 ) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def columns_of(
         window: the examples.
         choice: the chosen tokens.
         names: the inputs' columns.
-        floats: those of them that are stored as floats.
+        types: their types; those of other columns are the writer's choice.
         text: name of the column with texts; None: inputs have none.
         allowed: whether the format stores a column.
     """
@@ -228,8 +229,7 @@ def columns_of(
     if text is not None:
         columns[text] = pa.array([example.text for example in examples], pa.string())
     for name in names:
-        values = [example.columns.get(name) for example in examples]
-        columns[name] = pa.array(values, pa.float64()) if name in floats else values
+        columns[name] = column_of(name, [example.columns.get(name) for example in examples], types.get(name))
     if not choice.has_mean:
         counts = [len(chosen.positions) for chosen in window]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
