@@ -228,7 +228,7 @@ def test_data_frames_are_tables(library: str, tmp_path: Path) -> None:
 def test_empty_lines_of_a_text_file_are_empty_examples(tmp_path: Path) -> None:
     """So that the number of an example is the number of its line."""
     (tmp_path / "texts.txt").write_text("1 2\n\n3\r\n")
-    with pytest.warns(actshard.ActshardWarning, match="example 1: it has no tokens"):
+    with pytest.warns(actshard.ActshardWarning, match="example 1: its text is empty"):
         done = actshard.capture(states, tmp_path / "texts.txt", tmp_path / "d", tokenizer=words)
     check(done.path, [[1, 2], [], [3]])
 
@@ -256,7 +256,9 @@ def test_integers_and_floats_of_a_column_are_floats_and_other_types_are_refused_
     done = actshard.capture(states, rows, tmp_path / "d", memory=1)  # a window per example
     assert actshard.open(done.path).table["score"].to_pylist() == [1.0, None, 0.5]
     rows[2]["score"] = "high"
-    with pytest.raises(actshard.ArgumentError, match="'score': expected values of one type, found int and str"):
+    with pytest.raises(
+        actshard.ArgumentError, match="'score': expected 3 values of one type: Could not convert 'high'"
+    ):
         actshard.capture(states, rows, tmp_path / "e")
     assert not (tmp_path / "e").exists()
 
@@ -634,6 +636,8 @@ def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
         ({"texts": 3}, "texts: expected a path or a list of texts, found int"),
         ({"texts": {"train": pa.table({"text": ["x"]})}}, "found dict. Pass one split: 'train'"),
         ({"texts": {"text": "x"}}, "texts: expected a path or a list of texts, found dict"),
+        ({"texts": [[1], {"input_ids": [1], 2: 3}]}, "texts: expected names of columns as str, found 2 at 1"),
+        ({"texts": [{"input_ids": [1], "a": {"b": 1, 2: 3}}]}, "texts: expected dicts with str as keys at 0"),
         ({"texts": [b"x"]}, "texts: expected texts, lists of token ids or mappings, found bytes at 0"),
         ({"texts": "s3://bucket/x.jsonl"}, "is a URL; stage it"),
         ({"texts": ["a text"]}, "tokenizer: expected one for texts, found none"),

@@ -132,6 +132,13 @@ def test_parts_of_ranks_are_merged(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert [store.sequence(i, 0)[0, 0] for i in range(3)] == [5, 8, 9]
 
 
+def test_ranks_that_are_no_numbers_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "x")
+    done = run("client_of_a_model:states", "ids.jsonl", "acts", "--to", "zarr", "--part", "auto", "-q")
+    assert isinstance(done.exception, ActshardError)
+    assert "part: expected integers in RANK and WORLD_SIZE, found 'x' and '1'" in str(done.exception)
+
+
 def test_info_shows_the_model(folder: Path) -> None:
     for format in ("safetensors", "zarr"):
         run("client_of_a_model:states", "ids.jsonl", format, "--to", format, "-q")

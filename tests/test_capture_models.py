@@ -108,6 +108,7 @@ def test_names_of_hooks_and_modules(tmp_path: Path) -> None:
         assert not np.allclose(store.sequence(example, "layers.1.mlp"), expected[2])
 
 
+@pytest.mark.filterwarnings("ignore:.*example 3. no token is chosen:actshard.errors.ActshardWarning")  # one word
 def test_chosen_tokens_are_those_of_the_whole_sequences(tmp_path: Path) -> None:
     """On the device, before anything is copied: the last, the mean, positions, and those of a function."""
     import pyarrow.compute as pc
@@ -359,6 +360,30 @@ def test_chats_are_rendered_once_and_their_marks_are_special(tmp_path: Path) -> 
         assert table["input_ids"][example].as_py() == ids
         assert table["special_tokens_mask"][example].as_py() == [1, 1, *[0] * (len(ids) - 2)]
     assert table["text"][0].as_py().startswith("<bos><|user|>")
+
+
+def test_a_chat_that_the_template_refuses_is_an_empty_example(tmp_path: Path) -> None:
+    tokenizer = trained_tokenizer(template=True)
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}"
+    tokenizer.chat_template = refusal + "{{ messages[0].content }}"
+    chats: list[Any] = [[{"role": role, "content": "the train"}] for role in ("user", "assistant")]
+    with pytest.warns(actshard.ActshardWarning, match=r"example 1: the chat template refuses it: .*the user begins"):
+        done = actshard.capture(model_of("llama"), chats, tmp_path / "d", tokenizer=tokenizer, layers=[1])
+    assert [problem.example for problem in done.problems] == [1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_unknown_words_are_content_also_where_they_pad(chat: bool, tmp_path: Path) -> None:
+    tokenizer = trained_tokenizer(template=True)
+    tokenizer.pad_token = tokenizer.unk_token
+    texts = ["the \u65e5 train", "the <eos> train"]
+    inputs: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+    done = actshard.capture(model_of("llama"), inputs, tmp_path / "d", tokenizer=tokenizer, layers=[1])
+    table = actshard.open(done.path).table
+    ids, masks = table["input_ids"].to_pylist(), table["special_tokens_mask"].to_pylist()
+    assert tokenizer.unk_token_id in ids[0]
+    assert masks[0] == [1, *[0] * (len(ids[0]) - 1)]
+    assert masks[1] == [int(i == 0 or (chat and token == tokenizer.eos_token_id)) for i, token in enumerate(ids[1])]
 
 
 def test_other_torch_modules_have_names_of_modules_as_layers(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """From a model to a dataset: ``capture``.
 
-- ``records``, ``encoding``: texts, files or tables as examples with token ids
+- ``records``, ``column_types``, ``encoding``: texts, files or tables as examples with token ids
 - ``choosing``, ``windows``: the chosen tokens; batches of similar lengths
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread
@@ -77,8 +77,8 @@ def capture(
 
     The dataset has a column with the texts, the further columns of the inputs, and: ``input_ids``, ``special_tokens_mask`` and,
     unless all tokens are stored, ``positions``, with one value per stored row; ``text_tokens``, tokens of the example; ``problem``,
-    why an example has no rows, or null. An example that is empty, too long, or lacks a chosen position has no rows. Examples never
-    shift.
+    why an example has no rows, or null. An example that is empty, too long, lacks a chosen position, or has no chosen token has no
+    rows. Examples never shift.
 
     Args:
         model: the name of a model of transformers on the hub, its folder, or the loaded model; any ``torch.nn.Module``, which is

@@ -6,19 +6,19 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.capturing.records import CHAT, IDS, Row
+from actshard.capturing.records import CHAT, IDS, MASK, Row
 from actshard.errors import ArgumentError, MissingExtraError
 from actshard.location import Location
 
-_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
-"""Special tokens of transformers' tokenizers that no text becomes by itself; an unknown word becomes unk_token_id."""
+_ENDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+"""Special tokens of transformers' tokenizers, also where one is unk_token_id: tokenizers of bytes have no unknown words."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Example:
         number: its number in the dataset, from 0.
         text: its text; None if the input contains token ids.
         ids: ``(T,)`` int64 token ids.
-        special: ``(T,)`` bool: tokens that the tokenizer or the chat template added, such as BOS and ``<|im_start|>``.
+        special: ``(T,)`` bool: tokens that the tokenizer added to a text, such as BOS; in chats and token ids all special tokens of
+            the tokenizer, such as ``<|im_start|>``, except for unknown words.
         offsets: ``(T, 2)`` int64 ranges of characters in ``text``; None if the tokenizer has none.
         columns: the other columns of the input.
         problem: why the example has no states; None: it has.
@@ -49,10 +50,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Token ids of a text, and ranges of characters if the tokenizer returns them."""
+    """Token ids of a text; if the tokenizer returns them, ranges of characters, and 1 for tokens that it added."""
 
     ids: Sequence[int]
     offsets: Sequence[tuple[int, int]] | None = None
+    special: Sequence[int] | None = None
+
+
+class ChatError(ArgumentError):
+    """A chat template refuses a chat."""
 
 
 class Encoder:
@@ -106,32 +112,39 @@ class Encoder:
         return self._encode(texts, special) if texts else []
 
     def render(self, messages: Any) -> str:
-        """The text of a chat, by the tokenizer's chat template."""
+        """The text of a chat, by the tokenizer's chat template. Raises ChatError if the template refuses it."""
         if self._chat is None:
             raise ArgumentError(
                 f"tokenizer: {self.name} has no chat template, which examples with {CHAT!r} need; pass the tokenizer of the model "
                 "(transformers.AutoTokenizer), or texts"
             )
-        return self._chat(messages)
+        try:
+            return self._chat(messages)
+        except Exception as error:  # templates raise errors of their own, and of Python for absent or other fields
+            raise ChatError(f"the chat template refuses it: {type(error).__name__}: {error!s:.200}") from error
 
     def are_special(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Marks special tokens."""
+        """Marks the tokenizer's special tokens by their ids, whether the tokenizer added them or a text contains them."""
         return np.isin(ids, self._specials)
 
 
 def _of_transformers(tokenizer: Any) -> Encoder:
     ends = {number for name in _ENDS if (number := getattr(tokenizer, name, None)) is not None}
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", False)}
-    specials = ends | ((added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id})
+    specials = ends | (
+        (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+    )  # padding may be unk_token_id
     fast = bool(tokenizer.is_fast)
 
     def encode(texts: list[str], special: bool) -> list[Encoding]:
         encoded = tokenizer(
             texts, add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False,
-            return_token_type_ids=False, return_offsets_mapping=fast, verbose=False,
+            return_token_type_ids=False, return_offsets_mapping=fast, return_special_tokens_mask=fast, verbose=False,
         )  # fmt: skip
-        offsets = encoded["offset_mapping"] if fast else [None] * len(texts)
-        return [Encoding(*pair) for pair in zip(encoded["input_ids"], offsets, strict=True)]
+        if not fast:
+            return [Encoding(ids) for ids in encoded["input_ids"]]
+        fields = encoded["input_ids"], encoded["offset_mapping"], encoded["special_tokens_mask"]
+        return [Encoding(*values) for values in zip(*fields, strict=True)]
 
     def render(messages: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -160,7 +173,8 @@ def _of_library(tokenizer: Any, name: str) -> Encoder:
     library.no_truncation()
 
     def encode(texts: list[str], special: bool) -> list[Encoding]:
-        return [Encoding(e.ids, e.offsets) for e in library.encode_batch(texts, add_special_tokens=special)]
+        encodings = library.encode_batch(texts, add_special_tokens=special)
+        return [Encoding(e.ids, e.offsets, e.special_tokens_mask) for e in encodings]
 
     specials = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
     specials -= {library.token_to_id(text) for text in ("[UNK]", "<unk>")}
@@ -169,10 +183,23 @@ def _of_library(tokenizer: Any, name: str) -> Encoder:
 
 def _of_function(function: Callable[[str], Any]) -> Encoder:
     def encode(texts: list[str], special: bool) -> list[Encoding]:
-        encoded = [function(text) for text in texts]
-        return [Encoding(one[IDS] if isinstance(one, Mapping) else one) for one in encoded]
+        return [Encoding(_checked_ids(function(text), name)) for text in texts]
 
-    return Encoder(name_of_function(function), encode, None, frozenset())
+    name = name_of_function(function)
+    return Encoder(name, encode, None, frozenset())
+
+
+def _checked_ids(encoded: Any, name: str) -> list[int]:
+    """Token ids that a function returned."""
+    values = encoded[IDS] if isinstance(encoded, Mapping) else encoded
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"tokenizer: expected that {name} returns a list of token ids, found {values!r:.80}")
+    ids: list[int] = array.astype(np.int64).tolist()
+    return ids
 
 
 def name_of_function(function: Any) -> str:
@@ -233,15 +260,15 @@ class Encodings:
         texts: list[str | None] = []
         encodings: list[Encoding | str] = []
         for row in rows:
-            text, encoding = self._prepare(row.get(self.key))
+            text, encoding = self._prepare(row)
             texts.append(text)
             encodings.append(encoding)
         for chat in (False, True):
-            places = [i for i, text in enumerate(texts) if text is not None and self._is_chat(rows[i]) == chat]
+            places = [i for i, text in enumerate(texts) if text and self._is_chat(rows[i]) == chat]
             if places:
                 encoded = self._tokenizer().encode([str(texts[i]) for i in places], special=self.special and not chat)
                 for i, encoding in zip(places, encoded, strict=True):
-                    encodings[i] = encoding
+                    encodings[i] = replace(encoding, special=None) if chat else encoding  # the template added tokens
         return [
             self._example(first + i, texts[i], encodings[i], {name: row.get(name) for name in self.columns})
             for i, row in enumerate(rows)
@@ -250,17 +277,22 @@ class Encodings:
     def _is_chat(self, row: Row) -> bool:
         return not isinstance(row.get(self.key), str)
 
-    def _prepare(self, value: Any) -> tuple[str | None, Encoding | str]:
+    def _prepare(self, row: Row) -> tuple[str | None, Encoding | str]:
         """The text to encode, or the token ids of a record, or the problem."""
+        value = row.get(self.key) if row else ()  # a record that was []
         if isinstance(value, str):
-            return value, "not encoded"
+            return _encodable(value)
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
-            return None, Encoding(value.tolist())
+            return None, _attended(value.tolist(), row.get(MASK))
         if isinstance(value, list | tuple):
             if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
-                return None, Encoding(value)
+                return None, _attended(value, row.get(MASK))
             if all(isinstance(item, Mapping) for item in value):
-                return self._tokenizer().render(list(value)), "not encoded"
+                try:
+                    text = self._tokenizer().render(list(value))
+                except ChatError as error:
+                    return None, error.detail
+                return _encodable(text)
         return None, f"expected a text, token ids or a chat, found {type(value).__name__}"
 
     def _tokenizer(self) -> Encoder:
@@ -280,5 +312,30 @@ class Encodings:
                 problem = f"it has {len(ids)} tokens, more than {self.most}"
                 ids, offsets = ids[:0], None
             ids, offsets = ids[: self.most], None if offsets is None else offsets[: self.most]
-        special = np.zeros(len(ids), bool) if self.encoder is None else self.encoder.are_special(ids)
+        if encoding.special is not None:
+            special = np.asarray(encoding.special[: len(ids)], bool)
+        else:
+            special = np.zeros(len(ids), bool) if self.encoder is None else self.encoder.are_special(ids)
         return Example(number, text, ids, special, offsets, columns, problem)
+
+
+def _encodable(text: str) -> tuple[str | None, str]:
+    """The text, and its problem if it has one. UTF-8, and thus tokenizers and columns, have no surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return None, f"its text has a lone surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}"
+    return text, "not encoded" if text else "its text is empty"
+
+
+def _attended(ids: Sequence[int], mask: Any) -> Encoding | str:
+    """Token ids without padding, by the ``attention_mask`` of their record, or the problem."""
+    if mask is None:
+        return Encoding(ids)
+    array = np.asarray(mask)
+    if array.shape != (len(ids),):
+        return f"expected {len(ids)} values of {MASK}, one per token, found shape {array.shape}"
+    places = np.flatnonzero(array)
+    if len(places) and places[-1] - places[0] >= len(places):
+        return f"its {MASK} has zeros between tokens"
+    return Encoding([ids[i] for i in places.tolist()])

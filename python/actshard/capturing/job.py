@@ -23,7 +23,7 @@ from actshard.capturing.backend import Backend
 from actshard.capturing.callables import FunctionStates
 from actshard.capturing.choosing import TokenChoice
 from actshard.capturing.encoding import Encoder, Encodings, Example
-from actshard.capturing.records import CHAT, IDS, TEXT, Row, TextRecords
+from actshard.capturing.records import CHAT, IDS, MASK, TEXT, Row, TextRecords
 from actshard.capturing.result import Captured, Problem
 from actshard.capturing.running import (
     OWN_COLUMNS,
@@ -33,6 +33,7 @@ from actshard.capturing.running import (
     OnNonfinite,
     Run,
     check_columns,
+    check_text_column,
     columns_of,
 )
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
@@ -161,24 +162,38 @@ class CaptureJob:
     def _configure_encodings(self, source: TorchModel | None) -> Encodings:
         inputs, names = self._inputs, self._summary.names
         key = inputs.records.text_key(inputs.text)
-        columns = tuple(name for name in names if name != key) if inputs.columns is None else tuple(inputs.columns)
+        has_texts = key in self._summary.texts
+        unused = {key} if has_texts else {key, MASK}  # ids are stored without padding, so that their mask does not fit
+        columns = (
+            tuple(name for name in names if name not in unused) if inputs.columns is None else tuple(inputs.columns)
+        )
         missing = next((name for name in columns if names and name not in names), None)
         if missing is not None:
             raise ArgumentError(
                 f"columns: expected columns of {inputs.records.what}, {', '.join(names[:20])}, found {missing!r:.80}"
             )
         check_columns(columns)
-        self._float_columns = self._summary.float_columns(columns)
+        self._column_types = self._summary.types.of(columns)
         tokenizer = inputs.tokenizer
-        if tokenizer is None and key != IDS and source is not None and source.name is not None:
+        if tokenizer is None and has_texts and source is not None and source.name is not None:
             tokenizer = transformers_models.load_tokenizer(source.name, source.revision)
-        if tokenizer is None and key != IDS and names:
+        if tokenizer is None and has_texts:
             raise ArgumentError(
                 "tokenizer: expected one for texts, found none. Pass tokenizer=, or lists of token ids as texts"
             )
         most = inputs.most_tokens if inputs.most_tokens is not None or source is None else source.most_tokens
         encoder = None if tokenizer is None else Encoder.of(tokenizer)
-        return Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)
+        encodings = Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)
+        check_text_column(self._text_column(encodings), key, columns)
+        return encodings
+
+    def _text_column(self, encodings: Encodings) -> str | None:
+        """Name of the stored column of texts; None: the inputs are token ids."""
+        if encodings.key == IDS or encodings.encoder is None:
+            return None
+        target = self._target_class
+        name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
+        return (target.text_column or name) if target.finds_by_text else name
 
     def _first_example(self) -> Example:
         """The first example with chosen tokens. Its rows stay in ``_held``."""
@@ -187,9 +202,10 @@ class CaptureJob:
         for row in self._rows:
             self._held.append(row)
             (example,) = self._encodings.examples([row], len(self._held) - 1)
-            if len(choose(example, self._inputs.choice).positions):
+            chosen = choose(example, self._inputs.choice)
+            if len(chosen.positions):
                 return example
-            problem = f"example {example.number}: {example.problem or 'no token is chosen'}"
+            problem = f"example {example.number}: {chosen.problem}"
         raise ArgumentError(
             f"texts: expected at least one example with tokens in {self._inputs.records.what}, found none: {problem}"
         )
@@ -282,15 +298,12 @@ class CaptureJob:
             appender.append(Filled(states[skipped:], columns(window[skipped:]) or None))
 
     def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
-        target, encodings = self._target_class, self._encodings
-        name = TEXT if encodings.key == CHAT and TEXT not in encodings.columns else encodings.key
-        text = None if encodings.key == IDS else (target.text_column or name) if target.finds_by_text else name
         return partial(
             columns_of,
             choice=self._inputs.choice,
-            names=encodings.columns,
-            floats=self._float_columns,
-            text=text,
+            names=self._encodings.columns,
+            types=self._column_types,
+            text=self._text_column(self._encodings),
             allowed=allowed,
         )
 

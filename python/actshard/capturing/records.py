@@ -20,16 +20,18 @@ import numpy as np
 
 from actshard._arguments import many
 from actshard._json import lines
+from actshard.capturing.column_types import ColumnTypes
 from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError, FormatError
 from actshard.location import Location
 from actshard.tokens.patterns import matching
 from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, kind_of, reading
 
 Row = Mapping[str, Any]
-TEXT, CHAT, IDS = "text", "messages", "input_ids"
+TEXT, CHAT, IDS, MASK = "text", "messages", "input_ids", "attention_mask"
 _KEYS = (TEXT, "prompt", CHAT, IDS)
 """Columns that are searched for an example's text, in this order."""
-_PLAIN_TYPES = frozenset({bool, int, float, str})
+_PIECE = 1024
+"""Records whose types are looked at together."""
 _SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 
 
@@ -41,28 +43,16 @@ class RecordsSummary:
         count: number of records; None if they can be read only once.
         names: columns, in the order in which they first occur.
         digest: SHA-256 of all records; None if they can be read only once.
-        types: types of the values of each column, without None; empty if the records can be read only once.
+        types: of the columns; none if the records can be read only once.
+        texts: columns that need a tokenizer: with texts or chats; of records that can be read only once, those whose first value is
+            no list of token ids.
     """
 
     count: int | None
     names: tuple[str, ...]
     digest: str | None
-    types: Mapping[str, frozenset[type]] = field(default_factory=dict)
-
-    def float_columns(self, names: Iterable[str]) -> frozenset[str]:
-        """Columns with integers and floats, which are stored as floats. Raises ArgumentError for other mixed types.
-
-        A file of JSON may have them anywhere: they would be an error when the capture reaches them.
-        """
-        mixed = {name: types for name in names if len(types := self.types.get(name, frozenset()) & _PLAIN_TYPES) > 1}
-        for name, types in mixed.items():
-            if types != {int, float}:
-                shown = " and ".join(sorted(kind.__name__ for kind in types))
-                raise ArgumentError(
-                    f"columns: {name!r}: expected values of one type, found {shown}. Convert them, or leave the column out with "
-                    "columns=[...]"
-                )
-        return frozenset(mixed)
+    types: ColumnTypes = field(default_factory=ColumnTypes)
+    texts: frozenset[str] = frozenset()
 
 
 class TextRecords:
@@ -72,7 +62,7 @@ class TextRecords:
         self._begin = begin
         self.what = what
         self._iterator = iter(begin()) if once else None
-        self._first: Row | None = None
+        self._first: list[Row] = []
         self._summary: RecordsSummary | None = None
 
     def __iter__(self) -> Iterator[Row]:
@@ -80,12 +70,11 @@ class TextRecords:
         if self._iterator is None:
             yield from (_row(record, number) for number, record in enumerate(self._begin()))
             return
-        if self._summary is not None and self._first is None and self._summary.names:
+        if self._summary is not None and not self._first and self._summary.names:
             raise ClosedError("texts: the iterator has been read; pass a list, or a new iterator")
-        first, self._first = self._first, None
-        if first is not None:
-            yield first
-        yield from (_row(record, number) for number, record in enumerate(self._iterator, 1))
+        first, self._first = self._first, []
+        yield from first
+        yield from (_row(record, number) for number, record in enumerate(self._iterator, len(first)))
 
     def summary(self) -> RecordsSummary:
         """Number, columns and digest of the records. Reads all of them, except of an iterator, where it is the first record."""
@@ -95,26 +84,29 @@ class TextRecords:
 
     def _read_once(self) -> RecordsSummary:
         assert self._iterator is not None
-        record = next(self._iterator, None)
-        if record is None:
-            return RecordsSummary(0, (), None)
-        self._first = _row(record, 0)
-        return RecordsSummary(None, tuple(self._first), None)
+        for number, record in enumerate(self._iterator):
+            self._first.append(_row(record, number))
+            if row := self._first[-1]:
+                texts = frozenset(name for name, value in row.items() if value is None or _needs_tokenizer(value))
+                return RecordsSummary(None, tuple(row), None, texts=texts - {IDS})
+        return RecordsSummary(len(self._first), (), None)
 
     def _read_all(self) -> RecordsSummary:
         digest, count = hashlib.sha256(), 0
-        types: dict[str, set[type]] = {}
-        for record in self:
-            count += 1
-            for name, value in record.items():
-                types.setdefault(name, set()).add(type(value))
-            text = record.get(TEXT) if len(record) == 1 else None
-            plain = text if isinstance(text, str) else json.dumps(record, sort_keys=True, default=_plain)
-            encoded = plain.encode("utf-8", "surrogatepass")
-            digest.update(b"%d:" % len(encoded))
-            digest.update(encoded)
-        plain_types = {name: frozenset(kinds - {type(None)}) for name, kinds in types.items()}
-        return RecordsSummary(count, tuple(types), digest.hexdigest(), plain_types)
+        types, texts, records = ColumnTypes(), set[str](), iter(self)
+        names: dict[str, None] = {}
+        while piece := list(itertools.islice(records, _PIECE)):
+            for number, record in enumerate(piece, count):
+                names |= dict.fromkeys(record)
+                texts.update(name for name, value in record.items() if _needs_tokenizer(value))
+                text = record.get(TEXT) if len(record) == 1 else None
+                plain = text if isinstance(text, str) else _json(record, number)
+                encoded = plain.encode("utf-8", "surrogatepass")
+                digest.update(b"%d:" % len(encoded))
+                digest.update(encoded)
+            types.add(piece, count, [name for name in names if name != IDS])
+            count += len(piece)
+        return RecordsSummary(count, tuple(names), digest.hexdigest(), types, frozenset(texts - {IDS}))
 
     def text_key(self, name: str | None) -> str:
         """The column with the text. Raises ArgumentError if the records have none."""
@@ -134,6 +126,18 @@ class TextRecords:
         return name
 
 
+def _needs_tokenizer(value: Any) -> bool:
+    """Whether a value is a text or a chat."""
+    return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping))
+
+
+def _json(record: Row, number: int) -> str:
+    try:
+        return json.dumps(record, sort_keys=True, default=_plain)
+    except TypeError as error:  # keys of several types, inside a column
+        raise ArgumentTypeError(f"texts: expected dicts with str as keys at {number}: {error}") from error
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
@@ -141,10 +145,16 @@ def _plain(value: Any) -> Any:
 
 
 def _row(record: Any, number: int) -> Row:
+    """The record as a mapping. ``[]`` has no columns: it may be a chat or token ids."""
     if isinstance(record, str):
         return {TEXT: record}
     if isinstance(record, Mapping):
+        other = next((name for name in record if not isinstance(name, str)), None)
+        if other is not None:
+            raise ArgumentTypeError(f"texts: expected names of columns as str, found {other!r:.80} at {number}")
         return record
+    if isinstance(record, list | tuple) and not record:
+        return {}
     if isinstance(record, np.ndarray) or (
         isinstance(record, Sequence) and not isinstance(record, bytes | bytearray) and all(map(_is_integer, record))
     ):

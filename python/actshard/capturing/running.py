@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from actshard._arguments import many
 from actshard.capturing.appending import Filled
 from actshard.capturing.backend import Backend, BatchRows, PaddedBatch, Transfer
 from actshard.capturing.choosing import TokenChoice
+from actshard.capturing.column_types import column_of
 from actshard.capturing.windows import ChosenExample, batches
 from actshard.errors import ArgumentError, FormatError, NoMemoryError, warn
 from actshard.layers import plain
@@ -209,7 +210,7 @@ def columns_of(
     window: Sequence[ChosenExample],
     choice: TokenChoice,
     names: Iterable[str],
-    floats: frozenset[str],
+    types: Mapping[str, pa.DataType],
     text: str | None,
     allowed: Callable[[str], bool],
 ) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def columns_of(
         window: the examples.
         choice: the chosen tokens.
         names: the inputs' columns.
-        floats: those of them that are stored as floats.
+        types: their types; those of other columns are the writer's choice.
         text: name of the column with texts; None: inputs have none.
         allowed: whether the format stores a column.
     """
@@ -228,8 +229,7 @@ def columns_of(
     if text is not None:
         columns[text] = pa.array([example.text for example in examples], pa.string())
     for name in names:
-        values = [example.columns.get(name) for example in examples]
-        columns[name] = pa.array(values, pa.float64()) if name in floats else values
+        columns[name] = column_of(name, [example.columns.get(name) for example in examples], types.get(name))
     if not choice.has_mean:
         counts = [len(chosen.positions) for chosen in window]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -252,6 +252,23 @@ def check_columns(names: Iterable[str]) -> None:
     if taken is not None:
         raise ArgumentError(
             f"columns: {taken!r} is a column that capture writes itself; rename yours, or leave it out with columns=[...]"
+        )
+
+
+def check_text_column(text: str | None, key: str, names: Sequence[str]) -> None:
+    """Raises ArgumentError if the column of the texts, ``key`` in the inputs, is stored by the name of another column.
+
+    Args:
+        text: its name in the dataset; None: there is none.
+        key: its name in the inputs.
+        names: the inputs' other columns.
+    """
+    if text in OWN_COLUMNS:
+        raise ArgumentError(f"text: {text!r} is a column that capture writes itself; rename the column of your texts")
+    if text != key and text in names:
+        raise ArgumentError(
+            f"columns: {text!r} is the name by which the format stores the texts of {key!r}; rename your column {text!r}, or "
+            "leave it out with columns=[...]"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,15 +56,16 @@ class Limits:
 
 
 def choose(example: Example, choice: TokenChoice) -> ChosenExample:
-    """The example with its chosen tokens. One that lacks a position has a problem, and no tokens."""
+    """The example with its chosen tokens. One without any has a problem; one that lacks a position has no tokens, either."""
     none = np.zeros(0, np.int64)
     if example.problem is not None:
         return ChosenExample(example, none)
     try:
-        return ChosenExample(example, choice.positions(example))
+        positions = choice.positions(example)
     except TooShortError as error:
         bare = Example(example.number, example.text, none, none.astype(bool), None, example.columns, error.detail)
         return ChosenExample(bare, none)
+    return ChosenExample(example if len(positions) else replace(example, problem="no token is chosen"), positions)
 
 
 def windows(

@@ -75,7 +75,10 @@ def part_named(words: str) -> tuple[int, int] | None:
     if not words:
         return None
     if words == "auto":
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if not re.fullmatch(r"\d{1,5}", rank) or not re.fullmatch(r"\d{1,5}", ranks):
+            raise ArgumentError(f"part: expected integers in RANK and WORLD_SIZE, found {rank!r:.80} and {ranks!r:.80}")
+        return int(rank), int(ranks)
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", words)
     if match is None:
         raise ArgumentError(f"part: expected I/N, such as 0/4, or auto, found {words!r:.80}")
