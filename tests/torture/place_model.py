@@ -235,8 +235,9 @@ def planning(state: State, request: Request, extras: bool, number: int | None) -
         return fails(ExistsError, UnfinishedError, LockedError)
     if isinstance(state, Parts):
         return fails(ExistsError, UnfinishedError)
+    refused = () if request.wanted is not None else (DtypeError,)  # predicted from the rows
     if isinstance(state, Planned) and state.sure and not state.committing:
-        return Verdict(None if state.request == request else False, (UnfinishedError, ExistsError))
+        return Verdict(None if state.request == request else False, (UnfinishedError, ExistsError, *refused))
     return Verdict(None, ANY)
 
 
