@@ -31,6 +31,7 @@ from tests.torture.place_calls import CHOICES, Child, Contents, Outcome, Snapsho
 from tests.torture.place_model import Begun, Finished, Nothing, Parts, Place, Planned, Request, State, Unknown, Verdict
 
 import actshard
+from actshard.errors import ChangedInputError
 from actshard.request import RECORD
 
 pytestmark = pytest.mark.machine
@@ -173,6 +174,8 @@ class PlacesMachine(CountedMachine):
             """Whether it is a lock or an empty folder, what a killed call had staged so far, or began without being sure of it."""
             if path.startswith(f"{beside}stage") or _COMMIT_LOCK.fullmatch(path):
                 return True
+            if outcome.error is ChangedInputError and (path in (top, work) or path.startswith(f"{work}/plan-")):
+                return True  # a task made its plan's folder again, and recorded there that its source is another
             unsure = not getattr(place.state, "sure", isinstance(place.state, Parts))
             return place.loose and (path in (top, work, f"{work}/lock") or (unsure and path.startswith(f"{work}/")))
 

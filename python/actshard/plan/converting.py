@@ -500,7 +500,7 @@ class Converting(Verb[_OpenedPlan]):
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
-        if target.reads_all_files:  # the record beside the folder is one of these files
+        if target.reads_all_files:  # the record lies next to the folder, and names its files
             target.keep_request(len(lengths), overflows, digests)
         place = target.place()
         if place != target.root:

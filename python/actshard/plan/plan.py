@@ -170,7 +170,6 @@ class Plan(Planned):
             return True
         if self._committed(book) is not None:
             return False
-        self.check_inputs(few=True)  # a plan of other inputs leaves no folder
         try:
             return book.begin(self.as_dict(), is_over)
         except ActshardError:
