@@ -507,6 +507,47 @@ def test_other_texts_or_options_are_refused_by_name_on_resume(tmp_path: Path) ->
     assert (done.resumed_at, done.tokens, done.examples) == (30, 0, 30)
 
 
+def interrupted(function: Any, texts: Any, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """A capture that ends in an error after some commits."""
+    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+
+    def stop(progress: actshard.CaptureProgress) -> None:
+        if progress.examples > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        actshard.capture(function, texts, path, batch_tokens=50, progress=stop, **options)
+
+
+@pytest.mark.parametrize("tokens", ["all", "mean", "last"])
+def test_a_function_or_chooser_of_the_same_name_with_other_results_is_refused_on_resume(
+    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names are equal: closures over other values."""
+
+    def of_table(scale: float) -> Callable[..., Any]:
+        return lambda ids, mask: {0: TABLE[ids] * np.float32(scale)}
+
+    def at(place: int) -> Callable[[Example], list[int]]:
+        return lambda example: [place]
+
+    def tokenizer(shift: int) -> Callable[[str], list[int]]:
+        return lambda text: [int(word) + shift for word in text.split()]
+
+    texts = [" ".join(map(str, ids)) for ids in inputs(60)]
+    arguments: dict[str, Any] = {"batch_tokens": 50, "tokenizer": tokenizer(0), "tokens": tokens}
+    interrupted(of_table(1), texts, tmp_path / "d", monkeypatch, tokenizer=tokenizer(0), tokens=tokens)
+    with pytest.raises(actshard.ArgumentError, match="model: expected the rows of example 0, layer 0, as in the unfin"):
+        actshard.capture(of_table(1.01), texts, tmp_path / "d", resume=True, **arguments)
+    with pytest.raises(actshard.ArgumentError, match=r"tokenizer: expected the token ids \[\d+, .* for example 0"):
+        actshard.capture(of_table(1), texts, tmp_path / "d", resume=True, **{**arguments, "tokenizer": tokenizer(1)})
+    done = actshard.capture(of_table(1 + 1e-6), texts, tmp_path / "d", resume=True, **arguments)
+    assert 0 < done.resumed_at < 60, "other devices round differently"
+    interrupted(of_table(1), texts, tmp_path / "e", monkeypatch, tokenizer=tokenizer(0), tokens=at(0))
+    with pytest.raises(actshard.ArgumentError, match=r"tokens: expected the positions \[0\] for example 0"):
+        actshard.capture(of_table(1), texts, tmp_path / "e", resume=True, **{**arguments, "tokens": at(-1)})
+
+
 def test_an_iterator_is_read_once_and_not_resumed(tmp_path: Path) -> None:
     def texts() -> Iterator[list[int]]:
         yield from inputs(9000 // 100, longest=5)

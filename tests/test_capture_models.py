@@ -316,6 +316,29 @@ def test_another_model_tokenizer_or_option_is_refused_by_name_on_resume(tmp_path
     assert again.tokens == 0
 
 
+def test_one_changed_weight_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of the weights is of a sample; the rows of an example are of all weights before its layers."""
+    import torch
+
+    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    model, tokenizer, texts = model_of("gpt2"), trained_tokenizer(), sentences(60)
+
+    def stop(progress: actshard.CaptureProgress) -> None:
+        if progress.examples > 40:
+            raise KeyboardInterrupt
+
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "layers": [1, 2], "batch_tokens": 100}
+    with pytest.raises(KeyboardInterrupt):
+        actshard.capture(model, texts, tmp_path / "d", progress=stop, **arguments)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[3, 5] += 5
+    with pytest.raises(actshard.ArgumentError, match="model: expected the rows of example 0, layer 1"):
+        actshard.capture(model, texts, tmp_path / "d", resume=True, **arguments)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[3, 5] -= 5
+    assert actshard.capture(model, texts, tmp_path / "d", resume=True, **arguments).resumed_at > 0
+
+
 def _with_attention(kind: str, attention: str) -> Any:
     model = model_of(kind)
     model.config._attn_implementation = attention

@@ -4,6 +4,7 @@
 - ``choosing``, ``windows``: the chosen tokens; batches of similar lengths
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread
+- ``unfinished``: what a resumed capture compares and continues
 - ``job``: puts them together; ``result``: what is returned
 """
 

@@ -35,6 +35,7 @@ from actshard.capturing.running import (
     check_columns,
     columns_of,
 )
+from actshard.capturing.unfinished import Sample
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
 from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
 from actshard.formats.target import Target
@@ -121,7 +122,8 @@ class CaptureJob:
         self._encodings = self._configure_encodings(source)
         self._rows: Iterator[Row] = iter(inputs.records)
         self._held: list[Row] = []
-        first = self._first_example()
+        self._first = choose(self._first_example(), inputs.choice)
+        first = self._first.example
         self._backend: Backend = (
             FunctionStates(model.model, model.layers, model.dtype, first=first, mean=inputs.choice.has_mean)
             if source is None
@@ -252,6 +254,7 @@ class CaptureJob:
             resumed_at = writer.committed
             try:
                 if not writer.complete:
+                    self._check_model(writer)
                     with Appender(writer) as appender:
                         self._append_all(run, writer, appender)
                     writer.close()
@@ -259,6 +262,24 @@ class CaptureJob:
                 writer.abort()
                 raise
         return self._result(writer, run.counts, run.batch_tokens, resumed_at, time.monotonic() - began)
+
+    def _check_model(self, writer: Writer) -> None:
+        """Computes an example again. Raises ArgumentError if its rows are not those with which the dataset began."""
+        folder, choice = writer.working_folder, self._inputs.choice
+        if folder is None or self._summary.count is None:  # an iterator cannot be resumed
+            return
+        run = Run(
+            self._backend, choice, batch_tokens=self._batch_tokens, pad_id=self._pad_id, on_nonfinite="count", total=None,
+            progress=None,
+        )  # fmt: skip
+        states = np.asarray(run.states([self._first])[0])
+        states = states.reshape(len(self._backend.layers), -1, self._backend.width)
+        dtypes = {str(self._backend.dtype), str(self._backend.provenance.get("model_dtype") or self._backend.dtype)}
+        sample = Sample.of(self._first, self._backend.layers, states, dtypes)
+        if writer.committed:
+            sample.check(folder)
+        else:
+            sample.write(folder)
 
     def _prepare_run(self, total: int | None) -> Run:
         running = self._running

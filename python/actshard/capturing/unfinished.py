@@ -1,0 +1,107 @@
+"""What an unfinished capture keeps beside its journal: states of an example, by which a resumed one recognises the model."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.capturing.windows import ChosenExample
+from actshard.errors import ArgumentError, FormatError, from_os
+from actshard.layers import Layer, plain
+from actshard.work import write_bytes_at_once
+
+SAMPLE = "capture-sample.npz"
+"""File in the working folder."""
+_ROWS = 4
+"""Rows of each layer in a sample, at most."""
+_TOLERANCES = {"float64": 1e-3, "float32": 1e-3}
+_TOLERANCE = 3e-2
+"""Norm of the difference relative to that of a row: other devices and libraries round differently, most in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """States of an example as this call computes them.
+
+    Attributes:
+        chosen: the example.
+        layers: names of the layers.
+        rows: ``(layers, n, d_model)`` float64.
+        tolerance: the largest relative difference of a row to that of the same model.
+    """
+
+    chosen: ChosenExample
+    layers: tuple[Layer, ...]
+    rows: NDArray[np.float64]
+    tolerance: float
+
+    @classmethod
+    def of(
+        cls, chosen: ChosenExample, layers: tuple[Layer, ...], states: NDArray[np.generic], dtypes: set[str]
+    ) -> Sample:
+        """Returns the sample of an example's ``states``, ``(layers, tokens, d_model)``; ``dtypes``: of the model and of rows."""
+        places = np.unique(np.linspace(0, states.shape[1] - 1, _ROWS).astype(int))
+        tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in dtypes)
+        return cls(chosen, layers, states[:, places].astype(np.float64), tolerance)
+
+    def write(self, folder: Path) -> None:
+        """Writes the sample to the working folder."""
+        file = io.BytesIO()
+        np.savez(file, ids=self.chosen.example.ids, positions=self.chosen.positions, rows=self.rows)
+        write_bytes_at_once(folder / SAMPLE, file.getvalue())
+
+    def check(self, folder: Path) -> None:
+        """Raises ArgumentError if the committed examples have ids, positions or rows of another tokenizer, function or model."""
+        path = folder / SAMPLE
+        try:
+            with np.load(io.BytesIO(path.read_bytes())) as arrays:
+                ids, positions, rows = arrays["ids"], arrays["positions"], arrays["rows"]
+        except OSError as error:
+            raise from_os(error, path, "read") from error
+        except (ValueError, KeyError) as error:
+            raise FormatError(f"expected the sample of a capture: {error}", path=path) from error
+        number = self.chosen.example.number
+        for name, committed, computed in (
+            ("tokenizer", ids, self.chosen.example.ids),
+            ("tokens", positions, self.chosen.positions),
+        ):
+            if not np.array_equal(committed, computed):
+                what = "token ids" if name == "tokenizer" else "positions"
+                raise self._differs(
+                    folder, name, f"the {what} {_short(committed)} for example {number}", _short(computed)
+                )
+        for layer, committed, computed in zip(self.layers, rows, self.rows, strict=True):
+            difference = _difference(committed, computed)
+            if difference > self.tolerance:
+                raise self._differs(
+                    folder,
+                    "model",
+                    f"the rows of example {number}, layer {plain(layer)}",
+                    f"others, with a relative difference of {difference:.2g}",
+                )
+
+    def _differs(self, folder: Path, name: str, expected: str, found: str) -> ArgumentError:
+        return ArgumentError(
+            f"{name}: expected {expected}, as in the unfinished dataset in {folder.parent}, found {found}. Repeat the call that "
+            "began it, or write to another folder."
+        )
+
+
+def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """The largest norm of a row's difference, relative to the row's; infinite if other values are finite."""
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return float("inf")
+    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    norms = np.linalg.norm(a, axis=1)
+    differences = np.linalg.norm(a - b, axis=1)
+    return float(np.max(differences / np.maximum(norms, np.finfo(float).tiny), initial=0.0))
+
+
+def _short(values: NDArray[np.int64]) -> str:
+    shown = ", ".join(map(str, values[:8].tolist()))
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"
