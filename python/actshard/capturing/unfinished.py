@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,8 @@ from actshard.work import write_bytes_at_once
 
 SAMPLE = "capture-sample.npz"
 """File in the working folder."""
+NOTES = "capture-notes.jsonl"
+"""File in the working folder: what the files of some formats do not store of the examples. A line per window."""
 _ROWS = 4
 """Rows of each layer in a sample, at most."""
 _TOLERANCES = {"float64": 1e-3, "float32": 1e-3}
@@ -89,6 +95,55 @@ class Sample:
             f"{name}: expected {expected}, as in the unfinished dataset in {folder.parent}, found {found}. Repeat the call that "
             "began it, or write to another folder."
         )
+
+
+class Notes:
+    """Examples without states, and those with NaN or infinite values, of all calls that wrote an unfinished dataset.
+
+    Lines are written before their examples are committed: those of later examples count for nothing.
+
+    Attributes:
+        problems: why examples have no states.
+        nonfinite: number of rows with NaN or infinite values by example, of all layers.
+    """
+
+    def __init__(self, folder: Path | None, done: int) -> None:
+        """Reads the notes of the examples before ``done``. ``folder``: the working folder; None: the dataset is finished."""
+        self._path = None if folder is None else folder / NOTES
+        self.problems: dict[int, str] = {}
+        self.nonfinite: dict[int, int] = {}
+        for line in self._lines():
+            self.problems |= {int(n): str(text) for n, text in line["problems"].items() if int(n) < done}
+            self.nonfinite |= {int(n): int(count) for n, count in line["nonfinite"].items() if int(n) < done}
+        if self._path is not None and self._path.exists():
+            write_bytes_at_once(self._path, _line(self.problems, self.nonfinite))
+
+    def _lines(self) -> list[dict[str, dict[str, Any]]]:
+        if self._path is None or not self._path.exists():
+            return []
+        *lines, _ = self._path.read_bytes().split(b"\n")  # an incomplete last line is of examples without a commit
+        return [json.loads(line) for line in lines]
+
+    def add(self, problems: Mapping[int, str], nonfinite: Mapping[int, int]) -> None:
+        """Notes the examples of a window, before they are committed."""
+        self.problems.update(problems)
+        self.nonfinite.update(nonfinite)
+        if problems or nonfinite:
+            self._append(problems, nonfinite)
+
+    def _append(self, problems: Mapping[int, str], nonfinite: Mapping[int, int]) -> None:
+        assert self._path is not None
+        try:
+            with self._path.open("ab") as file:
+                file.write(_line(problems, nonfinite))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise from_os(error, self._path, "write") from error
+
+
+def _line(problems: Mapping[int, str], nonfinite: Mapping[int, int]) -> bytes:
+    return json.dumps({"problems": dict(problems), "nonfinite": dict(nonfinite)}).encode() + b"\n"
 
 
 def _difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
