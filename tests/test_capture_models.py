@@ -177,6 +177,39 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_hooks_are_removed_after_an_error(tmp_path: Path) -> None:
+    model, tokenizer = model_of("llama").train(), trained_tokenizer()
+
+    wrong: list[dict[str, Any]] = [
+        {"estimate": "yes"},
+        {"metadata": {"x": object()}},
+        {"tokens": lambda example: [0] if example.number == 0 else [True, False]},
+        {"format": "lmprobe", "tokens": "last", "max_tokens": 5},
+    ]
+    for arguments in wrong:
+        with pytest.raises(actshard.ActshardError):
+            actshard.capture(model, sentences(9), tmp_path / "d", tokenizer=tokenizer, **arguments)
+        assert model.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_can_be_trained_after_a_capture(tmp_path: Path) -> None:
+    """Dynamic rotary embeddings replace a buffer during a forward pass; it must be no inference tensor."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    actshard.capture(model, [list(range(3, 40))], tmp_path / "d", max_tokens=64)
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    ids = torch.arange(3, 43)[None]
+    model(ids, labels=ids).loss.backward()
+
+
 def test_a_compiled_model_runs_its_hooks(tmp_path: Path) -> None:
     import torch
 
@@ -368,6 +401,43 @@ def test_a_model_and_its_tokenizer_are_loaded_by_name(tmp_path: Path) -> None:
     assert np.array_equal(store.sequence(4, 2), expected[2])
     with pytest.raises(actshard.ArgumentError, match="model: cannot load"):
         actshard.capture(tmp_path / "nothing", texts, tmp_path / "e")
+
+
+def test_a_model_that_cannot_be_loaded_or_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """Transformers fills missing weights with random numbers. A pooler, which does not run, may be missing."""
+    from safetensors.torch import load_file, save_file
+
+    folder, texts, tokenizer = tmp_path / "model", sentences(3), trained_tokenizer()
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "layers": [1]}
+    model_of("bert").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+
+    def save(left_out: str) -> None:
+        kept = {name: values for name, values in weights.items() if left_out not in name}
+        assert len(kept) < len(weights)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    save("pooler")
+    assert actshard.capture(folder, texts, tmp_path / "d", **arguments).examples == 3
+    for options, message in (
+        ({"device": "nonsense"}, "device: cannot move the model to 'nonsense'"),
+        ({"device": "cuda:77"}, "device: cannot move the model to 'cuda:77'"),
+        ({"model_options": {"dtype": "nope"}}, "model: cannot load"),
+        ({"model_options": {"attn_implementation": "nope"}}, "model: cannot load"),
+    ):
+        with pytest.raises(actshard.ArgumentError, match=message):
+            actshard.capture(folder, texts, tmp_path / "e", **arguments, **options)
+    save("layer.1.intermediate")
+    with pytest.raises(
+        actshard.ArgumentError, match=r"found none that fit for 2 of them, such as encoder.layer.1.inter"
+    ):
+        actshard.capture(folder, texts, tmp_path / "e", **arguments)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(actshard.ArgumentError, match="model: cannot load"):
+        actshard.capture(folder, texts, tmp_path / "e", **arguments)
+    with pytest.raises(actshard.ArgumentError, match="device: cannot move the model to 'nonsense'"):
+        actshard.capture(model_of("bert"), texts, tmp_path / "e", device="nonsense", **arguments)
 
 
 def test_chats_are_rendered_once_and_their_marks_are_special(tmp_path: Path) -> None:

@@ -103,9 +103,11 @@ class HookedStates:
         self._ends = False
         self._as_dtype: Any = None
         self._was_training = [module for module in model.module.modules() if module.training]
-        model.module.eval()
-        self._hooks = [self._register(number, point) for number, point in enumerate(self._points)]
+        self._hooks: list[Any] = []
         try:
+            model.module.eval()
+            for number, point in enumerate(self._points):
+                self._hooks.append(self._register(number, point))
             self.width, self.dtype = self._probe(first, dtype, mean)
         except BaseException:
             self.close()
@@ -171,7 +173,7 @@ class HookedStates:
             arguments[self._mask] = mask.to(self._mask_kind(torch))
         self._batch, self._kept = (ids, mask, rows), {}
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # in inference mode, buffers that a model replaces could not be trained with later
                 self._model.trunk(ids, **arguments)
         except _LastLayerError:
             pass

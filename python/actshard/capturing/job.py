@@ -247,10 +247,11 @@ class CaptureJob:
     def run(self) -> Captured:
         """Computes and writes the dataset."""
         began = time.monotonic()
-        creation, output = self._creation(), self._output
+        output = self._output
         total = None if self._summary.count is None else len(self._range)
-        self._refuse_empty(creation)
         with closing(self._backend):
+            creation = self._creation()
+            self._refuse_empty(creation)
             run = self._prepare_run(total)
             writer = open_writer(
                 output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
