@@ -440,6 +440,28 @@ def test_a_model_that_cannot_be_loaded_or_lacks_weights_is_refused(tmp_path: Pat
         actshard.capture(model_of("bert"), texts, tmp_path / "e", device="nonsense", **arguments)
 
 
+@pytest.mark.parametrize("tokens", ["all", "last", "mean"])
+def test_ids_and_positions_that_a_model_lacks_are_refused(tokens: str, tmp_path: Path) -> None:
+    examples = [[1, 2, 3], [4, 5], [6, 7, 400, 8]]
+    for kind in ("gpt2", "llama", "t5"):
+        with pytest.raises(
+            actshard.ArgumentError, match=r"example 2, token 2: expected a token id from 0 to 399, .* 400"
+        ):
+            actshard.capture(model_of(kind), examples, tmp_path / kind, layers=[1], tokens=tokens)
+    with pytest.raises(actshard.ArgumentError, match=r"example 0, token 0: .* found -1"):
+        actshard.capture(model_of("gpt2"), [[-1, 2]], tmp_path / "d", layers=[1], tokens=tokens)
+    for kind in ("gpt2", "bert", "roberta", "opt"):
+        with pytest.raises(actshard.ArgumentError, match="max_tokens: expected at most 12"):
+            actshard.capture(model_of(kind), examples[:2], tmp_path / "d", layers=[1], tokens=tokens, max_tokens=200)
+        longest = 124 if kind == "roberta" else 128
+        done = actshard.capture(
+            model_of(kind), [[5] * longest], tmp_path / f"{kind}-longest", layers=[1], tokens=tokens, max_tokens=longest
+        )
+        assert done.tokens == longest
+    done = actshard.capture(model_of("llama"), [[5] * 150], tmp_path / "e", layers=[1], tokens=tokens, max_tokens=200)
+    assert done.tokens == 150, "rotary positions have no end"
+
+
 def test_chats_are_rendered_once_and_their_marks_are_special(tmp_path: Path) -> None:
     tokenizer = trained_tokenizer(template=True)
     chats = [

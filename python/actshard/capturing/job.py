@@ -182,6 +182,11 @@ class CaptureJob:
             raise ArgumentError(
                 "tokenizer: expected one for texts, found none. Pass tokenizer=, or lists of token ids as texts"
             )
+        positions = None if source is None else source.positions
+        if positions is not None and inputs.most_tokens is not None and inputs.most_tokens > positions:
+            raise ArgumentError(
+                f"max_tokens: expected at most {positions}, the positions that the model has, found {inputs.most_tokens}"
+            )
         most = inputs.most_tokens if inputs.most_tokens is not None or source is None else source.most_tokens
         encoder = None if tokenizer is None else Encoder.of(tokenizer)
         return Encodings(encoder, key, columns, inputs.special_tokens, most, inputs.truncate)

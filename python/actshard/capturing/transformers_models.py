@@ -74,6 +74,7 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
     config = getattr(module, "config", None)
     trunk = _trunk(module, config)
     text_config: Any = config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
+    most_tokens = _most_tokens(text_config)
     return TorchModel(
         name if isinstance(model, str | os.PathLike) else None,
         revision,
@@ -81,9 +82,11 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
         trunk,
         _provenance(module, name, revision, config),
         lambda layers: hook_points(module, trunk, text_config, layers),
-        _most_tokens(text_config),
+        most_tokens,
         _pad_id(text_config),
         {"use_cache": False},
+        _vocabulary(trunk),
+        most_tokens if _has_learned_positions(trunk) else None,
     )
 
 
@@ -159,6 +162,27 @@ def _trunk(module: Any, config: Any) -> Any:
     prefix = getattr(module, "base_model_prefix", "")
     base = getattr(module, prefix, None) if prefix else None
     return module if base is None or not hasattr(base, "forward") else base
+
+
+def _vocabulary(trunk: Any) -> int | None:
+    """Number of token ids that a model of transformers has embeddings for; None: unknown."""
+    try:
+        embedding = trunk.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    count = getattr(embedding, "num_embeddings", None)
+    return count if isinstance(count, int) else None
+
+
+def _has_learned_positions(trunk: Any) -> bool:
+    """Whether positions have embeddings of their own, as in GPT-2 and BERT: others compute longer examples than configured."""
+    return any(
+        hasattr(module, "num_embeddings") and path.rpartition(".")[2] in _POSITIONS
+        for path, module in trunk.named_modules()
+    )
+
+
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
 
 
 def _most_tokens(config: Any) -> int | None:
