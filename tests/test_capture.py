@@ -437,6 +437,23 @@ def test_an_empty_example_is_refused_before_it_would_become_zeros(tmp_path: Path
     assert [problem.example for problem in done.problems] == [40], "named also without a column for the reason"
 
 
+@pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
+def test_saev_has_room_for_the_longest_example_or_differences_are_refused_at_once(tmp_path: Path) -> None:
+    examples = [[1, 2], [3], [4, 5, 6, 7]]
+    with pytest.raises(
+        actshard.ArgumentError, match="expected 2 rows for every example, as for example 0, found 1 for ex"
+    ):
+        actshard.capture(states, examples, tmp_path / "d", "saev")
+    assert not (tmp_path / "d").exists()
+    done = actshard.capture(states, examples, tmp_path / "d", "saev", pad=True, memory=1)  # a window per example
+    store = actshard.open(done.path)
+    for number, ids in enumerate(examples):
+        assert np.array_equal(store.sequence(number, 3)[: len(ids)], expected(ids, 3))
+        assert store.sequence(number, 3)[len(ids) :].tolist() == [[0] * WIDTH] * (4 - len(ids))
+    again = actshard.capture(states, examples, tmp_path / "d", "saev", pad=True, resume=True)
+    assert (again.path, again.resumed_at) == (done.path, 3)
+
+
 def test_large_finite_values_are_not_taken_for_infinite_ones(tmp_path: Path) -> None:
     """Their sum is infinite."""
     done = actshard.capture(lambda i, m: {0: np.full((*i.shape, 4), 3e38, np.float32)}, [[1, 2]], tmp_path / "d")

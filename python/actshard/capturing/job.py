@@ -257,6 +257,7 @@ class CaptureJob:
         with closing(self._backend):
             creation = self._creation()
             self._refuse_empty(creation)
+            creation["tokens_per_example"] = self._rows_per_example()
             run = self._prepare_run(total)
             writer = open_writer(
                 output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
@@ -302,6 +303,28 @@ class CaptureJob:
                 f"{rows} per example. Leave it out of the texts, or pass {pad}{option}truncate=True (for long examples) or "
                 "another format"
             )
+
+    def _rows_per_example(self) -> int | None:
+        """Rows of every example in a format with a constant number: with ``pad=True`` those of the longest, of all parts.
+
+        Raises ArgumentError without ``pad=True`` if numbers differ, before anything is computed.
+        """
+        inputs = self._inputs
+        if self._target_class.ragged or inputs.choice.has_one_row or self._summary.count is None:
+            return None
+        every = windows(iter(inputs.records), self._encodings, inputs.choice, Limits(CELL, CELL))
+        counts = ((chosen.example.number, len(chosen.positions)) for window in every for chosen in window)
+        if self._output.create["pad"]:
+            return max(count for _, count in counts)
+        first, expected = next(counts)
+        for number, count in counts:
+            if count != expected:
+                raise ArgumentError(
+                    f"tokens: expected {many(expected, 'row')} for every example, as for example {first}, found {count} for "
+                    f"example {number}: {self._output.format} stores a constant number. Pass pad=True, tokens= with one row per "
+                    "example, or another format"
+                )
+        return expected
 
     def _check_model(self, writer: Writer) -> None:
         """Computes an example again. Raises ArgumentError if its rows are not those with which the dataset began."""
