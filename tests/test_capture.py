@@ -382,78 +382,6 @@ def test_nan_is_refused_with_its_place_or_counted(tmp_path: Path) -> None:
     assert np.isinf(actshard.open(done.path).sequence(1, 3)[1]).all()
 
 
-def test_nonfinite_rows_and_problems_of_earlier_calls_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def faulty(ids: np.ndarray, mask: np.ndarray) -> Mapping[actshard.Layer, np.ndarray]:
-        rows = {0: TABLE[ids], 3: TABLE[ids]}
-        rows[0][(ids == 499) & mask] = np.nan
-        rows[3][(ids == 499) & mask] = np.nan
-        return rows
-
-    examples = [[i % 400 for i in ids[:20]] for ids in inputs(60)]
-    examples[3][-1] = examples[50][-1] = 499
-    examples[4], examples[55] = [], list(range(50))
-    arguments: dict[str, Any] = {"on_nonfinite": "count", "max_tokens": 30}
-    interrupted(faulty, examples, tmp_path / "d", monkeypatch, **arguments)
-    with pytest.warns(
-        actshard.ActshardWarning, match="4 rows with .* in the examples 3, 50|2 examples of 60 are empty"
-    ):
-        done = actshard.capture(faulty, examples, tmp_path / "d", batch_tokens=50, resume=True, **arguments)
-    assert 4 < done.resumed_at <= 50
-    assert (done.nonfinite, done.nonfinite_examples) == (4, (3, 50)), "a row of two layers counts twice"
-    assert [problem.example for problem in done.problems] == [4, 55]
-    assert done.problems[1].reason == "it has 50 tokens, more than 30"
-
-
-def test_an_empty_example_is_refused_before_it_would_become_zeros(tmp_path: Path) -> None:
-    examples = [*inputs(40), list(range(50)), [1, 2]]
-    arguments: dict[str, Any] = {"tokens": "last", "max_tokens": 30, "layers": [0]}
-    for format, pad, options in (
-        ("lmprobe", False, {}),
-        ("hf_arrow", False, {}),
-        ("saev", False, {}),
-        ("saev", True, {}),
-        ("speculators", False, {"last": 0}),
-    ):
-        calls: list[int] = []
-
-        def counting(ids: np.ndarray, mask: np.ndarray, calls: list[int] = calls) -> Mapping[actshard.Layer, Any]:
-            calls.append(ids.size)
-            return states(ids, mask)
-
-        with pytest.raises(
-            actshard.ArgumentError, match="example 40 is empty: it has 50 tokens, more than 30"
-        ) as caught:
-            actshard.capture(counting, examples, tmp_path / "d", format, pad=pad, options=options, **arguments)
-        assert len(calls) == 1, "to learn the width"
-        assert not (tmp_path / "d").exists()
-        assert ("pad=True" in str(caught.value)) == (format in ("lmprobe", "hf_arrow"))
-    with pytest.warns(actshard.ActshardWarning, match="example 40: it has 50 tokens"):
-        done = actshard.capture(states, examples, tmp_path / "e", "hf_arrow", pad=True, **arguments)
-    assert [problem.example for problem in done.problems] == [40]
-    with pytest.warns(actshard.ActshardWarning, match="example 40: it has 50 tokens"):
-        done = actshard.capture(states, iter(examples), tmp_path / "f", "saev", pad=True, **arguments)
-    assert [problem.example for problem in done.problems] == [40], "named also without a column for the reason"
-
-
-@pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
-def test_saev_has_room_for_the_longest_example_or_differences_are_refused_at_once(tmp_path: Path) -> None:
-    examples = [[1, 2], [3], [4, 5, 6, 7]]
-    with pytest.raises(
-        actshard.ArgumentError, match="expected 2 rows for every example, as for example 0, found 1 for ex"
-    ):
-        actshard.capture(states, examples, tmp_path / "d", "saev")
-    assert not (tmp_path / "d").exists()
-    done = actshard.capture(states, examples, tmp_path / "d", "saev", pad=True, memory=1)  # a window per example
-    store = actshard.open(done.path)
-    for number, ids in enumerate(examples):
-        assert np.array_equal(store.sequence(number, 3)[: len(ids)], expected(ids, 3))
-        assert store.sequence(number, 3)[len(ids) :].tolist() == [[0] * WIDTH] * (4 - len(ids))
-    again = actshard.capture(states, examples, tmp_path / "d", "saev", pad=True, resume=True)
-    assert (again.path, again.resumed_at) == (done.path, 3)
-
-
 def test_large_finite_values_are_not_taken_for_infinite_ones(tmp_path: Path) -> None:
     """Their sum is infinite."""
     done = actshard.capture(lambda i, m: {0: np.full((*i.shape, 4), 3e38, np.float32)}, [[1, 2]], tmp_path / "d")
@@ -579,47 +507,6 @@ def test_other_texts_or_options_are_refused_by_name_on_resume(tmp_path: Path) ->
     assert (done.resumed_at, done.tokens, done.examples) == (30, 0, 30)
 
 
-def interrupted(function: Any, texts: Any, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """A capture that ends in an error after some commits."""
-    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
-
-    def stop(progress: actshard.CaptureProgress) -> None:
-        if progress.examples > 40:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        actshard.capture(function, texts, path, batch_tokens=50, progress=stop, **options)
-
-
-@pytest.mark.parametrize("tokens", ["all", "mean", "last"])
-def test_a_function_or_chooser_of_the_same_name_with_other_results_is_refused_on_resume(
-    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their names are equal: closures over other values."""
-
-    def of_table(scale: float) -> Callable[..., Any]:
-        return lambda ids, mask: {0: TABLE[ids] * np.float32(scale)}
-
-    def at(place: int) -> Callable[[Example], list[int]]:
-        return lambda example: [place]
-
-    def tokenizer(shift: int) -> Callable[[str], list[int]]:
-        return lambda text: [int(word) + shift for word in text.split()]
-
-    texts = [" ".join(map(str, ids)) for ids in inputs(60)]
-    arguments: dict[str, Any] = {"batch_tokens": 50, "tokenizer": tokenizer(0), "tokens": tokens}
-    interrupted(of_table(1), texts, tmp_path / "d", monkeypatch, tokenizer=tokenizer(0), tokens=tokens)
-    with pytest.raises(actshard.ArgumentError, match="model: expected the rows of example 0, layer 0, as in the unfin"):
-        actshard.capture(of_table(1.01), texts, tmp_path / "d", resume=True, **arguments)
-    with pytest.raises(actshard.ArgumentError, match=r"tokenizer: expected the token ids \[\d+, .* for example 0"):
-        actshard.capture(of_table(1), texts, tmp_path / "d", resume=True, **{**arguments, "tokenizer": tokenizer(1)})
-    done = actshard.capture(of_table(1 + 1e-6), texts, tmp_path / "d", resume=True, **arguments)
-    assert 0 < done.resumed_at < 60, "other devices round differently"
-    interrupted(of_table(1), texts, tmp_path / "e", monkeypatch, tokenizer=tokenizer(0), tokens=at(0))
-    with pytest.raises(actshard.ArgumentError, match=r"tokens: expected the positions \[0\] for example 0"):
-        actshard.capture(of_table(1), texts, tmp_path / "e", resume=True, **{**arguments, "tokens": at(-1)})
-
-
 def test_an_iterator_is_read_once_and_not_resumed(tmp_path: Path) -> None:
     def texts() -> Iterator[list[int]]:
         yield from inputs(9000 // 100, longest=5)
@@ -723,30 +610,6 @@ def test_an_estimate_names_the_number_of_an_example_with_nan(tmp_path: Path) -> 
     with pytest.raises(actshard.FormatError, match="example 516, token 1, layer 3: NaN") as caught:
         actshard.capture(faulty, examples, tmp_path / "d", estimate=True)
     assert "ommitted" not in str(caught.value), "nothing was"
-
-
-TARGET = {"target_model": "m", "target_model_type": "llama", "target_vocab_size": 500, "num_hidden_layers": 4}
-DEMANDING: dict[str, dict[str, Any]] = {
-    "saev": {},
-    "speculators": {"options": {"last": 3}},
-    "modelopt": {"options": {"last": 3}},
-    "deepspec": {"options": {"last": 3}, "dtype": "bfloat16"},
-    "automodel": {"options": {"last": 3}, "metadata": TARGET, "dtype": "bfloat16"},
-}
-"""Formats that need options about layers, the number of examples, or metadata."""
-
-
-@pytest.mark.parametrize("format", DEMANDING)
-def test_formats_with_options_about_layers_are_begun_and_estimated(format: str, tmp_path: Path) -> None:
-    examples, arguments = [[1, 2, 3], [4, 5, 6]], DEMANDING[format]
-    predicted = actshard.capture(states, examples, tmp_path / "d", format, estimate=True, **arguments)
-    assert (predicted.examples, predicted.rows) == (2, 6)
-    done = actshard.capture(states, examples, tmp_path / "d", format, **arguments)
-    assert done.examples == 2
-    again = actshard.capture(states, examples, tmp_path / "d", format, resume=True, **arguments)
-    assert again.examples == 2
-    with pytest.raises(actshard.ExistsError, match="finished d"):
-        actshard.capture(states, examples, tmp_path / "d", format, **arguments)
 
 
 def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:

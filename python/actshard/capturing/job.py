@@ -34,7 +34,7 @@ from actshard.capturing.running import (
     check_columns,
     columns_of,
 )
-from actshard.capturing.unfinished import Notes, Sample
+from actshard.capturing.unfinished import CaptureSample, Notes
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
 from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
 from actshard.formats.target import Target
@@ -338,7 +338,7 @@ class CaptureJob:
         states = np.asarray(run.states([self._first])[0])
         states = states.reshape(len(self._backend.layers), -1, self._backend.width)
         dtypes = {str(self._backend.dtype), str(self._backend.provenance.get("model_dtype") or self._backend.dtype)}
-        sample = Sample.of(self._first, self._backend.layers, states, dtypes)
+        sample = CaptureSample.of(self._first, self._backend.layers, states, dtypes)
         if writer.committed:
             sample.check(folder)
         else:

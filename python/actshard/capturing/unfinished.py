@@ -1,8 +1,7 @@
-"""What an unfinished capture keeps beside its journal: states of an example, by which a resumed one recognises the model."""
+"""What an unfinished capture keeps next to its journal: states of an example, by which a resumed one recognises the model."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Mapping
@@ -14,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.capturing.windows import ChosenExample
-from actshard.errors import ArgumentError, FormatError, from_os
+from actshard.errors import ArgumentError, from_os
 from actshard.layers import Layer, plain
-from actshard.work import write_bytes_at_once
+from actshard.location import Location
+from actshard.work import read_table, write_bytes_at_once, write_table
 
-SAMPLE = "capture-sample.npz"
+SAMPLE = "capture-sample.arrow"
 """File in the working folder."""
 NOTES = "capture-notes.jsonl"
 """File in the working folder: what the files of some formats do not store of the examples. A line per window."""
@@ -30,7 +30,7 @@ _TOLERANCE = 3e-2
 
 
 @dataclass(frozen=True)
-class Sample:
+class CaptureSample:
     """States of an example as this call computes them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sample:
     @classmethod
     def of(
         cls, chosen: ChosenExample, layers: tuple[Layer, ...], states: NDArray[np.generic], dtypes: set[str]
-    ) -> Sample:
+    ) -> CaptureSample:
         """Returns the sample of an example's ``states``, ``(layers, tokens, d_model)``; ``dtypes``: of the model and of rows."""
         places = np.unique(np.linspace(0, states.shape[1] - 1, _ROWS).astype(int))
         tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in dtypes)
@@ -56,20 +56,15 @@ class Sample:
 
     def write(self, folder: Path) -> None:
         """Writes the sample to the working folder."""
-        file = io.BytesIO()
-        np.savez(file, ids=self.chosen.example.ids, positions=self.chosen.positions, rows=self.rows)
-        write_bytes_at_once(folder / SAMPLE, file.getvalue())
+        import pyarrow as pa
+
+        columns = {"ids": self.chosen.example.ids, "positions": self.chosen.positions, "rows": self.rows.reshape(-1)}
+        write_table(folder / SAMPLE, pa.table({name: pa.array([values.tolist()]) for name, values in columns.items()}))
 
     def check(self, folder: Path) -> None:
         """Raises ArgumentError if the committed examples have ids, positions or rows of another tokenizer, function or model."""
-        path = folder / SAMPLE
-        try:
-            with np.load(io.BytesIO(path.read_bytes())) as arrays:
-                ids, positions, rows = arrays["ids"], arrays["positions"], arrays["rows"]
-        except OSError as error:
-            raise from_os(error, path, "read") from error
-        except (ValueError, KeyError) as error:
-            raise FormatError(f"expected the sample of a capture: {error}", path=path) from error
+        table = read_table(folder / SAMPLE)
+        ids, positions = (np.array(table[name][0].as_py(), np.int64) for name in ("ids", "positions"))
         number = self.chosen.example.number
         for name, committed, computed in (
             ("tokenizer", ids, self.chosen.example.ids),
@@ -80,6 +75,7 @@ class Sample:
                 raise self._differs(
                     folder, name, f"the {what} {_short(committed)} for example {number}", _short(computed)
                 )
+        rows = np.array(table["rows"][0].as_py(), np.float64).reshape(self.rows.shape)
         for layer, committed, computed in zip(self.layers, rows, self.rows, strict=True):
             difference = _difference(committed, computed)
             if difference > self.tolerance:
@@ -121,7 +117,9 @@ class Notes:
     def _lines(self) -> list[dict[str, dict[str, Any]]]:
         if self._path is None or not self._path.exists():
             return []
-        *lines, _ = self._path.read_bytes().split(b"\n")  # an incomplete last line is of examples without a commit
+        *lines, _ = (
+            Location.at(self._path).read_utf8().split("\n")
+        )  # an incomplete last line is of examples without a commit
         return [json.loads(line) for line in lines]
 
     def add(self, problems: Mapping[int, str], nonfinite: Mapping[int, int]) -> None:
