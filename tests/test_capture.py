@@ -600,6 +600,20 @@ def test_an_estimate_writes_nothing_and_is_right(tmp_path: Path) -> None:
     assert predicted.files is not None
 
 
+def test_an_estimate_names_the_number_of_an_example_with_nan(tmp_path: Path) -> None:
+    examples = [[1, 2]] * 1100
+    examples[516] = [1, 7]
+
+    def faulty(ids: np.ndarray, mask: np.ndarray) -> Mapping[actshard.Layer, np.ndarray]:
+        rows = states(ids, mask)
+        rows[3][ids == 7] = np.nan
+        return rows
+
+    with pytest.raises(actshard.FormatError, match="example 516, token 1, layer 3: NaN") as caught:
+        actshard.capture(faulty, examples, tmp_path / "d", estimate=True)
+    assert "ommitted" not in str(caught.value), "nothing was"
+
+
 def test_progress_ends_with_all_examples_and_tokens(tmp_path: Path) -> None:
     calls: list[actshard.CaptureProgress] = []
     examples = inputs(50)

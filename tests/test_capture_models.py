@@ -178,6 +178,39 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_hooks_are_removed_after_an_error(tmp_path: Path) -> None:
+    model, tokenizer = model_of("llama").train(), trained_tokenizer()
+
+    wrong: list[dict[str, Any]] = [
+        {"estimate": "yes"},
+        {"metadata": {"x": object()}},
+        {"tokens": lambda example: [0] if example.number == 0 else [True, False]},
+        {"format": "lmprobe", "tokens": "last", "max_tokens": 5},
+    ]
+    for arguments in wrong:
+        with pytest.raises(actshard.ActshardError):
+            actshard.capture(model, sentences(9), tmp_path / "d", tokenizer=tokenizer, **arguments)
+        assert model.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_can_be_trained_after_a_capture(tmp_path: Path) -> None:
+    """Dynamic rotary embeddings replace a buffer during a forward pass; it must be no inference tensor."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    actshard.capture(model, [list(range(3, 40))], tmp_path / "d", max_tokens=64)
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    ids = torch.arange(3, 43)[None]
+    model(ids, labels=ids).loss.backward()
+
+
 def test_a_compiled_model_runs_its_hooks(tmp_path: Path) -> None:
     import torch
 
@@ -317,6 +350,29 @@ def test_another_model_tokenizer_or_option_is_refused_by_name_on_resume(tmp_path
     assert again.tokens == 0
 
 
+def test_one_changed_weight_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of the weights is of a sample; the rows of an example are of all weights before its layers."""
+    import torch
+
+    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    model, tokenizer, texts = model_of("gpt2"), trained_tokenizer(), sentences(60)
+
+    def stop(progress: actshard.CaptureProgress) -> None:
+        if progress.examples > 40:
+            raise KeyboardInterrupt
+
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "layers": [1, 2], "batch_tokens": 100}
+    with pytest.raises(KeyboardInterrupt):
+        actshard.capture(model, texts, tmp_path / "d", progress=stop, **arguments)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[3, 5] += 5
+    with pytest.raises(actshard.ArgumentError, match="model: expected the rows of example 0, layer 1"):
+        actshard.capture(model, texts, tmp_path / "d", resume=True, **arguments)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[3, 5] -= 5
+    assert actshard.capture(model, texts, tmp_path / "d", resume=True, **arguments).resumed_at > 0
+
+
 def _with_attention(kind: str, attention: str) -> Any:
     model = model_of(kind)
     model.config._attn_implementation = attention
@@ -346,6 +402,65 @@ def test_a_model_and_its_tokenizer_are_loaded_by_name(tmp_path: Path) -> None:
     assert np.array_equal(store.sequence(4, 2), expected[2])
     with pytest.raises(actshard.ArgumentError, match="model: cannot load"):
         actshard.capture(tmp_path / "nothing", texts, tmp_path / "e")
+
+
+def test_a_model_that_cannot_be_loaded_or_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """Transformers fills missing weights with random numbers. A pooler, which does not run, may be missing."""
+    from safetensors.torch import load_file, save_file
+
+    folder, texts, tokenizer = tmp_path / "model", sentences(3), trained_tokenizer()
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "layers": [1]}
+    model_of("bert").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+
+    def save(left_out: str) -> None:
+        kept = {name: values for name, values in weights.items() if left_out not in name}
+        assert len(kept) < len(weights)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    save("pooler")
+    assert actshard.capture(folder, texts, tmp_path / "d", **arguments).examples == 3
+    for options, message in (
+        ({"device": "nonsense"}, "device: cannot move the model to 'nonsense'"),
+        ({"device": "cuda:77"}, "device: cannot move the model to 'cuda:77'"),
+        ({"model_options": {"dtype": "nope"}}, "model: cannot load"),
+        ({"model_options": {"attn_implementation": "nope"}}, "model: cannot load"),
+    ):
+        with pytest.raises(actshard.ArgumentError, match=message):
+            actshard.capture(folder, texts, tmp_path / "e", **arguments, **options)
+    save("layer.1.intermediate")
+    with pytest.raises(
+        actshard.ArgumentError, match=r"found none that fit for 2 of them, such as encoder.layer.1.inter"
+    ):
+        actshard.capture(folder, texts, tmp_path / "e", **arguments)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(actshard.ArgumentError, match="model: cannot load"):
+        actshard.capture(folder, texts, tmp_path / "e", **arguments)
+    with pytest.raises(actshard.ArgumentError, match="device: cannot move the model to 'nonsense'"):
+        actshard.capture(model_of("bert"), texts, tmp_path / "e", device="nonsense", **arguments)
+
+
+@pytest.mark.parametrize("tokens", ["all", "last", "mean"])
+def test_ids_and_positions_that_a_model_lacks_are_refused(tokens: str, tmp_path: Path) -> None:
+    examples = [[1, 2, 3], [4, 5], [6, 7, 400, 8]]
+    for kind in ("gpt2", "llama", "t5"):
+        with pytest.raises(
+            actshard.ArgumentError, match=r"example 2, token 2: expected a token id from 0 to 399, .* 400"
+        ):
+            actshard.capture(model_of(kind), examples, tmp_path / kind, layers=[1], tokens=tokens)
+    with pytest.raises(actshard.ArgumentError, match=r"example 0, token 0: .* found -1"):
+        actshard.capture(model_of("gpt2"), [[-1, 2]], tmp_path / "d", layers=[1], tokens=tokens)
+    for kind in ("gpt2", "bert", "roberta", "opt"):
+        with pytest.raises(actshard.ArgumentError, match="max_tokens: expected at most 12"):
+            actshard.capture(model_of(kind), examples[:2], tmp_path / "d", layers=[1], tokens=tokens, max_tokens=200)
+        longest = 124 if kind == "roberta" else 128
+        done = actshard.capture(
+            model_of(kind), [[5] * longest], tmp_path / f"{kind}-longest", layers=[1], tokens=tokens, max_tokens=longest
+        )
+        assert done.tokens == longest
+    done = actshard.capture(model_of("llama"), [[5] * 150], tmp_path / "e", layers=[1], tokens=tokens, max_tokens=200)
+    assert done.tokens == 150, "rotary positions have no end"
 
 
 def test_chats_are_rendered_once_and_their_marks_are_special(tmp_path: Path) -> None:

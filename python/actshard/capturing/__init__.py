@@ -4,6 +4,7 @@
 - ``choosing``, ``windows``: the chosen tokens; batches of similar lengths
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread
+- ``unfinished``: what a resumed capture compares and continues
 - ``job``: puts them together; ``result``: what is returned
 """
 
@@ -142,6 +143,7 @@ def capture(
         if value is not None and not isinstance(value, Mapping):
             raise ArgumentTypeError(f"{name}: expected a mapping, found {type(value).__name__}")
     switch = _arguments.switch
+    estimates = switch(estimate, "estimate")  # checked before a model gets hooks
     job = CaptureJob(
         ModelSettings(model, revision, device, model_options, layers_of(layers), dtype),
         InputSettings(
@@ -169,4 +171,4 @@ def capture(
             progress,
         ),
     )
-    return job.estimate() if switch(estimate, "estimate") else job.run()
+    return job.estimate() if estimates else job.run()

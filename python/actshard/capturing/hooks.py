@@ -56,6 +56,8 @@ class TorchModel:
         most_tokens: maximum number of tokens; None: unknown.
         pad_id: the id with which examples are filled.
         arguments: further arguments of the forward pass.
+        vocabulary: number of token ids; None: unknown.
+        positions: number of positions with an embedding; None: positions are not learned, or unknown.
     """
 
     name: str | None
@@ -67,6 +69,8 @@ class TorchModel:
     most_tokens: int | None = None
     pad_id: int = 0
     arguments: Mapping[str, Any] | None = None
+    vocabulary: int | None = None
+    positions: int | None = None
 
     def open(
         self, layers: tuple[Layer, ...] | None, dtype: DTypeLike | None, *, first: Example, mean: bool
@@ -103,9 +107,11 @@ class HookedStates:
         self._ends = False
         self._as_dtype: Any = None
         self._was_training = [module for module in model.module.modules() if module.training]
-        model.module.eval()
-        self._hooks = [self._register(number, point) for number, point in enumerate(self._points)]
+        self._hooks: list[Any] = []
         try:
+            model.module.eval()
+            for number, point in enumerate(self._points):
+                self._hooks.append(self._register(number, point))
             self.width, self.dtype = self._probe(first, dtype, mean)
         except BaseException:
             self.close()
@@ -162,6 +168,7 @@ class HookedStates:
 
     def _run(self, batch: PaddedBatch) -> list[Any]:
         """Runs the model up to its last layer and returns the chosen rows ``(n, d)`` of each layer, on the device."""
+        self._check_ids(batch)
         torch = self._torch
         ids = torch.from_numpy(batch.ids).to(self._device, non_blocking=True)
         mask = torch.from_numpy(batch.mask).to(self._device, non_blocking=True)
@@ -171,7 +178,7 @@ class HookedStates:
             arguments[self._mask] = mask.to(self._mask_kind(torch))
         self._batch, self._kept = (ids, mask, rows), {}
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # in inference mode, buffers that a model replaces could not be trained with later
                 self._model.trunk(ids, **arguments)
         except _LastLayerError:
             pass
@@ -184,6 +191,20 @@ class HookedStates:
                 f"{type(self._model.trunk).__name__}"
             )
         return [kept[number] for number in range(len(self._points))]
+
+    def _check_ids(self, batch: PaddedBatch) -> None:
+        """Raises ArgumentError for a token id that the model has no embedding for."""
+        count = self._model.vocabulary
+        if count is None:
+            return
+        outside = np.argwhere((batch.ids < 0) | (batch.ids >= count))
+        if len(outside):
+            row, column = outside[0].tolist()
+            rows = np.arange(len(batch.ids)) if batch.rows is None else batch.rows // batch.ids.shape[1]
+            raise ArgumentError(
+                f"example {batch.numbers[rows == row][0]}, token {column}: expected a token id from 0 to {count - 1}, which the "
+                f"model has embeddings for, found {batch.ids[row, column]}. Pass the model's own tokenizer"
+            )
 
     def _probe(self, first: Example, dtype: DTypeLike | None, mean: bool) -> tuple[int, np.dtype[Any]]:
         """Width and dtype of the states of a short example. The whole forward pass runs, to see each module once."""

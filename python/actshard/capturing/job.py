@@ -28,7 +28,6 @@ from actshard.capturing.result import Captured, Problem
 from actshard.capturing.running import (
     OWN_COLUMNS,
     PROBLEM,
-    CaptureCounts,
     CaptureProgress,
     OnNonfinite,
     Run,
@@ -36,6 +35,7 @@ from actshard.capturing.running import (
     check_text_column,
     columns_of,
 )
+from actshard.capturing.unfinished import CaptureSample, Notes
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
 from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
 from actshard.formats.target import Target
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 _WINDOWS_IN_MEMORY = 4
 """Being computed, queued, being appended, and the writer's own blocks."""
+_NAMED = 20
+"""Examples with NaN or infinite values that a result names."""
 _SAMPLED, _SAMPLED_SECONDS = 256, 5.0
 """Examples that an estimate computes, and about how long at most."""
 
@@ -110,7 +112,7 @@ class CaptureJob:
     ) -> None:
         self._inputs, self._output, self._running = inputs, output, running
         self._target_class = formats.get(output.format).target()
-        self._refuse_finished()
+        self._refuse_finished(model.layers)
         self._summary = inputs.records.summary()
         if self._summary.count is None and (output.resume or output.part is not None):
             raise ArgumentError(
@@ -122,7 +124,8 @@ class CaptureJob:
         self._encodings = self._configure_encodings(source)
         self._rows: Iterator[Row] = iter(inputs.records)
         self._held: list[Row] = []
-        first = self._first_example()
+        self._first = choose(self._first_example(), inputs.choice)
+        first = self._first.example
         self._backend: Backend = (
             FunctionStates(model.model, model.layers, model.dtype, first=first, mean=inputs.choice.has_mean)
             if source is None
@@ -133,15 +136,18 @@ class CaptureJob:
         self._pad_id = pad_id if pad_id is not None else encoder.pad_id if encoder is not None else 0
         self._batch_tokens = running.batch_tokens or self._backend.batch_tokens
 
-    def _refuse_finished(self) -> None:
+    def _refuse_finished(self, layers: tuple[Layer, ...] | None) -> None:
         """Raises ExistsError if the path is taken, before a model is loaded. The writer looks again."""
         output = self._output
         if output.resume or self._target_class.names_itself:
             return
-        target = make_target(
-            output.path, output.format, layers=[0], d_model=1, dtype=None, metadata=None, num_examples=None,
-            tokens_per_example=None, shard_bytes=None, part=output.part, options={},
-        )  # fmt: skip
+        try:
+            target = make_target(
+                output.path, output.format, layers=layers or [0], d_model=1, dtype=None, metadata=None, num_examples=None,
+                tokens_per_example=None, shard_bytes=None, part=output.part, options=output.create["options"],
+            )  # fmt: skip
+        except ArgumentError:
+            return  # of options that depend on layers or a width which are not known yet; or the writer raises it again
         if (found := complete_at(target)) is not None:
             raise ExistsError(
                 "already contains a finished dataset. Pass resume=True (--resume) to accept it if it is the same, or choose "
@@ -180,6 +186,11 @@ class CaptureJob:
         if tokenizer is None and has_texts:
             raise ArgumentError(
                 "tokenizer: expected one for texts, found none. Pass tokenizer=, or lists of token ids as texts"
+            )
+        positions = None if source is None else source.positions
+        if positions is not None and inputs.most_tokens is not None and inputs.most_tokens > positions:
+            raise ArgumentError(
+                f"max_tokens: expected at most {positions}, the positions that the model has, found {inputs.most_tokens}"
             )
         most = inputs.most_tokens if inputs.most_tokens is not None or source is None else source.most_tokens
         encoder = None if tokenizer is None else Encoder.of(tokenizer)
@@ -257,24 +268,97 @@ class CaptureJob:
     def run(self) -> Captured:
         """Computes and writes the dataset."""
         began = time.monotonic()
-        creation, output = self._creation(), self._output
+        output = self._output
         total = None if self._summary.count is None else len(self._range)
         with closing(self._backend):
+            creation = self._creation()
+            self._refuse_empty(creation)
+            creation["tokens_per_example"] = self._rows_per_example()
             run = self._prepare_run(total)
             writer = open_writer(
                 output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
                 capture=self._arguments(), **creation,
             )  # fmt: skip
             resumed_at = writer.committed
+            notes = Notes(writer.working_folder, self._range.start + resumed_at)
             try:
                 if not writer.complete:
+                    self._check_model(writer)
                     with Appender(writer) as appender:
-                        self._append_all(run, writer, appender)
+                        self._append_all(run, writer, appender, notes)
                     writer.close()
             except BaseException:
                 writer.abort()
                 raise
-        return self._result(writer, run.counts, run.batch_tokens, resumed_at, time.monotonic() - began)
+        return self._result(writer, run, notes, resumed_at, time.monotonic() - began)
+
+    def _refuse_empty(self, creation: Mapping[str, Any]) -> None:
+        """Raises ArgumentError for an empty example that the format cannot store, before anything is computed.
+
+        Padding alone would make zeros of it: the format needs the column with the reason, too.
+        """
+        target, inputs = _sized_target(self._output, creation, self._summary.count and len(self._range)), self._inputs
+        if target.ragged:
+            target.take_tokens(1 if inputs.choice.has_one_row else 2)  # the writer decides by the first window
+        is_padded = bool(self._output.create["pad"]) and target.holds_columns and target.only_columns is None
+        if (
+            self._summary.count is None
+            or is_padded
+            or (target.ragged and target.tokens is None and not target.needs_tokens)
+        ):
+            return
+        records = itertools.islice(iter(inputs.records), self._range.start, self._range.stop)
+        every = windows(records, self._encodings, inputs.choice, Limits(CELL, CELL), self._range.start)
+        empty = next((chosen for window in every for chosen in window if not len(chosen.positions)), None)
+        if empty is not None:
+            option = "" if target.keeping_all is None else f"options= ({target.keeping_all}), "
+            pad = "pad=True, " if target.holds_columns and target.only_columns is None else ""
+            rows = "at least one row" if target.needs_tokens else "a constant number of rows"
+            raise ArgumentError(
+                f"example {empty.example.number} is empty: {empty.problem or 'no token is chosen'}; {self._output.format} stores "
+                f"{rows} per example. Leave it out of the texts, or pass {pad}{option}truncate=True (for long examples) or "
+                "another format"
+            )
+
+    def _rows_per_example(self) -> int | None:
+        """Rows of every example in a format with a constant number: with ``pad=True`` those of the longest, of all parts.
+
+        Raises ArgumentError without ``pad=True`` if numbers differ, before anything is computed.
+        """
+        inputs = self._inputs
+        if self._target_class.ragged or inputs.choice.has_one_row or self._summary.count is None:
+            return None
+        every = windows(iter(inputs.records), self._encodings, inputs.choice, Limits(CELL, CELL))
+        counts = ((chosen.example.number, len(chosen.positions)) for window in every for chosen in window)
+        if self._output.create["pad"]:
+            return max(count for _, count in counts)
+        first, expected = next(counts)
+        for number, count in counts:
+            if count != expected:
+                raise ArgumentError(
+                    f"tokens: expected {many(expected, 'row')} for every example, as for example {first}, found {count} for "
+                    f"example {number}: {self._output.format} stores a constant number. Pass pad=True, tokens= with one row per "
+                    "example, or another format"
+                )
+        return expected
+
+    def _check_model(self, writer: Writer) -> None:
+        """Computes an example again. Raises ArgumentError if its rows are not those with which the dataset began."""
+        folder, choice = writer.working_folder, self._inputs.choice
+        if folder is None or self._summary.count is None:  # an iterator cannot be resumed
+            return
+        run = Run(
+            self._backend, choice, batch_tokens=self._batch_tokens, pad_id=self._pad_id, on_nonfinite="count", total=None,
+            progress=None,
+        )  # fmt: skip
+        states = np.asarray(run.states([self._first])[0])
+        states = states.reshape(len(self._backend.layers), -1, self._backend.width)
+        dtypes = {str(self._backend.dtype), str(self._backend.provenance.get("model_dtype") or self._backend.dtype)}
+        sample = CaptureSample.of(self._first, self._backend.layers, states, dtypes)
+        if writer.committed:
+            sample.check(folder)
+        else:
+            sample.write(folder)
 
     def _prepare_run(self, total: int | None) -> Run:
         running = self._running
@@ -289,12 +373,17 @@ class CaptureJob:
             progress=running.progress,
         )
 
-    def _append_all(self, run: Run, writer: Writer, appender: Appender) -> None:
+    def _append_all(self, run: Run, writer: Writer, appender: Appender, notes: Notes) -> None:
         done = self._range.start + writer.committed
         columns = self._columns_function(writer.stores_column)
         for window in self._windows(done):
             states = run.states(window)
             skipped = max(done - window[0].example.number, 0)
+            numbers = [chosen.example.number for chosen in window[skipped:]]
+            notes.add(
+                {chosen.example.number: chosen.problem for chosen in window[skipped:] if chosen.problem is not None},
+                {number: run.counts.nonfinite[number] for number in numbers if number in run.counts.nonfinite},
+            )
             appender.append(Filled(states[skipped:], columns(window[skipped:]) or None))
 
     def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
@@ -324,21 +413,20 @@ class CaptureJob:
             if window[-1].example.number >= done:
                 yield window
 
-    def _result(
-        self, writer: Writer, counts: CaptureCounts, batch_tokens: int, resumed_at: int, seconds: float
-    ) -> Captured:
-        backend = self._backend
-        layers, problems = self._look(writer)
+    def _result(self, writer: Writer, run: Run, notes: Notes, resumed_at: int, seconds: float) -> Captured:
+        backend, counts = self._backend, run.counts
+        layers, problems = self._look(writer, notes)
+        nonfinite, nonfinite_examples = sum(notes.nonfinite.values()), sorted(notes.nonfinite)[:_NAMED]
         if problems:
             warn(
                 f"{writer.path}: {many(len(problems), 'example')} of {len(writer)} {'is' if len(problems) == 1 else 'are'} empty: "
                 f"{'; '.join(map(str, problems[:3]))}{'; ...' if len(problems) > 3 else ''}",
                 code="examples-left-empty",
             )
-        if counts.nonfinite:
+        if nonfinite:
             warn(
-                f"{writer.path}: {many(counts.nonfinite, 'row')} with NaN or infinite values, in the examples "
-                f"{', '.join(map(str, counts.nonfinite_examples[:5]))}{', ...' if len(counts.nonfinite_examples) > 5 else ''}",
+                f"{writer.path}: {many(nonfinite, 'row')} with NaN or infinite values, in the examples "
+                f"{', '.join(map(str, nonfinite_examples[:5]))}{', ...' if len(nonfinite_examples) > 5 else ''}",
                 code="non-finite-captured",
             )
         return Captured(
@@ -355,21 +443,21 @@ class CaptureJob:
             bytes=counts.rows * len(backend.layers) * backend.width * backend.dtype.itemsize,
             files=None,
             seconds=seconds,
-            batch_tokens=batch_tokens,
+            batch_tokens=run.batch_tokens,
             problems=problems,
-            nonfinite=counts.nonfinite,
-            nonfinite_examples=tuple(counts.nonfinite_examples),
+            nonfinite=nonfinite,
+            nonfinite_examples=tuple(nonfinite_examples),
             provenance=self._arguments(),
             estimated=False,
         )
 
-    def _look(self, writer: Writer) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
+    def _look(self, writer: Writer, notes: Notes) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
         """Names of layers and problems of the finished dataset, or part, including those of earlier calls."""
         if not len(self._range):  # a part without examples is no dataset
             return self._backend.layers, ()
         store = open_quietly(writer.path, self._output.format, "auto")
         if PROBLEM not in store.contents.column_names:
-            return store.layers, ()
+            return store.layers, tuple(Problem(number, notes.problems[number]) for number in sorted(notes.problems))
         texts = store.read_columns([PROBLEM])[PROBLEM]
         places = np.flatnonzero(texts.is_valid().to_numpy()).tolist()
         return store.layers, tuple(Problem(self._range.start + i, str(texts[i].as_py())) for i in places)
@@ -383,7 +471,9 @@ class CaptureJob:
             lengths = np.array([c.tokens for c in chosen], np.int64)
             rows = np.array([1 if self._inputs.choice.has_mean and c.rows else c.rows for c in chosen], np.int64)
             creation = self._creation()
-            target = _sized_target(self._output, creation)
+            target = _sized_target(self._output, creation, len(chosen))
+            if not target.ragged:
+                target.take_tokens(int(rows.max()))
             _, files, size = target.estimate(np.maximum(rows, 1) if not target.ragged else rows)
             tokens = int(lengths[rows > 0].sum())
             speed = self._measure(len(chosen))
@@ -416,7 +506,8 @@ class CaptureJob:
         rows = itertools.islice(iter(self._inputs.records), self._range.start, self._range.stop, step)
         if self._summary.count is None:
             return 0.0
-        examples = self._encodings.examples(list(rows), 0)
+        numbers = itertools.count(self._range.start, step)
+        examples = [self._encodings.examples([row], number)[0] for row, number in zip(rows, numbers, strict=False)]
         window = [choose(example, self._inputs.choice) for example in examples]
         run = self._prepare_run(None)
         plans = list(batches(window, self._batch_tokens, pads=self._backend.pads))
@@ -446,7 +537,7 @@ def _counted(chosen: ChosenExample) -> _Counted:
     return _Counted(chosen.example.number, len(chosen.example), len(chosen.positions), chosen.problem)
 
 
-def _sized_target(output: OutputSettings, creation: Mapping[str, Any]) -> Target:
+def _sized_target(output: OutputSettings, creation: Mapping[str, Any], count: int | None) -> Target:
     return make_target(
         output.path,
         output.format,
@@ -454,7 +545,7 @@ def _sized_target(output: OutputSettings, creation: Mapping[str, Any]) -> Target
         d_model=creation["d_model"],
         dtype=creation["dtype"],
         metadata=creation["metadata"],
-        num_examples=None,
+        num_examples=count or None,
         tokens_per_example=None,
         shard_bytes=creation["shard_bytes"],
         part=None,

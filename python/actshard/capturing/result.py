@@ -46,7 +46,8 @@ class Captured:
         seconds: duration of this call.
         batch_tokens: token positions per batch; fewer than requested if the device ran out of memory.
         problems: examples of the dataset without states, with reasons.
-        nonfinite: rows with NaN or infinite values that this call stored.
+        nonfinite: rows with NaN or infinite values, counted in each layer, while ``rows`` is per layer. Includes those of the calls
+            that this one resumes; 0 if the dataset was finished before.
         nonfinite_examples: the first examples with such rows.
         provenance: the model, its layers' places, the tokenizer and the options, as the dataset records them.
         estimated: whether nothing was written, and all numbers are predictions.

@@ -25,8 +25,6 @@ OnNonfinite = Literal["refuse", "count"]
 IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM = "input_ids", "special_tokens_mask", "positions", "text_tokens", "problem"
 """Columns of a captured dataset: the first three have one value per stored row."""
 OWN_COLUMNS = (IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM)
-_NAMED = 20
-"""Examples that a result names."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class CaptureCounts:
     computed: int = 0
     """Token positions of the batches, padding included."""
     rows: int = 0
-    nonfinite: int = 0
-    nonfinite_examples: list[int] = field(default_factory=list)
+    nonfinite: dict[int, int] = field(default_factory=dict)
+    """Rows with NaN or infinite values by example, of all layers."""
 
 
 class Run:
@@ -173,13 +171,12 @@ class Run:
             place = "" if position < 0 else f", token {position}"
             raise FormatError(
                 f"example {number}{place}, layer {plain(self._backend.layers[layer])}: NaN or infinite values as "
-                f"{self._backend.dtype} ({many(count, 'row')} of the batch). Committed examples are kept. Correct the model or the "
+                f"{self._backend.dtype} ({many(count, 'row')} of the batch). Correct the model or the "
                 "dtype, or pass on_nonfinite='count' (--on-nonfinite count) to store and count such rows"
             )
-        self.counts.nonfinite += count
-        known = self.counts.nonfinite_examples
-        new = dict.fromkeys(batch.numbers[~rows.finite.all(axis=0)].tolist())
-        known += [int(i) for i in new if i not in known][: max(_NAMED - len(known), 0)]
+        per_row = (~rows.finite).sum(axis=0)
+        for example in np.unique(batch.numbers[per_row > 0]).tolist():
+            self.counts.nonfinite[example] = int(per_row[batch.numbers == example].sum())
 
     def _report(self, examples: int) -> None:
         if self._progress is not None:

@@ -69,11 +69,12 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
             if value is not None:
                 raise ArgumentError(f"{argument}: expected the name of a model with it, found a loaded model")
         loaded = getattr(model, "_orig_mod", model)  # compiled code runs no hooks that are added later
-        module = loaded if device is None else loaded.to(device)
+        module = loaded if device is None else _moved(loaded, device)
         name = str(getattr(getattr(module, "config", None), "_name_or_path", "") or type(module).__name__)
     config = getattr(module, "config", None)
     trunk = _trunk(module, config)
     text_config: Any = config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
+    most_tokens = _most_tokens(text_config)
     return TorchModel(
         name if isinstance(model, str | os.PathLike) else None,
         revision,
@@ -81,9 +82,11 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
         trunk,
         _provenance(module, name, revision, config),
         lambda layers: hook_points(module, trunk, text_config, layers),
-        _most_tokens(text_config),
+        most_tokens,
         _pad_id(text_config),
         {"use_cache": False},
+        _vocabulary(trunk),
+        most_tokens if _has_learned_positions(trunk) else None,
     )
 
 
@@ -113,12 +116,39 @@ def _load(name: str, revision: str | None, device: Any, options: Mapping[str, An
 
     arguments = {"dtype": "auto", **(options or {})}
     try:
-        module = transformers.AutoModel.from_pretrained(name, revision=revision, **arguments)
-    except (OSError, ValueError, TypeError) as error:
+        module, loading = transformers.AutoModel.from_pretrained(
+            name, revision=revision, **{**arguments, "output_loading_info": True}
+        )
+    except MemoryError:
+        raise
+    except (
+        Exception
+    ) as error:  # of many libraries: ImportError of a kernel, SafetensorError of a file, AttributeError of a dtype
         raise ArgumentError(f"model: cannot load {name!r}: {_first_line(error)}") from error
+    _refuse_random(module, name, loading)
     if device is None and "device_map" not in arguments:
         device = "cuda" if torch.cuda.is_available() else None
-    return module if device is None else module.to(device)
+    return module if device is None else _moved(module, device)
+
+
+def _moved(module: Any, device: Any) -> Any:
+    try:
+        return module.to(device)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise ArgumentError(f"device: cannot move the model to {device!r:.80}: {_first_line(error)}") from error
+
+
+def _refuse_random(module: Any, name: str, loading: Mapping[str, Any]) -> None:
+    """Raises ArgumentError if weights of the part that runs are not in the files: transformers fills them with random numbers."""
+    trunk = {id(parameter) for parameter in _trunk(module, getattr(module, "config", None)).parameters()}
+    used = {path for path, parameter in module.named_parameters() if id(parameter) in trunk and "pooler" not in path}
+    mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys", ())]
+    random = sorted(used & {*loading.get("missing_keys", ()), *mismatched})
+    if random:
+        raise ArgumentError(
+            f"model: expected all weights of {type(module).__name__} in {name!r}, found none that fit for {len(random)} of them, "
+            f"such as {random[0]}: they would be random. Complete the files, or load the model yourself and pass it"
+        )
 
 
 def _first_line(error: BaseException) -> str:
@@ -132,6 +162,27 @@ def _trunk(module: Any, config: Any) -> Any:
     prefix = getattr(module, "base_model_prefix", "")
     base = getattr(module, prefix, None) if prefix else None
     return module if base is None or not hasattr(base, "forward") else base
+
+
+def _vocabulary(trunk: Any) -> int | None:
+    """Number of token ids that a model of transformers has embeddings for; None: unknown."""
+    try:
+        embedding = trunk.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    count = getattr(embedding, "num_embeddings", None)
+    return count if isinstance(count, int) else None
+
+
+def _has_learned_positions(trunk: Any) -> bool:
+    """Whether positions have embeddings of their own, as in GPT-2 and BERT: others compute longer examples than configured."""
+    return any(
+        hasattr(module, "num_embeddings") and path.rpartition(".")[2] in _POSITIONS
+        for path, module in trunk.named_modules()
+    )
+
+
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
 
 
 def _most_tokens(config: Any) -> int | None:

@@ -158,6 +158,8 @@ class Target(ABC):
     """The format's column of an example's text."""
     empty_examples: ClassVar[str | None] = None
     """How the format treats examples without tokens, for messages; None: they are stored unchanged."""
+    needs_tokens: ClassVar[bool] = False
+    """Whether every example must have a token."""
     padding_note: ClassVar[str] = (
         "which {format} treats as content; actshard also stores their lengths and skips the zeros"
     )

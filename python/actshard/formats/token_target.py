@@ -24,6 +24,7 @@ class TokenTarget(Target):
     """Columns with one value per token, each with an integer dtype that holds the values."""
     reserved: ClassVar[Collection[str]] = ()
     """Metadata fields that describe the files."""
+    needs_tokens: ClassVar[bool] = True
     holds_named_layers = True
     splits = "examples"
     needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)

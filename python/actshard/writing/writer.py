@@ -128,6 +128,11 @@ class Writer:
         """
         return self._sink.committed if self._sink is not None else self._appended
 
+    @property
+    def working_folder(self) -> Path | None:
+        """The folder of the journal, which is removed with its files at the end; None after it. Internal, as is the next one."""
+        return None if self._sink is None else self._sink.journal.folder
+
     def stores_column(self, name: str) -> bool:
         """Whether the format can store a column of this name. Internal: for verbs that write columns of their own."""
         target = self._target
