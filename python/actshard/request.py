@@ -156,7 +156,7 @@ class Request:
     def read(cls, place: Path | Location) -> Self | None:
         """The request that made a dataset, by its record; None without one: another program, or an earlier release, wrote it.
 
-        A record beside a folder is ignored if it was written for other files.
+        A record next to a folder is ignored if it was written for other files.
         """
         folder = Location.at(place)
         with contextlib.suppress(MissingFileError, NotAFileError):
