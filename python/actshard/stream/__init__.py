@@ -110,7 +110,7 @@ class Stream(RowEpochs[Batch]):
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
-        self._reuse = reuse
+        self._reuse, self._is_stacked = reuse, not (one or interleave)
         self._buffers = None if buffers is None else _arguments.listed(buffers, "buffers: expected arrays")
         super().__init__(
             store,
@@ -128,16 +128,19 @@ class Stream(RowEpochs[Batch]):
             interleaved=interleave,
             batch_size=self.batch_size,
         )
-        item = (store.d_model,) if one or interleave else (len(self._layers), store.d_model)
-        self._shape = (self.batch_size, *item)
-        if self._buffers is not None:
-            _check_buffers(self._buffers, self._shape, self.dtype)
         each = len(self._layers) if interleave else 1
         self.left_out = {name: count * each for name, count in self._rows.left_out.items()}
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
             self._warn_of_price()
+
+    def _check_arguments(self) -> None:
+        d_model = self.store.d_model
+        item = (len(self._layers), d_model) if self._is_stacked else (d_model,)
+        self._shape = (self.batch_size, *item)
+        if self._buffers is not None:
+            _check_buffers(self._buffers, self._shape, self.dtype)
 
     def _warn_of_price(self) -> None:
         if self.num_rows < _MANY:

@@ -76,9 +76,13 @@ class RowEpochs(Epochs[B]):
             **options,
         )
         super().__init__(_arguments.whole(epoch, "epoch"))
+        self._check_arguments()
         self._rows, more = rows_and_rescaling(store, self._layers, selection, rescaling, self._options)
         self._options |= more
         self._native = store.native_stream(self._rows.native, self._options)
+
+    def _check_arguments(self) -> None:
+        """Raises the errors of a class's own arguments that depend on layers and dtype, before rows are read."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
