@@ -311,6 +311,25 @@ def test_a_pair_is_one_store_with_layers_of_both(base: actshard.Store, chat: act
     assert actshard.pair(base, base, compare=[]).as_store().layers[0] == f"0:{first}"
 
 
+def test_a_pair_as_a_store_converts_some_tokens_and_joins(
+    base: actshard.Store, chat: actshard.Store, tmp_path: Path
+) -> None:
+    ids = [list(range(count)) for count in base.token_counts.tolist()]
+    for name in ("a", "b"):
+        with actshard.create(tmp_path / name, "zarr", layers=[2], d_model=2) as writer:
+            writer.append([np.full((1, len(x), 2), i, "f4") for i, x in enumerate(ids)], columns={"input_ids": ids})
+    both = actshard.pair(tmp_path / "a", tmp_path / "b").as_store()
+    assert both.parts == both.filter([1]).parts == ()
+    for store, chosen in ((both, list(range(len(ids)))), (both.filter([2, 0]), [2, 0])):
+        path = actshard.convert(store, tmp_path / f"{len(chosen)}", "zarr", tokens="last").path
+        assert actshard.open(path).table["input_ids"].to_pylist() == [ids[i][-1:] for i in chosen]
+    whole = actshard.pair({"x": actshard.concat([base, base]), "y": actshard.concat([chat, chat])}).as_store()
+    layers = [f"y:{base.layers[0]}"]
+    joined = actshard.concat([whole, whole], layers=layers)
+    same(joined.gather(layers[0], [0, 3 * len(base)], 0), chat.gather(base.layers[0], [0, 0], 0))
+    assert joined.parts[0].layers == whole.layers
+
+
 def test_a_pair_is_normalized_by_the_statistics_of_its_layers(base: actshard.Store, chat: actshard.Store) -> None:
     pair, layer, other = actshard.pair(base, chat), base.layers[0], base.layers[1]
     each = [base.stats(layer), chat.stats(layer)]

@@ -438,7 +438,8 @@ def per_token(contents: Contents, column: str, examples: NDArray[np.int64]) -> N
     if not contents.parts:
         return np.full(len(examples), column in contents.token_columns)
     made = np.zeros(len(examples), np.bool_)
-    of, own = places(contents, examples)
+    # A pair has the columns of its first store.
+    of, own = (np.zeros_like(examples), examples) if contents.paired else places(contents, examples)
     for number, part in enumerate(contents.parts):
         inner, here = part.contents, of == number
         whole = own[here] if inner.chosen is None else inner.chosen.array()[own[here]]

@@ -349,6 +349,7 @@ def _together(
         whole=None,
         chosen=None,
         parts=stores,
+        paired=True,
     )
     return Store(contents, io=io_of(stores), reopen=(_together, (stores, names, layers, dtype)))
 

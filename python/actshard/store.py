@@ -390,7 +390,7 @@ class Store(StreamVerbs, SampledVerbs):
     @property
     def parts(self) -> tuple[Store, ...]:
         """The stores that :func:`actshard.concat` joined, in order; empty for any other store."""
-        return (self._contents.whole or self._contents).parts
+        return (self._contents.whole or self._contents).joined
 
     def origins(self, examples: ArrayLike | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns each example's index in :attr:`parts` and its number there, int64 ``(n,)``; ``examples`` as in :meth:`logits`."""

@@ -172,6 +172,13 @@ class Contents:
     chosen: Chosen | None = None
     """The selected examples, as numbers in ``whole``."""
     parts: tuple[Any, ...] = ()
-    """The stores that this one concatenates, in order. Each is a ``Readable``, a type that this module cannot import."""
+    """The stores that this one concatenates, in order, or pairs. Each is a ``Readable``, a type that this module cannot import."""
+    paired: bool = False
+    """Whether all parts have the same examples, in separate layers, and the columns are those of the first part."""
     converts: bool = False
     """Whether reads convert rows to ``dtype``, which may be narrower than the stored one."""
+
+    @property
+    def joined(self) -> tuple[Any, ...]:
+        """The parts, if their examples follow one another."""
+        return () if self.paired else self.parts

@@ -98,7 +98,7 @@ def verify(
                 from actshard.choosing import check_whole_open
 
                 check_whole_open(store.contents.whole)
-        if store.parts:
+        if (store.contents.whole or store.contents).parts:
             return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format
         layout = (store.contents.whole or store.contents).layout
@@ -172,9 +172,9 @@ def _describes(layout: Any) -> bool:
 
 
 def _of_parts(store: Store, deep: bool, progress: Callable[[str, int, int], object] | None) -> Report:
-    """One report about all parts of a joined store, each with its own paths and numbering."""
+    """One report about all parts of a joined store or a pair, each with its own paths and numbering."""
     report = Report(store.path, store.format, deep)
-    for part in store.parts:
+    for part in (store.contents.whole or store.contents).parts:
         found = verify(part, deep=deep, progress=progress)
         for finding in found.findings:
             report.add(finding.code, finding.path, finding.found, finding.expected, finding.place)
