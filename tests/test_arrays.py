@@ -409,8 +409,9 @@ def test_an_ellipsis_of_no_axes_between_a_list_and_a_number_is_refused(tmp_path:
     """numpy moves the list's axis to the front there: with as many examples as tokens the values would be transposed."""
     acts = even_layer(tmp_path)
     whole = np.asarray(acts)
-    with pytest.raises(actshard.ArgumentError, match="an ellipsis between a list and a number is ambiguous"):
-        acts[:, [0, 1, 2], ..., 3]
+    for key in (np.s_[:, [0, 1, 2], ..., 3], np.s_[:, 1, ..., [0, 2, 3]], np.s_[::-1, -1, ..., np.array([[0, 2]])]):
+        with pytest.raises(actshard.ArgumentError, match="an ellipsis between a list and a number is ambiguous"):
+            acts[key]
     keys: list[Any] = [
         np.s_[..., [0, 1], 3], np.s_[:, [0, 1], 3], np.s_[:, ..., [0, 1], 3], np.s_[[0, 1], ..., 1, 3], np.s_[:, 1, ..., 3],
         np.s_[[0, 1], :, ..., 3], np.s_[:, [0, 1], ...], np.s_[:, [0, 1], ..., 2:4],

@@ -483,8 +483,9 @@ def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
     moves = (
         at == 2
         and isinstance(given[0], slice)
-        and isinstance(given[1], np.ndarray)
+        and not isinstance(given[1], slice)
         and not isinstance(given[-1], slice)
+        and any(isinstance(part, np.ndarray) for part in given)
     )
     if dots and not rest and moves:
         raise ArgumentError(
