@@ -476,3 +476,16 @@ def test_a_conversion_reads_the_columns_of_a_part_once(tmp_path: Path, monkeypat
     made = quietly(tmp_path / "made").table
     assert made["prompt"].to_pylist() == texts * 2
     assert made["source"].to_pylist() == ["a"] * 5 + ["b"] * 5
+
+
+def test_a_join_of_some_layers_converts_if_its_parts_name_the_others_differently(tmp_path: Path) -> None:
+    """Pickle shards store the layers of each example, which are numbers; a draft model's last layer has a name."""
+    rows = np.ones((2, 2, 3), np.float16)
+    with actshard.create(tmp_path / "draft", "deepspec", layers=[2, 5], d_model=3, dtype="bfloat16", last=5) as writer:
+        writer.append([rows], columns={"input_ids": [[1, 2]]})
+    with actshard.create(tmp_path / "numbers", "pickle", layers=[2, 5], d_model=3, dtype="float16") as writer:
+        writer.append([rows, 2 * rows])
+    joined = actshard.concat([tmp_path / "draft", tmp_path / "numbers"], layers=[2], dtype="float32")
+    result = actshard.open(actshard.convert(joined, tmp_path / "result", "zarr").path)
+    assert result.layers == (2,)
+    assert result.gather(2, [0, 1, 2], 1)[:, 0].tolist() == [1, 1, 2]

@@ -83,7 +83,7 @@ def join(
     each = {contents.tokens_each for contents in every}
     ones = {contents.one_row_each for contents in every}
     models = {contents.model for contents in every}
-    table = _JoinedColumns(parts, names, columns, source)
+    table = _JoinedColumns(parts, names, chosen, columns, source)
     units = _units(parts)
     differ = any(contents.layers_differ for contents in every)
     routed = every[0].router_layers
@@ -281,8 +281,15 @@ def _router(parts: Sequence[Readable], names: Sequence[str], layers: tuple[Layer
 class _JoinedColumns:
     """The columns of all parts."""
 
-    def __init__(self, parts: Sequence[Readable], names: Sequence[str], columns: Sequence[str], source: str) -> None:
-        self._parts, self._names, self._columns, self._source = parts, names, columns, source
+    def __init__(
+        self,
+        parts: Sequence[Readable],
+        names: Sequence[str],
+        layers: tuple[Layer, ...],
+        columns: Sequence[str],
+        source: str,
+    ) -> None:
+        self._parts, self._names, self._layers, self._columns, self._source = parts, names, layers, columns, source
         self._kinds: pa.Schema | None = None
         self._held: tuple[int, pa.Table] | None = None
 
@@ -346,12 +353,12 @@ class _JoinedColumns:
         return table
 
     def _layers_of(self, examples: range) -> list[list[Layer]]:
-        """The layers of each of these examples, which must be in one part."""
+        """The join's layers that each of these examples has, which must be in one part."""
         start = 0
         for part in self._parts:
             if examples.start < start + part.num_examples:
                 numbers = range(examples.start - start, examples.stop - start)
-                return layers_held(part, numbers)
+                return [[layer for layer in held if layer in self._layers] for held in layers_held(part, numbers)]
             start += part.num_examples
         return []
 
