@@ -1,0 +1,89 @@
+"""Statistics of rows, and rows that are rescaled by them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tests.oracle.examples import Examples, Layer, Rows
+from tests.oracle.selection import Place, norm
+
+
+@dataclass
+class Summary:
+    """Statistics of a layer's selected rows; arrays ``(d_model,)``."""
+
+    rows: int
+    mean: np.ndarray
+    variance: np.ndarray
+    min: np.ndarray
+    max: np.ndarray
+    nan: np.ndarray
+    inf: np.ndarray
+    zeros: np.ndarray
+    norms: list[float]
+    """Finite norms, in stored order."""
+    largest_rows: list[Place]
+    norms_by_position: dict[int, list[float]]
+    different: int
+    """Different rows among those with finite norms."""
+
+
+def summarize(data: Examples, layer: Layer, places: list[Place]) -> Summary:
+    """Statistics without NaN and infinite values, which are counted."""
+    stored = [data.examples[example].rows[layer][token] for example, token in places]
+    wide = np.array([row.astype(np.float64) for row in stored]).reshape(-1, data.d_model)
+    finite = np.isfinite(wide)
+    with warnings.catch_warnings():  # of columns without finite values
+        warnings.simplefilter("ignore")
+        mean = np.nanmean(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
+        variance = np.nanvar(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
+    norms = [norm(row) for row in stored]
+    with np.errstate(all="ignore"):  # a norm counts as finite if its square is
+        usable = [k for k, row in enumerate(wide) if np.isfinite((row**2).sum())]
+    by_position: dict[int, list[float]] = {}
+    for k in usable:
+        by_position.setdefault(places[k][1], []).append(norms[k])
+    return Summary(
+        rows=len(places),
+        mean=mean,
+        variance=variance,
+        min=np.where(finite, wide, np.inf).min(axis=0, initial=np.inf),
+        max=np.where(finite, wide, -np.inf).max(axis=0, initial=-np.inf),
+        nan=np.isnan(wide).sum(axis=0),
+        inf=np.isinf(wide).sum(axis=0),
+        zeros=(wide == 0).sum(axis=0),
+        norms=[norms[k] for k in usable],
+        largest_rows=[places[k] for k in sorted(usable, key=lambda k: (-norms[k], k))[:16]],
+        norms_by_position=by_position,
+        different=len({wide[k].tobytes() for k in usable}),
+    )
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+
+
+def rescale(row: Rows, options: dict[str, Any], summary: Summary) -> np.ndarray:
+    """A row after ``center``, ``scale``, ``divide`` and ``normalize``, in float64."""
+    wide = row.astype(np.float64)
+    mean = np.nan_to_num(summary.mean)
+    deviation = np.sqrt(np.nan_to_num(summary.variance))
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    with np.errstate(all="ignore"):
+        if options.get("normalize") is not None:
+            return (wide - mean) / deviation
+        center = options.get("center")
+        if center is not None:
+            wide = wide - (mean if isinstance(center, str) else center)
+        if options.get("divide") is not None:
+            wide = wide / deviation
+        scale = options.get("scale")
+        if scale == "unit-norm":
+            size = norm(wide)
+            return wide / size if math.isfinite(size) and size > 0 else wide
+        return wide if scale is None else wide * scale

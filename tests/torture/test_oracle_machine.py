@@ -1,0 +1,278 @@
+"""A state machine that compares every reading verb with ``tests/oracle``, over chains of verbs that make stores from stores.
+
+It writes two datasets of any format, draws filters, splits, joins, pairs, pickles, forks and conversions, and reads the stores in
+all ways. Each step has a seed, from which its arguments come; hypothesis shrinks the steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+from tests.oracle.examples import Examples, cast
+from tests.torture import oracle_checks
+from tests.torture.budget import CountedMachine, machine_settings
+from tests.torture.datasets import in_a_child
+from tests.torture.oracle_cases import DTYPES, PLAIN, Case, draw_key, make
+from tests.torture.oracle_checks import plain
+
+import actshard
+
+pytestmark = [pytest.mark.machine, pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")]
+
+MOST_EXAMPLES = 40
+SEEDS = st.integers(0, 2**32)
+
+
+class OracleMachine(CountedMachine):
+    """Stores and their oracles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="actshard-oracle-"))
+        self.folders = itertools.count()
+        self.cases: list[Case] = []
+
+    def folder(self) -> Path:
+        return self.root / f"d{next(self.folders)}"
+
+    def pick(self, draw: random.Random) -> Case:
+        return draw.choice(self.cases)
+
+    def add(self, case: Case) -> None:
+        """Keeps a store; small ones, so that every step is fast."""
+        if len(case.data) <= MOST_EXAMPLES:
+            self.cases = [*self.cases[-9:], case]
+
+    @initialize(seed=SEEDS, io=st.sampled_from(["auto", "mmap", "pread"]))
+    def write(self, seed: int, io: str) -> None:
+        draw = random.Random(seed)
+        for _ in range(2):
+            self.add(make(draw, self.folder(), io))
+
+    # -- stores from stores --------------------------------------------------------------------------------------------
+
+    @rule(seed=SEEDS)
+    def filter(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case = self.pick(draw)
+        key = draw_key(draw, len(case.data))
+        self.add(
+            replace(case, store=case.store.filter(key), data=case.data.filter(key), name=f"{case.name}.filter({key})")
+        )
+
+    @rule(seed=SEEDS)
+    def filter_by_a_column(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case = self.pick(draw)
+        if "label" not in case.data.columns:
+            return
+        value = draw.randrange(3)
+        key: Any = pc.field("label") == value if draw.random() < 0.5 else lambda table: pc.equal(table["label"], value)
+        flags = [label == value for label in case.data.values("label")]
+        data = case.data.filter(np.array(flags, bool))
+        self.add(replace(case, store=case.store.filter(key), data=data, name=f"{case.name}.filter(label)"))
+
+    @rule(seed=SEEDS)
+    def split(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case = self.pick(draw)
+        by = draw.choice([None, *[name for name in ("label", "topic", "score") if name in case.data.columns]])
+        groups = [plain(x) for x in (case.data.values(by) if by else range(len(case.data)))]
+        test: Any = draw.choice([0.3, 0.5, 1])
+        if len({str(x) for x in groups}) < 2 or not 0 < (test if isinstance(test, float) else test / len(groups)) < 1:
+            with oracle_checks.refused(actshard.ArgumentError):
+                case.store.split(test, by=by)
+            return
+        halves = case.store.split(test, by=by, seed=seed % 3)
+        again = pickle.loads(pickle.dumps(case.store)).split(test, by=by, seed=seed % 3)
+        datas = []
+        for half, same in zip(halves, again, strict=True):
+            assert half.chosen.tolist() == same.chosen.tolist()
+            datas.append((case.data.whole or case.data).choose(half.chosen.tolist()))
+        numbers = list(range(len(case.data))) if case.data.numbers is None else case.data.numbers
+        assert Counter(numbers) == Counter(halves[0].chosen.tolist()) + Counter(halves[1].chosen.tolist())
+        wanted = test * len(numbers) if isinstance(test, float) else test
+        if by is None:
+            assert len(halves[1]) == min(max(round(wanted), 1), len(numbers) - 1) or wanted % 1 == 0.5
+            for half in halves:
+                case.data.split_positions(half.chosen.tolist())  # in stored order
+        else:
+            sides = [{str(plain(x)) for x in data.values(by)} for data in datas]
+            assert not sides[0] & sides[1]
+            assert sides[0]
+            assert sides[1]
+        side = draw.randrange(2)
+        self.add(replace(case, store=halves[side], data=datas[side], name=f"{case.name}.split({by})[{side}]"))
+
+    @rule(seed=SEEDS)
+    def concat(self, seed: int) -> None:
+        draw = random.Random(seed)
+        cases = [self.pick(draw) for _ in range(draw.randint(1, 3))]
+        layers = [x for x in cases[0].data.layers if all(x in case.data.layers for case in cases)]
+        dtypes, specials = {case.data.dtype for case in cases}, {case.data.special for case in cases}
+        options: dict[str, Any] = {} if draw.random() < 0.5 else {"layers": layers}
+        if len(dtypes) > 1:
+            options["dtype"] = draw.choice(["float32", "float64"])
+        if len(specials) > 1:
+            options["special_tokens"] = draw.choice(sorted(specials))
+        stores = [case.store for case in cases]
+        if not layers or ("layers" not in options and len({tuple(case.data.layers) for case in cases}) > 1):
+            with oracle_checks.refused(actshard.ArgumentError):
+                actshard.concat(stores, **options)
+            return
+        special = options.get("special_tokens", cases[0].data.special)
+        data = Examples.concat([case.data for case in cases], options.get("layers"), options.get("dtype"), special)
+        name, lasts = f"concat({', '.join(case.name for case in cases)})", any(case.has_last_rows for case in cases)
+        self.add(Case(actshard.concat(stores, **options), data, name, lasts))
+
+    @rule(seed=SEEDS)
+    def carry(self, seed: int) -> None:
+        case = self.pick(random.Random(seed))
+        self.add(replace(case, store=pickle.loads(pickle.dumps(case.store)), name=f"{case.name}.pickle"))
+
+    @rule(seed=SEEDS)
+    def convert(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case = self.pick(draw)
+        data = case.data
+        if data.special or data.content_lengths is not None or data.lacks_layers or not sum(data.token_counts):
+            return
+        if any(isinstance(layer, str) for layer in data.layers):
+            return
+        format = draw.choice([*PLAIN, "saev"])
+        options: dict[str, Any] = {"storage": "full_sequence"} if format == "lmprobe" else {}
+        dtype = data.dtype
+        if dtype.name not in DTYPES[format]:
+            options["dtype"] = "float32"
+            options["overflow"] = "allow"
+            dtype = np.dtype(np.float32)
+        even = len(set(data.token_counts)) == 1
+        if format == "saev" and not even:
+            return
+        folder, paths = self.folder(), list[Any]()
+        error = oracle_checks.refusal(
+            lambda: paths.append(actshard.convert(case.store, folder, format, **options).path)
+        )
+        if error is not None:  # two examples of a join may have one number
+            assert "expected distinct integers" in str(error)
+            return
+        examples = [
+            replace(
+                example,
+                rows={layer: cast(rows, dtype) for layer, rows in example.rows.items()},
+                labels=example.labels if format == "saev" else None,
+                columns={} if format == "saev" else dict(example.columns),
+            )
+            for example in data.examples
+        ]
+        columns = [] if format == "saev" else list(data.columns)
+        # A column of nulls has no type: formats leave it out.
+        columns = [name for name in columns if any(value is not None for value in data.values(name))]
+        after = Examples(examples, list(data.layers), data.d_model, dtype, columns=columns)
+        if data.labels is None:
+            for example in examples:
+                example.labels = None
+        self.add(Case(actshard.open(paths[0]), after, f"{case.name}.convert({format})", format == "lmprobe"))
+
+    @rule(seed=SEEDS)
+    def pair_as_store(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case, other = self.two_alike(draw)
+        if case.data.lacks_layers or case.data.dtype != other.data.dtype or case.data.layers != other.data.layers:
+            return
+        if any(":" in str(layer) for layer in case.data.layers):
+            return
+        store = actshard.pair({"a": case.store, "b": other.store}, compare=[]).as_store()
+        names = {(s, layer): f"{'ab'[s]}:{layer}" for s in (0, 1) for layer in case.data.layers}
+        examples = [
+            replace(x, rows={names[s, la]: rows for s, each in enumerate((x, y)) for la, rows in each.rows.items()})
+            for x, y in zip(case.data.examples, other.data.examples, strict=True)
+        ]
+        data = replace(case.data, examples=examples, layers=list(names.values()), numbers=None, whole=None, parts=[])
+        self.add(Case(store, data, f"pair({case.name}, {other.name})", case.has_last_rows or other.has_last_rows))
+
+    def two_alike(self, draw: random.Random) -> tuple[Case, Case]:
+        """Two stores of examples with equal numbers of tokens."""
+        case = self.pick(draw)
+
+        def tokens(data: Examples) -> Any:
+            content = [data.content_of(example) for example in data.examples]
+            return [data.tokens_in(layer) for layer in data.layers], content, data.special
+
+        alike = [x for x in self.cases if x.data.layers == case.data.layers and tokens(x.data) == tokens(case.data)]
+        return case, draw.choice(alike)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, seed: int, names: list[str]) -> None:
+        draw = random.Random(seed)
+        case = self.pick(draw)
+        for name in names:
+            getattr(oracle_checks, name)(draw, case)
+
+    @rule(seed=SEEDS)
+    def read_facts(self, seed: int) -> None:
+        self.read(seed, ["check_facts", "check_table"])
+
+    @rule(seed=SEEDS)
+    def read_rows(self, seed: int) -> None:
+        self.read(seed, ["check_gather", "check_last_tokens", "check_sequences"])
+
+    @rule(seed=SEEDS)
+    def read_arrays(self, seed: int) -> None:
+        self.read(seed, ["check_index"])
+
+    @rule(seed=SEEDS)
+    def stream(self, seed: int) -> None:
+        self.read(seed, ["check_stream"])
+
+    @rule(seed=SEEDS)
+    def stream_rescaled(self, seed: int) -> None:
+        self.read(seed, ["check_rescaled"])
+
+    @rule(seed=SEEDS)
+    def stream_sequences(self, seed: int) -> None:
+        self.read(seed, ["check_sequences_stream"])
+
+    @rule(seed=SEEDS)
+    def compute_stats(self, seed: int) -> None:
+        self.read(seed, ["check_stats"])
+
+    @rule(seed=SEEDS)
+    def read_in_a_child(self, seed: int) -> None:
+        name = random.Random(seed).choice(["check_gather", "check_stream", "check_stats", "check_index"])
+        in_a_child(lambda: self.read(seed, [name]))
+
+    @rule(seed=SEEDS)
+    def mix(self, seed: int) -> None:
+        draw = random.Random(seed)
+        oracle_checks.check_mixture(draw, [self.pick(draw) for _ in range(draw.randint(1, 3))])
+
+    @rule(seed=SEEDS)
+    def pair(self, seed: int) -> None:
+        draw = random.Random(seed)
+        case, other = self.two_alike(draw)
+        if not case.data.lacks_layers:
+            oracle_checks.check_pair(draw, case, other)
+
+    def teardown(self) -> None:
+        for case in self.cases:
+            case.store.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+TestOracle = OracleMachine.TestCase
+TestOracle.settings = machine_settings(90, 100_000, steps=30)
