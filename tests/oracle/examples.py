@@ -48,6 +48,7 @@ class Examples:
         dtype: of the rows that are read. Rows that are read as another dtype, and statistics, are computed from the stored ones.
         special: number of special tokens at the start of each example.
         columns: names of columns.
+        patches: labels per example; None without labels.
         numbers: each example's number in the opened dataset; None for the dataset itself.
         whole: the opened dataset; None for the dataset itself.
         origins: the part, and the number there, of each example.
@@ -61,6 +62,7 @@ class Examples:
     dtype: np.dtype[Any]
     special: int = 0
     columns: list[str] = field(default_factory=list)
+    patches: int | None = None
     numbers: list[int] | None = None
     whole: Examples | None = None
     parts: list[Examples] = field(default_factory=list)
@@ -101,15 +103,8 @@ class Examples:
 
     @property
     def labels(self) -> list[list[int]] | None:
-        """One list per example; None unless every example of the dataset has labels, of one length."""
-        whole = self.whole or self
-        if any(part.labels is None or part.special != self.special for part in whole.parts):
-            return None
-        if not whole.examples or any(example.labels is None for example in whole.examples):
-            return None
-        if len({len(example.labels or []) for example in whole.examples}) > 1:
-            return None
-        return [list(example.labels or []) for example in self.examples]
+        """One list per example; None if the dataset has no labels."""
+        return None if self.patches is None else [list(example.labels or []) for example in self.examples]
 
     def values(self, column: str) -> list[Any]:
         """A column; None for examples of a part that lacks it."""
@@ -166,6 +161,10 @@ class Examples:
             stores[0].dtype if dtype is None else np.dtype(dtype),
             special,
             list(dict.fromkeys(column for store in stores for column in store.columns)),
+            # Labels count from the first content token.
+            stores[0].patches
+            if all((store.patches, store.special) == (stores[0].patches, special) for store in stores)
+            else None,
             parts=[part for store in stores for part in store._flat(layers)],
             converts=dtype is not None,
         )

@@ -27,7 +27,7 @@ COLUMNS = {
     "topic": pa.string(),
     "tags": pa.list_(pa.int64()),
     "weights": pa.list_(pa.float64()),
-    "loss_mask": pa.list_(pa.int64()),
+    "answer_mask": pa.list_(pa.int64()),
 }
 DTYPES = {
     "saev": ["float32"],
@@ -47,7 +47,7 @@ DTYPES = {
 PLAIN = ("lmprobe", "zarr", "pickle", "npy", "hf_arrow", "safetensors")
 """Formats that store columns of all kinds and examples of all lengths."""
 DRAFT = ("deepspec", "speculators", "automodel", "specforge", "modelopt", "angelslim")
-KINDS = (*PLAIN, *PLAIN, "saev", "saev", "draft", "missing layers")
+KINDS = (*PLAIN, *PLAIN, *["saev"] * 8, "draft", "draft", *["missing layers"] * 4)
 
 
 @dataclass
@@ -96,7 +96,7 @@ def columns_of(draw: random.Random, lengths: list[int]) -> dict[str, list[Any]]:
         "topic": some(["a", "ü", "long topic", None]),
         "tags": some([[], [1], [2, 3], None]),
         "weights": [[draw.choice([0.0, 1.0, 0.25]) for _ in range(t)] for t in lengths],
-        "loss_mask": [[draw.choice([0, 1]) for _ in range(t)] for t in lengths],
+        "answer_mask": [[draw.choice([0, 1]) for _ in range(t)] for t in lengths],
     }
     return {name: every[name] for name in draw.sample(list(every), draw.randint(1, 4))}
 
@@ -181,8 +181,9 @@ def _saev(draw: random.Random, folder: Path, n: int, io: str) -> Case:
     options: dict[str, Any] = {"cls_token": bool(special), "max_tokens_per_shard": draw.choice([16, 1000])}
     if padded:
         options |= {"pad": True, "tokens_per_example": longest}
-    elif draw.random() < 0.6:
+    elif draw.random() < 0.8:
         options["labels"] = [[draw.randrange(4) for _ in range(longest - special)] for _ in range(n)]
+    data.patches = longest - special if "labels" in options else None
     case = written(draw, data, folder, "saev", io, {}, **options)
     for i, example in enumerate(data.examples):
         example.labels = options["labels"][i] if "labels" in options else None
@@ -289,8 +290,8 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
     kinds = ["array", "list", "per token", "rectangle", "arrow"]
     if data.columns:
         kinds.append("function")
-    masks = [name for name in ("loss_mask",) if name in data.columns]
-    masks = [name for name in masks if [len(x or []) for x in data.values(name)] == counts]
+    masks = [name for name in ("answer_mask",) if name in data.columns]
+    masks = [name for name in masks if sum(counts) and [len(x or []) for x in data.values(name)] == counts]
     if masks:
         kinds.append("column")
     if special and all(t > special for t in counts):
