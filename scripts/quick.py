@@ -98,9 +98,10 @@ def rank_tests(names: set[str], texts: dict[str, str]) -> dict[str, float]:
         paths = [path for path, known in words.items() if name in known]
         for path in paths:
             scores[path] = scores.get(path, 0) + math.log(1 + len(texts) / len(paths))
-        for path in texts:  # a word of a test file's own name counts most
-            if name in Path(path).stem.split("_"):
-                scores[path] = scores.get(path, 0) + 2 * math.log(1 + len(texts))
+        # A word of a test file's own name counts most, and again more if few files have it: pickle more than machine.
+        titled = [path for path in texts if name in Path(path).stem.split("_")]
+        for path in titled:
+            scores[path] = scores.get(path, 0) + 2 * math.log(1 + len(texts) / len(titled))
     return dict(sorted(scores.items(), key=lambda item: (-item[1], item[0])))
 
 

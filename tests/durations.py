@@ -1,6 +1,8 @@
-"""Processor time of each test: every run records it, and a test that costs too much for its tier fails the run.
+"""Processor time of each test: every run records it and names those that cost too much for their tier.
 
-Processor time, not the clock, so that a busy machine changes nothing: of all threads of this process, and of ended children.
+Processor time, not the clock, so that a busy machine changes little: of all threads of this process, and of ended children.
+Processors differ by a factor of two, and a random draw may be dear, so a test above its limit is named, and only one
+far above it fails the run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import shell
 
 LIMIT = 5.0
 """Seconds of a test that is not marked. Those above one second are marked ``slow``: the rest is for slower machines."""
+FAILURE = 4
+"""Times the limit: what no slower processor and no dear draw explains."""
 EXEMPT = ("slow", "machine", "peers", "levanter", "engines", "servers")
 RECORD = "actshard/durations"
 """Seconds by test, in pytest's cache: ``.pytest_cache/v/actshard/durations``."""
@@ -67,7 +71,10 @@ class Durations:
             recorded = cache.get(RECORD, {})
             recorded.update({name: round(seconds, 3) for name, seconds in self._seconds.items()})
             cache.set(RECORD, recorded)
-        if self._expensive() and session.exitstatus == pytest.ExitCode.OK:
+        if (
+            any(seconds > FAILURE * LIMIT for seconds in self._expensive().values())
+            and session.exitstatus == pytest.ExitCode.OK
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

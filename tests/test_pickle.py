@@ -181,7 +181,7 @@ def stock() -> Any:
 STOCK = stock()
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     value=st.one_of(PLAIN, st.lists(st.one_of(PLAIN, arrays()), max_size=4)), protocol=st.integers(0, 5), data=st.data()
 )

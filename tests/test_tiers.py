@@ -67,9 +67,12 @@ def test_cheap():
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_an_expensive_test_without_a_mark_fails_the_run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
+@pytest.mark.parametrize(
+    ("workers", "failure", "status"),
+    [("0", 1, pytest.ExitCode.TESTS_FAILED), ("1", 1, pytest.ExitCode.TESTS_FAILED), ("0", 100, pytest.ExitCode.OK)],
+)
+def test_an_expensive_test_without_a_mark_is_named_and_far_above_the_limit_fails_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str, failure: int, status: pytest.ExitCode
 ) -> None:
     """Time that a test waits does not count."""
     conftest = f"""
@@ -77,15 +80,17 @@ def test_an_expensive_test_without_a_mark_fails_the_run(
         sys.path.insert(0, {str(ROOT / "tests")!r})
         import durations
         durations.LIMIT = 0.1
+        durations.FAILURE = {failure}
         def pytest_configure(config):
             config.addinivalue_line("markers", "slow: slow")
             config.pluginmanager.register(durations.Durations(config))
     """
     pytester.makeconftest(conftest)
     pytester.makepyfile(SPINNING)
-    monkeypatch.setattr(durations, "LIMIT", durations.LIMIT)
+    for name in ("LIMIT", "FAILURE"):  # restored after this test
+        monkeypatch.setattr(durations, name, getattr(durations, name))
     outcome = pytester.runpytest_inprocess(f"-n{workers}")
-    assert outcome.ret == pytest.ExitCode.TESTS_FAILED
+    assert outcome.ret == status
     outcome.assert_outcomes(passed=3)
     text = outcome.stdout.str()
     assert "::test_unmarked: expected at most 0.1 s of processor time, found 0.2" in text
