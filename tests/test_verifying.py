@@ -279,6 +279,37 @@ def test_all_findings_and_not_the_first(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("dataset", "files"),
+    [
+        ("lmprobe/pooled_f32", "tensors/*.safetensors"),
+        ("llamascopium/chunks_pt_stacked_f32/cache", "*/*.pt"),
+        ("llamascopium/chunks_safetensors_bf16/cache", "*/*.safetensors"),
+        ("hf_arrow/hub_array2d_ragged_f32/dataset", "*.arrow"),
+        ("hf_arrow/hub_array2d_ragged_f32/dataset", "*-of-00002.*|dataset_info.json"),
+        ("hf_arrow/hub_parquet_array2d_f32", "data/*1-of*.parquet|cache_*.json"),
+        ("jkminder/single_f32_sequence_ranges/tiny/web/validation_col_text2", "*/shard_*.meta"),
+        ("jkminder/single_f32_sequence_ranges/tiny/web/validation_col_text2", "*/shard_*.memmap|tokens.pt"),
+        ("draft/angelslim_dflash", "*/*.ckpt"),
+        ("draft/deepspec_v2_ranks", "*.bin"),
+        ("draft/automodel_eagle3_dense", "*.safetensors"),
+        ("draft/eagle_v1_qwen2", "3/*[1-9].ckpt"),
+        ("hallulens_v1/full_capture/capture", "*_activations.npy"),
+    ],
+)
+def test_every_damaged_file_is_named(tmp_path: Path, dataset: str, files: str) -> None:
+    """Opening names the first one; the others would be found one repair at a time."""
+    copy = tmp_path / "dataset"
+    shutil.copytree(GOLDEN / dataset, copy)
+    damaged = [path for pattern in files.split("|") for path in copy.glob(pattern)]
+    assert len(damaged) > 1
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    report = actshard.verify(copy)
+    unnamed = [path.name for path in damaged if not any(path.name in str(finding) for finding in report.findings)]
+    assert unnamed == []
+
+
 def test_the_error_of_opening_is_reported_next_to_other_errors(tmp_path: Path) -> None:
     path = saev(tmp_path)
     edit("shards.json", lambda s: s[1].update(name="acts\\000001.bin"))(path)

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Never
+from typing import Never, TypeVar
 
 from actshard.errors import ActshardError
 
 _SHOWN = 5
+_P = TypeVar("_P", bound=os.PathLike[str])
+_T = TypeVar("_T")
 
 
 class Faults:
@@ -36,6 +38,14 @@ class Faults:
     def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Context manager around a block that raises faults. If faults are collected, the parser continues after the block."""
         yield
+
+    def batch(self, paths: Sequence[_P], parse: Callable[[Sequence[_P]], list[_T]]) -> list[_T]:
+        """Parses files at once: returns ``parse(paths)``.
+
+        If faults are collected and a file is damaged, each file is parsed alone, so that the faults of all are added, and the
+        first one is raised: what the files have in common is then not known.
+        """
+        return parse(paths)
 
 
 RAISE = Faults()

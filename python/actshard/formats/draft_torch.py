@@ -19,6 +19,7 @@ from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.containers import TorchFile, read_torch
 from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.draft_columns import DraftColumns, PlaceTable, rows_of_columns, rows_of_parts
 from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each, values_of_files
@@ -95,12 +96,12 @@ class DraftFolder:
             return Evidence(True, self.looked_for, f"files that cannot be read: {fault}")
         return Evidence(False, self.looked_for, fault, near=True)
 
-    def dataset(self, root: Location, options: Options) -> DraftDataset:
+    def dataset(self, root: Location, options: Options, faults: Faults = RAISE) -> DraftDataset:
         """Reads the pickles of all files, but no tensors.
 
         Raises:
             MissingFileError: there are no files.
-            ActshardError: no file can be read; the error of the first file.
+            ActshardError: no file can be read; the error of the first file, unless ``faults`` collects them.
         """
         tree, found = self._files(root, None)
         if not found:
@@ -121,7 +122,7 @@ class DraftFolder:
         kept = place_of(root, self.format, made.paths, options.keep)
         index = None if kept is None else kept.load()
         if index is None or not made.restore(*index):
-            made.read(options.decoded_memory)
+            made.read(options.decoded_memory, faults)
             made.keep(kept)
         return made
 
@@ -132,14 +133,15 @@ class DraftFolder:
     def check(self, root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
         """Checks masks, token ids and storages much larger than their tensors; if deep, also checksums.
 
-        Opening reports damaged files.
+        Opening reports the first damaged files.
         """
-        dataset = report.faults.parse(root, lambda: self.dataset(root, Options.of(root)))
+        dataset = report.faults.parse(root, lambda: self.dataset(root, Options.of(root), report.faults))
         if dataset is None:
             return
         report.count("files", len(dataset.paths))
         if dataset.skipped:
             report.add("skipped-numbers", root, dataset.skipped)
+        report.faults.add(*(dataset.faults[number] for number in sorted(dataset.faults)[_SHOWN:]))
 
         def look(number: int, file: TorchFile | ActshardError) -> None:
             tell("files", number, len(dataset.paths))
@@ -195,7 +197,7 @@ class DraftDataset:
             count = f"{numbered.missing} of {numbered.missing + numbered.count} numbers have no file"
             self.skipped = f"{count}: {numbered.names(name)}. {self.folder.skips}"
 
-    def read(self, limit: int) -> None:
+    def read(self, limit: int, faults: Faults = RAISE) -> None:
         """Reads the pickles. The most common kind and shape are the dataset's; other files are faults."""
         self.examples = [None] * len(self.paths)
         kinds: dict[int, DraftKeys] = {}
@@ -213,7 +215,7 @@ class DraftDataset:
 
         read_each(self.paths, limit, first)
         if not kinds:
-            raise self.faults[min(self.faults)]
+            faults.refuse(*(self.faults[number] for number in sorted(self.faults)))
         self._agree(kinds)
         for number in sorted(self.faults)[:_SHOWN]:
             fault, name = self.faults[number], self.paths[number].relative_to(self.root)

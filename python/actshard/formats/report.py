@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from actshard.errors import (
 from actshard.faults import Faults
 from actshard.location import Location
 
+_P = TypeVar("_P", bound=os.PathLike[str])
 _T = TypeVar("_T")
 
 NOT_OF_DATA = (ClosedError, InterruptedReadError, NoMemoryError)
@@ -225,6 +226,17 @@ class Collected(Faults):
         with self.noting(path):
             return read()
         return None
+
+    def batch(self, paths: Sequence[_P], parse: Callable[[Sequence[_P]], list[_T]]) -> list[_T]:
+        """Adds the faults of each file."""
+        try:
+            return parse(paths)
+        except ActshardError as error:
+            known = len(self.errors)
+            for path in paths:
+                with self.noting(path):
+                    parse([path])
+            raise next(iter(self.errors[known:]), error) from error
 
     @contextmanager
     def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:

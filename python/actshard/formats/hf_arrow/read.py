@@ -25,6 +25,7 @@ from actshard._json import Fields, parse_json, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError, UnfinishedError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
@@ -95,7 +96,7 @@ def data_files(path: Location, state: Fields) -> list[Location]:
 class Directory:
     """A directory's metadata and the headers of its files."""
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         if not (path / "state.json").exists():
@@ -104,7 +105,9 @@ class Directory:
                 path=path,
             )
         self.state = Fields(read_json(path / "state.json"), path / "state.json")
-        self.info = self._info()
+        self.info: dict[str, Any] = {}
+        with faults.noting(path / "dataset_info.json"):
+            self.info = self._info()
         for name in ("_indices_data_files", "_indices_files"):
             if self.state.value.get(name):
                 raise FormatError(
@@ -120,7 +123,8 @@ class Directory:
                     f"{UNFINISHED} is left over from a run: examples that are not listed in state.json are not read",
                 )
             )
-        self.files = self._open(data_files(path, self.state))
+        self.files = faults.batch(data_files(path, self.state), _all_opened)
+        self._check_alike()
         self.features = self._features()
         self.names: dict[str, Layer] = {}
         """Layer names by column, where they differ from the column's name."""
@@ -135,9 +139,8 @@ class Directory:
             return {}
         return Fields(read_json(path), path).value
 
-    def _open(self, paths: list[Location]) -> list[StreamFile]:
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            files = list(pool.map(_opened, paths))
+    def _check_alike(self) -> None:
+        files = self.files
         for file in files[1:]:
             if len(file.columns) != len(files[0].columns) or not all(
                 a.same_type(b) for a, b in zip(file.columns, files[0].columns, strict=True)
@@ -146,7 +149,6 @@ class Directory:
         unended = [file.path.name for file in files if not file.ended]
         if unended:
             self.warnings.append(Remark("end-marker", f"{', '.join(unended[:_SHOWN])}: the stream has no end marker"))
-        return files
 
     def _features(self) -> dict[str, Any]:
         """The features from dataset_info.json, or from the schemas of the Arrow files, which repeat them."""
@@ -372,6 +374,11 @@ class Directory:
 
 def _paths(files: list[Location]) -> Callable[[], list[Any]]:
     return lambda: [file.place for file in files]
+
+
+def _all_opened(paths: Sequence[Location]) -> list[StreamFile]:
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        return list(pool.map(_opened, paths))
 
 
 def _opened(path: Location) -> StreamFile:

@@ -16,7 +16,7 @@ _SHARD = re.compile(r"shard_([0-9]+)\.memmap")
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks sizes of shards, totals, equal shards in all layers, tokens, and bounds of sequences."""
-    cache = report.faults.parse(root, lambda: ActivationCache(root))
+    cache = report.faults.parse(root, lambda: ActivationCache(root, report.faults))
     if cache is None:
         return
     for number, layer in enumerate(cache.layers):

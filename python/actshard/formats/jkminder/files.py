@@ -28,6 +28,7 @@ from actshard._json import Fields, read_json, show
 from actshard._native import StoredArray
 from actshard.containers import read_torch
 from actshard.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
+from actshard.faults import RAISE, Faults
 from actshard.location import Location
 
 CONFIG, TOKENS, RANGES = "config.json", "tokens.pt", "sequence_ranges.pt"
@@ -86,7 +87,7 @@ class Submodule:
     dtype: str
 
     @classmethod
-    def of(cls, path: Location) -> Submodule:
+    def of(cls, path: Location, faults: Faults = RAISE) -> Submodule:
         """Reads config.json and the .meta of each shard.
 
         Raises:
@@ -103,17 +104,14 @@ class Submodule:
         if count > _MOST_SHARDS:
             raise config.error("shard_count", f"at most {_MOST_SHARDS}")
         width = config.integer("d_model")
-        shards: list[MemmapShard] = []
-        dtypes: set[str] = set()
-        for number in range(count):
-            rows, dtype = _meta(path / f"shard_{number}.meta", width)
-            dtypes.add(dtype)
-            if len(dtypes) > 1:
-                raise FormatError(
-                    f"expected the dtype of the shards before, found {dtype}", path=path / f"shard_{number}.meta"
-                )
-            shards.append(MemmapShard(path / f"shard_{number}.memmap", rows))
-        return cls(path, config, shards, width, next(iter(dtypes), "F32"))
+        described = [path / f"shard_{number}.meta" for number in range(count)]
+        shapes = faults.batch(described, lambda some: [_meta(meta, width) for meta in some])
+        first = shapes[0][1] if shapes else "F32"
+        for meta, (_, dtype) in zip(described, shapes, strict=True):
+            if dtype != first:
+                raise FormatError(f"expected {first}, the dtype of the shards before, found {dtype}", path=meta)
+        shards = [MemmapShard(path / f"shard_{number}.memmap", rows) for number, (rows, _) in enumerate(shapes)]
+        return cls(path, config, shards, width, first)
 
     @property
     def rows(self) -> list[int]:

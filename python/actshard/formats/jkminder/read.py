@@ -14,6 +14,7 @@ from actshard._json import show
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import FormatError, UnsupportedError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.jkminder.files import (
     RANGES,
@@ -48,7 +49,7 @@ def detect(path: Location) -> Evidence:
 class ActivationCache:
     """The layers of a store, its tokens, and the bounds of its sequences."""
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         folders = submodules(path)
@@ -58,12 +59,18 @@ class ActivationCache:
         names = names_of(folders)
         order = sorted(range(len(folders)), key=names.__getitem__)
         self.names = [names[i] for i in order]
-        self.layers = [Submodule.of(folders[i]) for i in order]
+        self.layers = faults.batch(
+            [folders[i] for i in order], lambda some: [Submodule.of(folder, faults) for folder in some]
+        )
         self._check_alike()
         self.total = sum(self.layers[0].rows)
-        self.tokens = self._tokens()
+        self.tokens: TokenFile | None = None
+        with faults.noting(self.store / TOKENS):
+            self.tokens = self._tokens()
         self.sequences = ""
-        self.bounds = self._bounds()
+        self.bounds: NDArray[np.uint64] | None = None
+        with faults.noting(self.store / RANGES):
+            self.bounds = self._bounds()
 
     def _check_alike(self) -> None:
         first = self.layers[0]

@@ -17,7 +17,7 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Parses all chunks. Compares tokens and masks between hook points, and the number of objects with that of sequences."""
-    folder = report.faults.parse(root, lambda: ChunkFolder(root))
+    folder = report.faults.parse(root, lambda: ChunkFolder(root, faults=report.faults))
     if folder is None:
         return
     options = Options.of(root)

@@ -14,6 +14,7 @@ from actshard._arguments import stored
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import FormatError, NotStoredError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.llamascopium.files import (
     ACTIVATION,
@@ -82,7 +83,7 @@ def rows_of(
 class ChunkFolder:
     """The chunks of all hook points."""
 
-    def __init__(self, path: Location, limit: int = 1 << 30) -> None:
+    def __init__(self, path: Location, limit: int = 1 << 30, faults: Faults = RAISE) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         hooks = hooks_of(path)
@@ -94,7 +95,8 @@ class ChunkFolder:
         check_same_chunks(every)
         chunks, metadata = listings[0]  # the other hook points have the same chunks, and their metadata are not read
         self.warnings += missing_chunks(chunks) + missing_metadata(chunks.values(), metadata)
-        flat = parsed([path for _, chunks in every for path in chunks.values()], limit)
+        paths = [path for _, chunks in every for path in chunks.values()]
+        flat = faults.batch(paths, lambda some: parsed(some, limit))
         each = len(flat) // len(hooks)
         self.hooks = [flat[i * each : (i + 1) * each] for i in range(len(hooks))]
         self.first = self.hooks[0]

@@ -22,6 +22,7 @@ from actshard._json import read_json
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, NotStoredError
+from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.parquet_vectors.files import (
     FLOATS,
@@ -72,14 +73,17 @@ def detect(path: Location) -> Evidence:
 class ParquetDataset:
     """The files of a dataset and its layers."""
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         paths = parquet_files(path)
         check_one_dataset(path, paths)
         if path.kind() == "folder":
             self.warnings += missing_files(paths)
-        self.files = [ParquetFile(file) for file in paths]
+        self.described: dict[str, Any] = {}
+        with faults.noting(path):
+            self.described = self._described(paths)
+        self.files = faults.batch(paths, lambda some: [ParquetFile(file) for file in some])
         if not self.files:
             raise FormatError(f"expected {LOOKED_FOR}, found no parquet file", path=path)
         for file in self.files[1:]:
@@ -88,15 +92,13 @@ class ParquetDataset:
         self.groups = [(file, g) for file in self.files for g in range(file.meta.num_row_groups) if file.group_rows(g)]
         self.sizes = [file.group_rows(g) for file, g in self.groups]
         self.firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
-        self.described = self._described()
         self.columns_found = self._choose()
         self.lengths = self._lengths()
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, paths: Sequence[Location]) -> dict[str, Any]:
         """NLA's description or SAELens' configuration; empty if there is neither."""
-        described = sidecar(self.files[0].path)
-        if len(self.files) == 1 and described.exists():
-            return self._sidecar(described)
+        if len(paths) == 1 and sidecar(paths[0]).exists():
+            return self._sidecar(sidecar(paths[0]))
         config = self.path / _RUNNER if self.path.kind() == "folder" else None
         if config is not None and config.exists():
             value = read_json(config)
