@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard import formats
 from actshard._arguments import many, numpy_type
 from actshard.errors import ActshardError
+from actshard.formats.column_digests import digests_of_columns
 from actshard.formats.report import Report
+from actshard.formats.target import TEXTS
 from actshard.layers import Layer, plain
 from actshard.location import Location
 from actshard.repeating import equal_examples
-from actshard.request import Digest, Request, joined_digests
+from actshard.request import ColumnDigests, Digest, Request, joined_digests
 from actshard.store import Store
 
 _FEW = 8
@@ -128,7 +131,11 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
     except ActshardError as error:
         report.error(error, store.path)
         return
-    if record is None or record.digests is None:
+    if record is None:
+        return
+    if record.columns is not None:
+        _compare_columns(store, record.columns, report)
+    if record.digests is None:
         return
     if len(record.digests) != len(digests):
         report.add("other-rows", place, many(len(digests), "layer"), str(len(record.digests)))
@@ -136,6 +143,24 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
         if found is not None and written != found:
             what = "the rows of the examples, in another order" if written.total == found.total else "other rows"
             report.add("other-rows", place, what, "the rows that were written", f"layer {plain(layer)}")
+
+
+def _compare_columns(store: Store, written: ColumnDigests, report: Report) -> None:
+    """Compares the columns with those that actshard wrote. A format may store a text under a name of its own."""
+    contents, outgoing = store.contents, formats.get(store.contents.format).carrying().outgoing
+    read = contents.column_batches or (lambda names: iter([contents.columns(names)]))
+    with report.noting(store.path):
+        digests = digests_of_columns(map(outgoing, read(contents.column_names))) if contents.column_names else {}
+        text = next((digests[name] for name in TEXTS if name in digests), None)
+        for name, digest in written.items():
+            found = digests.get(name, text if name in TEXTS else None)
+            if found == digest or (found is None and not digest.total):  # null in all examples
+                continue
+            what = "no such column" if found is None else "other values"
+            what = "the values in another order" if found is not None and found.total == digest.total else what
+            report.add(
+                "other-columns", Location.at(store.path), what, "the values that were written", f"column {name!r}"
+            )
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:

@@ -36,6 +36,7 @@ from actshard.work import (
     write_json,
 )
 from actshard.writing.existing import complete_at
+from actshard.writing.proving import column_digests
 from actshard.writing.recorded import OWN, columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter
 
@@ -177,7 +178,8 @@ class Sink(SegmentWriter):
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests)
+                    digests = column_digests(target, columns)
+                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests, digests)
                 self.journal.finish()
             place = target.place()
             if place != target.root:
