@@ -114,7 +114,7 @@ def _of_bytes(values: pa.LargeBinaryArray) -> Hashes:
         offsets = np.frombuffer(values.buffers()[1], np.int64)[values.offset : values.offset + len(values) + 1]
     data = values.buffers()[2]
     content = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
-    return _native.hash_rows(content, 1, np.diff(offsets))
+    return _native.hash_rows(content, None, np.diff(offsets))
 
 
 def _of_lists(values: pa.Array, depth: int) -> Hashes:
