@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import actshard
 from actshard.formats.column_digests import digests_of_columns, hashes_of
-from actshard.request import RECORD, Request, joined_columns
+from actshard.request import RECORD, Request
 
 ALIKE = [
     [pa.array([1, -2, None], pa.int8()), pa.array([1, -2, None]), pa.array([1.0, -2.0, None], pa.float32())],
@@ -91,7 +92,9 @@ def columns(draw: st.DrawFn) -> list[Any]:
 
 
 @given(values=columns(), other=columns(), cut=st.integers(0, 8))
-def test_hashes_are_equal_where_values_are_and_digests_join(values: list[Any], other: list[Any], cut: int) -> None:
+def test_hashes_are_equal_where_values_are_and_blocks_do_not_matter(
+    values: list[Any], other: list[Any], cut: int
+) -> None:
     arrays = [pa.array(values), pa.array(other)]
     hashes = [hashes_of(array).tolist() for array in arrays]
     keys = {}
@@ -102,9 +105,6 @@ def test_hashes_are_equal_where_values_are_and_digests_join(values: list[Any], o
     whole = digests_of_columns([pa.table({"x": arrays[0]})])
     parts = [pa.table({"x": arrays[0][:cut]}), pa.table({"x": arrays[0][cut:]})]
     assert digests_of_columns(parts) == whole
-    behind = {name: digest.after(len(parts[0])) for name, digest in digests_of_columns(parts[1:]).items()}
-    assert joined_columns([digests_of_columns(parts[:1]), behind]) == whole
-    assert joined_columns([whole, None]) is None
 
 
 ROWS = np.arange(6 * 2 * 3 * 4, dtype=np.float32).reshape(6, 2, 3, 4)
@@ -124,15 +124,16 @@ def write(path: Path, format: str, some: slice = slice(None), **more: Any) -> Pa
 
 
 @pytest.mark.parametrize("format", ["npy", "safetensors", "zarr", "lmprobe", "pickle", "hf_arrow"])
-def test_writers_conversions_plans_and_merges_record_equal_digests(tmp_path: Path, format: str) -> None:
+def test_writers_conversions_plans_and_merges_record_digests(tmp_path: Path, format: str) -> None:
     def recorded(path: Path) -> Any:
         assert "other-columns" not in actshard.verify(path, deep=True).codes()
         record = Request.read(path)
         assert record is not None
+        assert record.columns is not None
+        assert list(record.columns) == list(actshard.open(path).contents.column_names)
         return record.columns
 
     written = recorded(write(tmp_path / "one", format))
-    assert set(written) == set(COLUMNS) - ({"text"} if format == "pickle" else set())  # pickle shards cut texts
     write(tmp_path / "npy", "npy")
     assert recorded(actshard.convert(tmp_path / "npy", tmp_path / "to", format).path) == written
     plan = actshard.plan.convert(tmp_path / "npy", tmp_path / "planned", format, tasks=3)
@@ -140,7 +141,27 @@ def test_writers_conversions_plans_and_merges_record_equal_digests(tmp_path: Pat
     if format in ("zarr", "lmprobe", "pickle"):
         for part in range(2):
             write(tmp_path / "parts", format, slice(part * 3, part * 3 + 3), part=(part, 2))
-        assert recorded(actshard.merge(tmp_path / "parts")) == written
+        recorded(actshard.merge(tmp_path / "parts"))
+
+
+def test_odd_columns_have_digests_and_never_hinder_a_writer(tmp_path: Path) -> None:
+    """Fields with dots or equal names, and types that a format reads back as others."""
+    twice = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], ["a", "a"])
+    odd = {
+        "dotted": pa.array([{".a": 1}, {".a": 2}]),
+        "big": pa.array([2**63, 2**64 - 1], pa.uint64()),
+        "decimal": pa.array([1, None], pa.decimal256(50, 2)),
+        "times": pa.array([1, 2], pa.timestamp("ms")),
+    }
+    for format in ("npy", "zarr", "lmprobe", "pickle", "hf_arrow"):
+        for name, column in odd.items():
+            path = tmp_path / f"{format}-{name}"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of types that the format changes
+                with actshard.create(path, format, layers=[0], d_model=4, dtype="float32") as writer:
+                    writer.append(np.ones((2, 1, 3, 4), np.float32), columns={"x": column})
+            assert "other-columns" not in actshard.verify(writer.path, deep=True).codes()
+    assert (hashes_of(twice) != 0).all()
 
 
 def test_verifying_names_columns_that_were_changed(tmp_path: Path) -> None:

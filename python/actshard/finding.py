@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from actshard.errors import (
     UnfinishedError,
     UnknownFormatError,
 )
-from actshard.formats.contents import Evidence
+from actshard.formats.column_digests import digests_of_contents
+from actshard.formats.contents import Evidence, Options
 from actshard.location import Location
 from actshard.logs import LOG
+from actshard.request import RECORD, Request
 from actshard.storage import Entry, Remote, one_look
 from actshard.walking import STANDS_FOR, Walk, find_cache, is_cache_itself, new_caches
-from actshard.work import PARTS, PLAN, Mark, Marks, look
+from actshard.work import PARTS, PLAN, Mark, Marks, keep_request, look
 
 
 def of_tokens() -> str:
@@ -170,6 +172,21 @@ def check_opens(path: Path, format: str) -> None:
         raise FormatError(
             f"was written as {format}, and is whole, but opens as {name}: move other files out of its folder", path=path
         )
+
+
+def keep_column_digests(place: Path, format: str) -> None:
+    """Adds the digests of its columns to the record of a dataset that was just written.
+
+    Without a record, or if the columns cannot be read, there are none: verify then reports what is damaged.
+    """
+    root = Location.at(place)
+    with contextlib.suppress(ActshardError, MemoryError):
+        request = Request.read(root)
+        contents = formats.get(format).open(root, Options.of(root))
+        if request is None or not contents.column_names:
+            return
+        request = replace(request, columns=digests_of_contents(contents, contents.column_names))
+        keep_request(place, request, beside=not (place / RECORD).exists())
 
 
 def check_finished(root: Location, format: str | None = None, *, described: bool = False) -> None:

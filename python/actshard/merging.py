@@ -35,13 +35,13 @@ from actshard.errors import (
     UnsupportedError,
     boundary,
 )
-from actshard.finding import beside_parts, check_opens, existing, find
+from actshard.finding import beside_parts, check_opens, existing, find, keep_column_digests
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, fingerprint
 from actshard.location import Location
 from actshard.opening import open_quietly
-from actshard.request import RECORD, ColumnDigests, Digests, Request, joined_columns, joined_digests
+from actshard.request import RECORD, Digests, Request, joined_digests
 from actshard.work import (
     EMPTY,
     FOLDER,
@@ -142,13 +142,10 @@ class AskedMerge:
             raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
-    def request_of(
-        self, format: str, sources: Sequence[str], parts: Sequence[Request | None], counts: Sequence[int]
-    ) -> Request:
-        """The request of a merge of datasets whose files have the digests ``sources``, of ``parts`` with ``counts`` examples."""
+    def request_of(self, format: str, sources: Sequence[str], examples: int, digests: Digests | None) -> Request:
+        """The request of a merge of datasets whose files have the digests ``sources``. ``digests``: of their rows."""
         arguments = {"format": format, "physical": self.physical, "different_models": self.different_models}
-        digests, columns = _digests_of(parts, counts), _columns_of(parts, counts)
-        return Request.of("merge", arguments, sources).finished(sum(counts), None, digests, columns)
+        return Request.of("merge", arguments, sources).finished(examples, None, digests)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the arguments that the marker of an unfinished merge records."""
@@ -162,10 +159,8 @@ def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
     if len(counts) < len(parts):
         return None
     whole = [part.without_part(sum(counts)) for part in requests]
-    digests, columns = _digests_of(requests, counts), _columns_of(requests, counts)
-    return (
-        replace(whole[0], digests=digests, columns=columns) if all(request == whole[0] for request in whole) else None
-    )
+    digests = _digests_of(requests, counts)
+    return replace(whole[0], digests=digests) if all(request == whole[0] for request in whole) else None
 
 
 def _digests_of(parts: Sequence[Request | None], counts: Sequence[int]) -> Digests | None:
@@ -175,15 +170,6 @@ def _digests_of(parts: Sequence[Request | None], counts: Sequence[int]) -> Diges
         known = None if part is None or part.examples != count else part.digests
         shifted.append(None if known is None else tuple(digest.after(first) for digest in known))
     return joined_digests(shifted)
-
-
-def _columns_of(parts: Sequence[Request | None], counts: Sequence[int]) -> ColumnDigests | None:
-    """As :func:`_digests_of`, of columns."""
-    shifted: list[ColumnDigests | None] = []
-    for part, count, first in zip(parts, counts, itertools.accumulate(counts, initial=0), strict=False):
-        known = None if part is None or part.examples != count else part.columns
-        shifted.append(None if known is None else {name: digest.after(first) for name, digest in known.items()})
-    return joined_columns(shifted)
 
 
 def merged(root: Path, asked: AskedMerge) -> Path:
@@ -230,6 +216,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 (place / RECORD).unlink(missing_ok=True)
             else:
                 keep_request(place, plan.request)
+                keep_column_digests(place, plan.format)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)
@@ -550,7 +537,7 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
     requests = [Request.read(path) for path in sources]
     if asked.parts is None:
         return format, _request_of_parts(requests)
-    return format, asked.request_of(format, fingerprints, requests, counts)
+    return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts))
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:

@@ -108,20 +108,6 @@ def _column_digests_in(fields: Fields) -> ColumnDigests | None:
         raise fields.error("column_digests", "32 hexadecimal digits for each column") from error
 
 
-def joined_columns(parts: Iterable[ColumnDigests | None]) -> ColumnDigests | None:
-    """The digests of the columns of all parts, which are numbered in one dataset; None if those of a part are not known.
-
-    A column that a part lacks is null in it, and adds nothing.
-    """
-    joined: dict[str, Digest] = {}
-    for part in parts:
-        if part is None:
-            return None
-        for name, digest in part.items():
-            joined[name] = joined.get(name, Digest(0, 0)) + digest
-    return joined
-
-
 def joined_digests(parts: Iterable[Digests | None]) -> Digests | None:
     """The digests of all examples from those of parts, which are numbered in one dataset; None if those of a part are not known."""
     known = list(parts)
@@ -153,7 +139,7 @@ class Request:
         examples: number of examples of the finished dataset; None before it is finished.
         overflows: number of finite values that a conversion stored as infinity; None if it is not known.
         digests: digests of the rows as they were written; None if they are not known.
-        columns: digests of the columns as they were written, but of those that the format changes; None if they are not known.
+        columns: digests of the columns as they are read back; None if they are not known.
     """
 
     verb: str
@@ -237,11 +223,9 @@ class Request:
         """What makes two requests the same; overflows and digests are facts of the result only."""
         return _text([self.verb, self.arguments, self.sources, self.examples])
 
-    def finished(
-        self, examples: int, overflows: int | None, digests: Digests | None, columns: ColumnDigests | None
-    ) -> Self:
+    def finished(self, examples: int, overflows: int | None, digests: Digests | None) -> Self:
         """Returns the request of a finished dataset, with its number of examples, and overflows and digests."""
-        return replace(self, examples=examples, overflows=overflows, digests=digests, columns=columns)
+        return replace(self, examples=examples, overflows=overflows, digests=digests)
 
     def difference(self, other: Request) -> Difference | None:
         """The first argument in which another request differs; None if they are equal. Sources are not compared."""

@@ -1,8 +1,7 @@
-"""Digests of columns: of the values, whatever type stores them.
+"""Digests of a finished dataset's columns, as its reader returns them: the last step of writing records them, and verify compares.
 
-Each value has a hash; null has 0. Integers and floats of equal value have equal hashes in every width, and so have texts, and
-lists of equal values, in every layout of Arrow: formats store columns as types of their own, and merges widen them. A digest sums
-the hashes of all examples (:class:`~actshard.request.Digest`), so that those of blocks and of parts can be joined.
+Each value has a hash; null has 0. Equal values have equal hashes in every width, and in every layout of Arrow, so that readers may
+choose their types. A digest sums the hashes of all examples (:class:`~actshard.request.Digest`), whatever blocks they are read in.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard.formats.contents import Contents
 from actshard.formats.tables import is_list
 from actshard.request import Digest
 
@@ -28,22 +28,23 @@ _FEW = 8
 """Depth of lists and dicts; deeper values have the hash of their text."""
 
 
-def digests_of_columns(tables: Iterable[pa.Table], names: Sequence[str] | None = None) -> dict[str, Digest]:
-    """The digest of each column over consecutive tables, whose columns may differ: a column that a table lacks is null in it.
+def digests_of_contents(contents: Contents, names: Sequence[str]) -> dict[str, Digest]:
+    """The digests of these columns of a dataset. Formats that read columns whole read one at a time."""
+    if contents.column_batches is not None:
+        return digests_of_columns(contents.column_batches(names))
+    return {name: digest for each in names for name, digest in digests_of_columns([contents.columns([each])]).items()}
 
-    Args:
-        tables: the examples, in order.
-        names: the columns; None for all.
-    """
+
+def digests_of_columns(tables: Iterable[pa.Table]) -> dict[str, Digest]:
+    """The digest of each column over consecutive tables, whose columns may differ: a column that a table lacks is null in it."""
     digests: dict[str, Digest] = {}
     first = 0
     for table in tables:
         for start in range(0, len(table), _BLOCK):
             block = table.slice(start, _BLOCK)
-            for name in block.column_names:
-                if names is None or name in names:
-                    digest = Digest.of(hashes_of(block[name].combine_chunks()), first + start)
-                    digests[name] = digests.get(name, Digest(0, 0)) + digest
+            for name, values in zip(block.column_names, block.columns, strict=True):
+                digest = Digest.of(hashes_of(values), first + start)
+                digests[name] = digests.get(name, Digest(0, 0)) + digest
         first += len(table)
     return digests
 
@@ -51,6 +52,7 @@ def digests_of_columns(tables: Iterable[pa.Table], names: Sequence[str] | None =
 def hashes_of(values: pa.Array | pa.ChunkedArray, depth: int = 0) -> Hashes:
     """The hash of each value, uint64 ``(n,)``; 0 for null."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     if isinstance(values, pa.ChunkedArray):  # pyarrow keeps a column that is too large for one array in chunks
         return np.concatenate([np.zeros(0, np.uint64), *(hashes_of(chunk, depth) for chunk in values.chunks)])
@@ -59,8 +61,10 @@ def hashes_of(values: pa.Array | pa.ChunkedArray, depth: int = 0) -> Hashes:
         return np.zeros(len(values), np.uint64)
     if isinstance(kind, pa.BaseExtensionType):
         return hashes_of(values.storage, depth)
-    if is_.is_dictionary(kind) or is_.is_run_end_encoded(kind):
-        return hashes_of(values.cast(kind.value_type), depth)
+    if is_.is_dictionary(kind):
+        return hashes_of(values.dictionary_decode(), depth)
+    if is_.is_run_end_encoded(kind):
+        return hashes_of(pc.run_end_decode(values), depth)
     hashes = _hashes_of_plain(values, depth)
     # Not 0, which is null's.
     hashes = np.where(hashes == 0, np.uint64(1), hashes)
@@ -136,8 +140,8 @@ def _of_dicts(values: pa.StructArray, depth: int) -> Hashes:
     import pyarrow.compute as pc
 
     hashes = np.ones(len(values), np.uint64)
-    for field in values.type:
-        inner = hashes_of(pc.struct_field(values, field.name), depth + 1)
+    for number, field in enumerate(values.type):  # by number: two may share a name, and Arrow reads dots as paths
+        inner = hashes_of(pc.struct_field(values, [number]), depth + 1)
         hashes += np.where(inner == 0, np.uint64(0), _mixed(inner, field.name.encode("utf-8", "surrogatepass")))
     return hashes
 

@@ -18,7 +18,7 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
-from actshard.request import RECORD, ColumnDigests, Digests, Request
+from actshard.request import RECORD, Digests, Request
 from actshard.work import FOLDER, PARTS, keep_request
 
 if TYPE_CHECKING:
@@ -376,10 +376,8 @@ class Target(ABC):
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
-    def keep_request(
-        self, examples: int, overflows: int | None, digests: Digests | None, columns: ColumnDigests | None
-    ) -> None:
-        """Records the request, in the dataset's folder or next to it. For the arguments see :class:`Request`."""
+    def keep_request(self, examples: int, overflows: int | None, digests: Digests | None) -> None:
+        """Records the request, in the dataset's folder or next to it. ``overflows``, ``digests``: see :class:`Request`."""
         counted = overflows if self.request.verb == "convert" else None
         if digests is not None and len(digests) != len(self.spec.layers):
             raise FormatError(
@@ -390,8 +388,7 @@ class Target(ABC):
             digests = None  # without layout=, the layers are read as a single wide one
         elif digests is not None:  # in the order of the request's layers
             digests = tuple(digests[self.spec.layers.index(name)] for name in self.reading)
-        finished = self.request.finished(examples, counted, digests, columns)
-        keep_request(self.root, finished, beside=self.reads_all_files)
+        keep_request(self.root, self.request.finished(examples, counted, digests), beside=self.reads_all_files)
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 

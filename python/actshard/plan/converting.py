@@ -12,7 +12,6 @@ tasks write parts of one file, such as an index, the commit copies the parts int
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import time
@@ -56,7 +55,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
-from actshard.finding import check_opens, is_finished
+from actshard.finding import check_opens, is_finished, keep_column_digests
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
@@ -80,7 +79,6 @@ from actshard.request import Request, digests_of, joined_digests
 from actshard.store import Store
 from actshard.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
 from actshard.writing.existing import check_written, complete_at
-from actshard.writing.proving import column_digests
 from actshard.writing.recorded import columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter, write_memory
 
@@ -486,15 +484,13 @@ class Converting(Verb[_OpenedPlan]):
                 path=plan.work,
             )
         make_folder(target.root)
+        # First, so that a repeated commit knows the dataset as its own.
         lengths = lengths_in(tables, len(target.spec.layers))
         overflows = sum(int(result.value["overflows"]) for result in results)
         parts = [digests_of(result.value.get("digests")) for result in results]
         by_layers = None if None in parts else tuple(digest for part in parts for digest in part or ())
         digests = by_layers if "layers" in plan.tasks[0] else joined_digests(parts)
-        keep_request = functools.partial(
-            target.keep_request, len(lengths), overflows, digests, column_digests(target, columns)
-        )
-        keep_request()  # first, so that a repeated commit knows the dataset as its own
+        target.keep_request(len(lengths), overflows, digests)
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]
@@ -505,13 +501,14 @@ class Converting(Verb[_OpenedPlan]):
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
         if target.reads_all_files:  # the record lies next to the folder, and names its files
-            keep_request()
+            target.keep_request(len(lengths), overflows, digests)
         place = target.place()
         if place != target.root:
             (target.root / FOLDER / LOCK).unlink(missing_ok=True)
             remove_work_folders(target.root)  # of saev, whose folder gets another name
             rename(target.root, place)
         sync_folders([place.parent, place])
+        keep_column_digests(place, target.format)
         check_opens(place, target.format)
         return place
 

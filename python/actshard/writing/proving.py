@@ -16,12 +16,10 @@ import numpy as np
 
 from actshard import formats
 from actshard.errors import ArgumentError
-from actshard.formats.column_digests import digests_of_columns
 from actshard.formats.contents import Contents, Options
 from actshard.formats.tables import is_list
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, AllExamples, Block, Target
 from actshard.location import Location
-from actshard.request import ColumnDigests
 from actshard.work import existing_above
 
 if TYPE_CHECKING:
@@ -94,26 +92,6 @@ def _changes(target: Target, table: pa.Table) -> dict[str, str]:
         if change is not None:
             changes[name] = f"{name}: {change}"
     return changes
-
-
-def column_digests(target: Target, columns: pa.Table | None) -> ColumnDigests | None:
-    """Digests of a finished dataset's columns, but of those that the format changes; None if it has columns of its own only.
-
-    Args:
-        target: the target, whose settings are known.
-        columns: the columns of all examples as they were given, with the dataset's types.
-    """
-    if target.only_columns is not None or not target.holds_columns:
-        return None
-    if columns is None:
-        return {}
-    try:
-        changes = changed_columns(target, columns)
-    except ArgumentError:  # of columns that an earlier release, or a resumed one, accepted
-        return None
-    previews = TEXTS if target.text_column == PREVIEW else ()
-    names = [name for name in columns.column_names if name not in changes and name not in previews]
-    return digests_of_columns([columns], [name for name in names if not is_separate(target, name)])
 
 
 def is_separate(target: Target, name: str) -> bool:

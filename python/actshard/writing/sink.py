@@ -20,7 +20,7 @@ from actshard.errors import (
     from_os,
     warn,
 )
-from actshard.finding import check_opens
+from actshard.finding import check_opens, keep_column_digests
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.request import Request
 from actshard.work import (
@@ -36,7 +36,6 @@ from actshard.work import (
     write_json,
 )
 from actshard.writing.existing import complete_at
-from actshard.writing.proving import column_digests
 from actshard.writing.recorded import OWN, columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter
 
@@ -178,13 +177,13 @@ class Sink(SegmentWriter):
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    digests = column_digests(target, columns)
-                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests, digests)
+                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests)
                 self.journal.finish()
             place = target.place()
             if place != target.root:
                 self._move(place)
             sync_folders([place.parent])
+            keep_column_digests(place, target.format)
             check_opens(place, target.format)  # a part, before a merge that waits for its journal may take it
             self.journal.remove()
             with contextlib.suppress(MissingFileError):  # a part may be merged from here on
