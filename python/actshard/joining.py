@@ -30,7 +30,7 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.formats.tables import cast_exactly, common_type, rows_only
 from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
-from actshard.stream.content import content_range
+from actshard.stream.content import content_range, tokens_anywhere
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,7 +100,11 @@ def join(
         d_model=first.d_model,
         dtype=found,
         num_examples=sum(part.num_examples for part in parts),
-        token_counts=lambda: np.concatenate([part.token_counts for part in parts]),
+        token_counts=lambda: (
+            np.concatenate([part.token_counts for part in parts])
+            if rows is None or not differ
+            else tokens_anywhere(rows, len(chosen), np.arange(sum(part.num_examples for part in parts)))
+        ),
         rows=rows,
         column_names=[*columns, source],
         columns=table.read,

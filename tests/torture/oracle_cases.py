@@ -69,6 +69,7 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, odd: bo
         found = np.where(rng.random(shape) < 0.08, special, found)
         found[rng.random(shape[:-1]) < 0.1] = 1.5
         found[rng.random(shape[:-1]) < 0.1] *= 100
+        found[rng.random(shape[:-1]) < rng.choice([0, 0.8])] *= 1e-200
     return cast(found, dtype)
 
 
@@ -295,7 +296,7 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
     if masks:
         kinds.append("column")
     if special and all(t > special for t in counts):
-        kinds.append("content only")
+        kinds += ["content only", "content only, rectangle", "content only, arrow"]
     match draw.choice(kinds):
         case "array":
             return np.array(per_example, bool), whole
@@ -306,7 +307,7 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
             mask = mask.reshape(n, max(counts, default=0))
             return mask, [mask[i, :t].tolist() for i, t in enumerate(counts)]
         case "arrow":
-            return pa.array(flags, pa.list_(pa.bool_())), flags
+            return pa.array(flags, draw.choice([pa.list_, pa.large_list])(pa.bool_())), flags
         case "function":
             return (lambda table: np.array(per_example, bool)), whole
         case "column":
@@ -314,6 +315,13 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
             return name, [[value != 0 for value in example] for example in data.values(name)]
         case "content only":
             return [np.array(x[special:], bool) for x in flags], [[True] * special + x[special:] for x in flags]
+        case "content only, arrow":
+            lists = pa.array([x[special:] for x in flags], pa.large_list(pa.bool_()))
+            return lists, [[True] * special + x[special:] for x in flags]
+        case "content only, rectangle":
+            width = max(counts) - special
+            mask = np.array([[draw.random() < 0.6 for _ in range(width)] for _ in range(n)], bool)
+            return mask, [[True] * special + mask[i, : t - special].tolist() for i, t in enumerate(counts)]
     return [np.array(x, bool) for x in flags], flags
 
 

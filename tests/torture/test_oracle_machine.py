@@ -116,6 +116,8 @@ class OracleMachine(CountedMachine):
             assert not sides[0] & sides[1]
             assert sides[0]
             assert sides[1]
+            # Whole groups in some order, until the number is nearest.
+            assert abs(len(halves[1]) - wanted) <= max(Counter(str(x) for x in groups).values())
         side = draw.randrange(2)
         self.add(draw, replace(case, store=halves[side], data=datas[side], name=f"{case.name}.split({by})[{side}]"))
 
@@ -123,13 +125,13 @@ class OracleMachine(CountedMachine):
         cases = [self.pick(draw) for _ in range(draw.randint(1, 3))]
         layers = [x for x in cases[0].data.layers if all(x in case.data.layers for case in cases)]
         dtypes, specials = {case.data.dtype for case in cases}, {case.data.special for case in cases}
-        options: dict[str, Any] = {} if draw.random() < 0.5 else {"layers": layers}
+        options: dict[str, Any] = {} if draw.random() < 0.5 else {"layers": draw.sample(layers, len(layers))}
         if len(dtypes) > 1:
             options["dtype"] = draw.choice(["float32", "float64"])
-        if len(specials) > 1:
-            options["special_tokens"] = draw.choice(sorted(specials))
+        if len(specials) > 1 or draw.random() < 0.3:
+            options["special_tokens"] = draw.randrange(3)
         stores = [case.store for case in cases]
-        if not layers or ("layers" not in options and len({tuple(case.data.layers) for case in cases}) > 1):
+        if not layers or ("layers" not in options and len({frozenset(case.data.layers) for case in cases}) > 1):
             with oracle_checks.refused(actshard.ArgumentError):
                 actshard.concat(stores, **options)
             return
@@ -191,9 +193,14 @@ class OracleMachine(CountedMachine):
             return
         store = actshard.pair({"a": case.store, "b": other.store}, compare=[]).as_store()
         names = {(s, layer): f"{'ab'[s]}:{layer}" for s in (0, 1) for layer in case.data.layers}
+        lengths = case.data.content_lengths or [None] * len(case.data)  # a join has them if one of its parts has
         examples = [
-            replace(x, rows={names[s, la]: rows for s, each in enumerate((x, y)) for la, rows in each.rows.items()})
-            for x, y in zip(case.data.examples, other.data.examples, strict=True)
+            replace(
+                x,
+                rows={names[s, la]: rows for s, each in enumerate((x, y)) for la, rows in each.rows.items()},
+                content=content,
+            )
+            for x, y, content in zip(case.data.examples, other.data.examples, lengths, strict=True)
         ]
         data = replace(case.data, examples=examples, layers=list(names.values()), numbers=None, whole=None, parts=[])
         self.add(draw, Case(store, data, f"pair({case.name}, {other.name})", case.has_last_rows or other.has_last_rows))
@@ -219,7 +226,11 @@ class OracleMachine(CountedMachine):
     def read_one(self, draw: random.Random, name: str) -> None:
         """One reading verb of one store, or of several."""
         if name == "mixture":
-            oracle_checks.check_mixture(draw, [self.pick(draw) for _ in range(draw.randint(1, 3))])
+            cases = self.cases
+            if draw.random() < 0.5:  # labelled sources only, or unlabelled ones: then the batches have labels
+                labelled = self.pick(draw).data.labels is not None
+                cases = [case for case in cases if (case.data.labels is not None) == labelled]
+            oracle_checks.check_mixture(draw, [draw.choice(cases) for _ in range(draw.randint(1, 3))])
         elif name == "pair":
             case, other = self.two_alike(draw)
             if not case.data.lacks_layers:
