@@ -47,7 +47,7 @@ DTYPES = {
 PLAIN = ("lmprobe", "zarr", "pickle", "npy", "hf_arrow", "safetensors")
 """Formats that store columns of all kinds and examples of all lengths."""
 DRAFT = ("deepspec", "speculators", "automodel", "specforge", "modelopt", "angelslim")
-KINDS = (*PLAIN, *PLAIN, *["saev"] * 8, "draft", "draft", *["missing layers"] * 4)
+KINDS = (*PLAIN, *PLAIN, *["saev"] * 8, *["draft"] * 5, *["missing layers"] * 4)
 
 
 @dataclass
