@@ -295,7 +295,7 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
     masks = [name for name in masks if sum(counts) and [len(x or []) for x in data.values(name)] == counts]
     if masks:
         kinds.append("column")
-    if special and all(t > special for t in counts):
+    if special and counts and all(t > special for t in counts):
         kinds += ["content only", "content only, rectangle", "content only, arrow"]
     match draw.choice(kinds):
         case "array":

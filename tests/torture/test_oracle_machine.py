@@ -116,8 +116,11 @@ class OracleMachine(CountedMachine):
             assert not sides[0] & sides[1]
             assert sides[0]
             assert sides[1]
-            # Whole groups in some order, until the number is nearest.
-            assert abs(len(halves[1]) - wanted) <= max(Counter(str(x) for x in groups).values())
+            # Whole groups in some order, until one more would not be nearer: the next one is in the other side.
+            excess = len(halves[1]) - wanted
+            side = sides[0] if excess < 0 else sides[1]
+            sizes = Counter(str(x) for x in groups)
+            assert len(side) == 1 or max(sizes[x] for x in side) >= 2 * abs(excess)
         side = draw.randrange(2)
         self.add(draw, replace(case, store=halves[side], data=datas[side], name=f"{case.name}.split({by})[{side}]"))
 
