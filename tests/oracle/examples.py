@@ -54,6 +54,7 @@ class Examples:
         origins: the part, and the number there, of each example.
         parts: the joined datasets.
         converts: whether a join has another dtype than its parts.
+        pads: whether the dataset, or one of the joined ones, stores numbers of content tokens.
     """
 
     examples: list[Example]
@@ -67,6 +68,7 @@ class Examples:
     whole: Examples | None = None
     parts: list[Examples] = field(default_factory=list)
     converts: bool = False
+    pads: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -87,11 +89,7 @@ class Examples:
 
     @property
     def content_lengths(self) -> list[int] | None:
-        whole = self.whole or self
-        if whole.parts:
-            if all(part.content_lengths is None for part in whole.parts):
-                return None
-        elif all(example.content is None for example in whole.examples):
+        if not self.pads:
             return None
         return [self.content_of(example)[1] - self.content_of(example)[0] for example in self.examples]
 
@@ -167,6 +165,7 @@ class Examples:
             else None,
             parts=[part for store in stores for part in store._flat(layers)],
             converts=dtype is not None,
+            pads=any(store.pads for store in stores),
         )
 
     def _flat(self, layers: list[Layer] | None) -> list[Examples]:

@@ -185,10 +185,11 @@ def _saev(draw: random.Random, folder: Path, n: int, io: str) -> Case:
     elif draw.random() < 0.8:
         options["labels"] = [[draw.randrange(4) for _ in range(longest - special)] for _ in range(n)]
     data.patches = longest - special if "labels" in options else None
+    data.pads = padded and min(lengths) < longest
     case = written(draw, data, folder, "saev", io, {}, **options)
     for i, example in enumerate(data.examples):
         example.labels = options["labels"][i] if "labels" in options else None
-        if padded and min(lengths) < longest:
+        if data.pads:
             example.content = lengths[i] - special
             rest = np.zeros((longest - lengths[i], D), data.dtype)
             example.rows = {layer: np.concatenate([rows, rest]) for layer, rows in example.rows.items()}
@@ -296,7 +297,7 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
     if masks:
         kinds.append("column")
     if special and counts and all(t > special for t in counts):
-        kinds += ["content only", "content only, rectangle", "content only, arrow"]
+        kinds += 2 * ["content only", "content only, rectangle", "content only, arrow"]
     match draw.choice(kinds):
         case "array":
             return np.array(per_example, bool), whole

@@ -37,7 +37,8 @@ DERIVATIONS = ["filter", "filter_by_a_column", "split", "concat", "concat", "car
 READS = [
     "gather", "last_tokens", "sequences", "index", "stream", "stream", "rescaled", "sequences_stream", "stats", "mixture", "pair",
 ]  # fmt: skip
-SEEDS = st.integers(0, 2**32)
+SEEDS = st.integers(0, 2**24 - 1)
+"""Wider ranges are not drawn from uniformly."""
 
 
 class OracleMachine(CountedMachine):
@@ -196,14 +197,9 @@ class OracleMachine(CountedMachine):
             return
         store = actshard.pair({"a": case.store, "b": other.store}, compare=[]).as_store()
         names = {(s, layer): f"{'ab'[s]}:{layer}" for s in (0, 1) for layer in case.data.layers}
-        lengths = case.data.content_lengths or [None] * len(case.data)  # a join has them if one of its parts has
         examples = [
-            replace(
-                x,
-                rows={names[s, la]: rows for s, each in enumerate((x, y)) for la, rows in each.rows.items()},
-                content=content,
-            )
-            for x, y, content in zip(case.data.examples, other.data.examples, lengths, strict=True)
+            replace(x, rows={names[s, la]: rows for s, each in enumerate((x, y)) for la, rows in each.rows.items()})
+            for x, y in zip(case.data.examples, other.data.examples, strict=True)
         ]
         data = replace(case.data, examples=examples, layers=list(names.values()), numbers=None, whole=None, parts=[])
         self.add(draw, Case(store, data, f"pair({case.name}, {other.name})", case.has_last_rows or other.has_last_rows))
@@ -257,4 +253,4 @@ class OracleMachine(CountedMachine):
 
 
 TestOracle = OracleMachine.TestCase
-TestOracle.settings = machine_settings(90, 100_000, steps=30)
+TestOracle.settings = machine_settings(150, 100_000, steps=30)
