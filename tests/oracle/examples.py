@@ -173,6 +173,20 @@ class Examples:
         equal = all(part.special == self.special and (layers or part.layers == self.layers) for part in self.parts)
         return self.parts if self.parts and equal and not self.converts else [self]
 
+    def labels_as_column(self) -> Examples:
+        """Labels as the column ``patch_labels``, as formats without labels store them."""
+        if self.patches is None:
+            return self
+        examples = [replace(x, labels=None, columns={**x.columns, "patch_labels": x.labels}) for x in self.examples]
+        return replace(self, examples=examples, columns=[*self.columns, "patch_labels"], patches=None)
+
+    def column_as_labels(self) -> Examples:
+        """The column ``patch_labels`` as labels; no columns, as saev stores none."""
+        own, found = self.patches is not None, "patch_labels" in self.columns
+        labels = [x.labels if own else x.columns["patch_labels"] if found else None for x in self.examples]
+        examples = [replace(x, labels=each, columns={}) for x, each in zip(self.examples, labels, strict=True)]
+        return replace(self, examples=examples, columns=[], patches=self.token_counts[0] if own or found else None)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def row(self, layer: Layer, example: int, token: int, dtype: Any = None) -> Rows:

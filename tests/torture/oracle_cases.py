@@ -69,7 +69,7 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, odd: bo
         found = np.where(rng.random(shape) < 0.08, special, found)
         found[rng.random(shape[:-1]) < 0.1] = 1.5
         found[rng.random(shape[:-1]) < 0.1] *= 100
-        found[rng.random(shape[:-1]) < rng.choice([0, 0.8])] *= 1e-200
+        found[rng.random(shape[:-1]) < rng.choice([0, 0.8], p=[0.3, 0.7])] *= 1e-200
     return cast(found, dtype)
 
 
@@ -127,7 +127,7 @@ def make(draw: random.Random, folder: Path, io: str) -> Case:
 
 
 def _rows(draw: random.Random, n: int, lengths: list[int], dtype: str) -> Examples:
-    rng, odd = np.random.default_rng(draw.randrange(1 << 30)), draw.random() < 0.4
+    rng, odd = np.random.default_rng(draw.randrange(1 << 30)), draw.random() < 0.5
     dtype_ = BF16 if dtype == "bfloat16" else np.dtype(dtype)
     examples = [Example({layer: values(rng, (t, D), dtype_, odd) for layer in LAYERS}) for t in lengths]
     return Examples(examples, list(LAYERS), D, dtype_)

@@ -163,9 +163,12 @@ class OracleMachine(CountedMachine):
         if dtype.name not in DTYPES[format]:
             options["dtype"] = "float32"
             dtype = np.dtype(np.float32)
-        even = len(set(data.token_counts)) == 1
-        if format == "saev" and not even:
+        if format == "saev" and len(set(data.token_counts)) > 1:
             return
+        if format == "saev" and "patch_labels" in data.columns:  # joined with others, perhaps of other lengths
+            lists = zip(data.values("patch_labels"), data.token_counts, strict=True)
+            if any(len(labels or []) != tokens for labels, tokens in lists):
+                return
         folder, paths = self.folder(), list[Any]()
         error = oracle_checks.refusal(
             lambda: paths.append(actshard.convert(case.store, folder, format, **options).path)
@@ -173,20 +176,17 @@ class OracleMachine(CountedMachine):
         if error is not None:  # pickle shards number examples: a join may have a number twice, or none
             assert "sample_idx: expected" in str(error), repr(error)
             return
-        examples = [
-            replace(
-                example,
-                rows={layer: cast(rows, dtype) for layer, rows in example.rows.items()},
-                labels=example.labels if format == "saev" else None,
-                columns={} if format == "saev" else dict(example.columns),
-            )
-            for example in data.examples
-        ]
-        columns = [] if format == "saev" else list(data.columns)
         # A column of nulls has no type: formats leave it out.
-        columns = [name for name in columns if any(value is not None for value in data.values(name))]
-        patches = data.patches if format == "saev" else None
-        after = Examples(examples, list(data.layers), data.d_model, dtype, columns=columns, patches=patches)
+        columns = [name for name in data.columns if any(value is not None for value in data.values(name))]
+        stored = replace(data, columns=columns)
+        stored = stored.column_as_labels() if format == "saev" else stored.labels_as_column()
+        examples = [
+            replace(example, rows={layer: cast(rows, dtype) for layer, rows in example.rows.items()})
+            for example in stored.examples
+        ]
+        after = Examples(
+            examples, list(data.layers), data.d_model, dtype, columns=stored.columns, patches=stored.patches
+        )
         self.add(draw, Case(actshard.open(paths[0]), after, f"{case.name}.convert({format})", format == "lmprobe"))
 
     def pair_as_store(self, draw: random.Random) -> None:
