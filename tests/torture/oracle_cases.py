@@ -126,6 +126,23 @@ def make(draw: random.Random, folder: Path, io: str) -> Case:
     return written(draw, data, folder, kind, io, columns, **options)
 
 
+def make_twin(draw: random.Random, case: Case, folder: Path, io: str) -> Case | None:
+    """The same examples and tokens with other values, as of another model; None if formats for all datasets cannot store them."""
+    data = case.data
+    formats = [format for format in PLAIN if data.dtype.name in DTYPES[format]]
+    if (
+        data.special
+        or data.pads
+        or data.lacks_layers
+        or not formats
+        or not all(isinstance(x, int) for x in data.layers)
+    ):
+        return None
+    format = draw.choice(formats)
+    twin = _rows(draw, len(data), data.token_counts, data.dtype.name)
+    return written(draw, twin, folder, format, io, {}, **({"storage": "full_sequence"} if format == "lmprobe" else {}))
+
+
 def _rows(draw: random.Random, n: int, lengths: list[int], dtype: str) -> Examples:
     rng, odd = np.random.default_rng(draw.randrange(1 << 30)), draw.random() < 0.5
     dtype_ = BF16 if dtype == "bfloat16" else np.dtype(dtype)

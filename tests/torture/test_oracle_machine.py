@@ -25,7 +25,7 @@ from tests.oracle.examples import Examples, cast
 from tests.torture import oracle_checks
 from tests.torture.budget import CountedMachine, machine_settings
 from tests.torture.datasets import in_a_child
-from tests.torture.oracle_cases import DTYPES, PLAIN, Case, draw_key, make
+from tests.torture.oracle_cases import DTYPES, PLAIN, Case, draw_key, make, make_twin
 from tests.torture.oracle_checks import plain
 
 import actshard
@@ -68,6 +68,8 @@ class OracleMachine(CountedMachine):
         draw = random.Random(seed)
         for _ in range(3):
             self.add(draw, make(draw, self.folder(), io))
+        if draw.random() < 0.5 and (twin := make_twin(draw, self.cases[0], self.folder(), io)) is not None:
+            self.add(draw, twin)
 
     # -- stores from stores --------------------------------------------------------------------------------------------
 
@@ -226,9 +228,9 @@ class OracleMachine(CountedMachine):
         """One reading verb of one store, or of several."""
         if name == "mixture":
             cases = self.cases
-            if draw.random() < 0.5:  # labelled sources only, or unlabelled ones: then the batches have labels
-                labelled = self.pick(draw).data.labels is not None
-                cases = [case for case in cases if (case.data.labels is not None) == labelled]
+            labelled = [case for case in cases if case.data.labels is not None]
+            if labelled and draw.random() < 0.75:  # then the batches have labels
+                cases = labelled
             oracle_checks.check_mixture(draw, [draw.choice(cases) for _ in range(draw.randint(1, 3))])
         elif name == "pair":
             case, other = self.two_alike(draw)
