@@ -34,10 +34,10 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def refusal(call: Callable[[], Any]) -> Exception | None:
-    """The IndexError, ValueError or TypeError that a call raises; None if it succeeds."""
+    """The error that a call raises, such as numpy for an invalid key; None if it succeeds."""
     try:
         call()
-    except (IndexError, ValueError, TypeError) as error:
+    except (IndexError, ValueError, TypeError, actshard.NotStoredError) as error:
         return error
     return None
 
@@ -456,11 +456,12 @@ def check_sequences_stream(draw: random.Random, case: Case) -> None:
     layers = list(data.layers) if several else [draw.choice(data.layers)]
     arguments, chosen = draw_selection(draw, case, layers, ("content", "all"))
     pack = draw.random() < 0.6
-    columns = [name for name in ("label", "answer_mask") if name in data.columns]
+    columns = [name for name in ("label", "answer_mask", "weights", "input_ids") if name in data.columns]
     columns = [name for name in columns if None not in data.values(name)]
-    lengths = [len(x or []) for x in data.values("answer_mask")]
-    if lengths != data.tokens_in(layers[0]) or not sum(lengths):  # lists without any entry have no type in some formats
-        columns = [name for name in columns if name != "answer_mask"]
+    tokens = data.tokens_in(layers[0])
+    for name in [name for name in columns if name != "label"]:  # lists without any entry have no type in some formats
+        if not sum(tokens) or [len(values) for values in data.values(name)] != tokens:
+            columns.remove(name)
     options = {
         "pack": pack,
         "fixed_shape": pack and draw.random() < 0.3,
