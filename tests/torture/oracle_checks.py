@@ -295,13 +295,25 @@ def check_stream(draw: random.Random, case: Case) -> None:
         return case.store.stream(layers if several else layers[0], size, rank=rank, **{**options, **changes})
 
     check_resumed(draw, fresh, epochs[0][rank])
-    check_other_state(draw, fresh, epochs[0][rank], options)
+    check_other_state(draw, fresh, epochs[0][rank], draw_changes(draw, options))
+    if len(places) > 1:  # selections of equally many rows
+        one, other = (all_but(data.tokens_in(layers[0]), place) for place in draw.sample(places, 2))
+        part: list[Any] = []
+        if refusal(lambda: part.extend(fresh(keep=one))) is None:
+            check_other_state(draw, lambda **changes: fresh(**{"keep": one, **changes}), part, {"keep": other})
     for reused, batch in zip(
         case.store.stream(layers if several else layers[0], size, rank=rank, reuse=True, **options),
         epochs[0][rank],
         strict=True,
     ):
         assert same(reused.activations, batch.activations)
+
+
+def all_but(counts: list[int], place: Place) -> list[np.ndarray]:
+    """Flags that leave out one row."""
+    flags = [np.ones(tokens, np.bool_) for tokens in counts]
+    flags[place[0]][place[1]] = False
+    return flags
 
 
 def keys_of(batch: actshard.Batch, interleave: bool) -> list[Any]:
@@ -393,13 +405,9 @@ def check_resumed(draw: random.Random, fresh: Callable[[], Any], batches: list[A
         compare_batches(found, want)
 
 
-def check_other_state(
-    draw: random.Random, fresh: Callable[..., Any], batches: list[Any], options: dict[str, Any]
-) -> None:
-    """A stream with another argument refuses a state, unless it reads the same rest."""
-    if not batches:
-        return
-    changes: dict[str, Any] = draw.choice(
+def draw_changes(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Another value of one of a stream's arguments."""
+    return draw.choice(
         [
             {"seed": options["seed"] + 1},
             {"shuffle": draw.choice([x for x in (None, "window", "exact") if x != options["shuffle"]])},
@@ -412,6 +420,14 @@ def check_other_state(
             {"keep": lambda table: np.arange(table.num_rows) % 2 == 0},
         ]
     )
+
+
+def check_other_state(
+    draw: random.Random, fresh: Callable[..., Any], batches: list[Any], changes: dict[str, Any]
+) -> None:
+    """A stream with other arguments refuses a state, unless it reads the same rest."""
+    if not batches:
+        return
     done = draw.randrange(len(batches))
     state = json.loads(json.dumps(begun(fresh(), done).state_dict()))
     try:
