@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import actshard
 from conftest import GOLDEN, saev_dump
+from pickle_files import item
+from pickle_files import write as write_pickles
 from served import served
 from test_arrays import LAYERS, quietly, readable, same, stacked
 from test_filtering import rows_of
@@ -489,3 +491,23 @@ def test_a_join_of_some_layers_converts_if_its_parts_name_the_others_differently
     result = actshard.open(actshard.convert(joined, tmp_path / "result", "zarr").path)
     assert result.layers == (2,)
     assert result.gather(2, [0, 1, 2], 1)[:, 0].tolist() == [1, 1, 2]
+
+
+def test_tokens_of_examples_without_a_joined_layer_are_not_counted(tmp_path: Path) -> None:
+    """An example may lack a layer. The number of its tokens is that of the layers that a join or a pair has."""
+    rows = [np.full((tokens, 3), tokens, np.float32) for tokens in (4, 2, 5)]
+    shard = {"layer_2": [item(0, rows[0]), item(2, rows[2])], "layer_5": [item(i, x) for i, x in enumerate(rows)]}
+    path = write_pickles(tmp_path / "pickle", [shard])
+    whole = quietly(path)
+    numbers = whole.table["sample_idx"].to_pylist()
+    assert whole.token_counts.tolist() == [len(rows[i]) for i in numbers]
+    lacks = numbers.index(1)
+    joined = actshard.concat([path, path], layers=[2])
+    pair = actshard.pair({"a": whole, "b": whole}, layers=[2], compare=[]).as_store()
+    for store in (joined, joined.filter(range(5, -1, -1)), pair, pair.filter([2, 1, 0])):
+        layer = store.layers[0]
+        origin = np.arange(len(store)) if store.chosen is None else store.chosen
+        expected = [0 if i % 3 == lacks else len(rows[numbers[i % 3]]) for i in origin.tolist()]
+        assert store.tokens_of(np.arange(len(store))).tolist() == expected
+        assert store.token_counts.tolist() == store.tokens_in(layer).tolist() == expected
+        assert sum(len(batch) for batch in store.stream(layer, 100)) == sum(expected)

@@ -370,6 +370,24 @@ def test_a_guess_tells_what_its_pattern_leaves_out(tmp_path: Path) -> None:
     assert "# unsure: 9 other .npy files are left out, such as 'train/mid/00000.npy'" in proposed.text
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "layer", "remark"),
+    [
+        ("acts.npy", (9, 4, 8), 0, "three axes: taken as example, token, dim; one of the first two may be the layer"),
+        ("layer_3_part_0.npy", (9, 8), 3, "the layer's number is taken from 'layer_3_part_0.npy'"),
+        ("expected_acts.npy", (9, 8), 0, "the files do not contain the layer's number: put it in 'layers'"),
+    ],
+)
+def test_a_guess_says_what_its_axes_and_layers_are_taken_from(
+    name: str, shape: tuple[int, ...], layer: int, remark: str, tmp_path: Path
+) -> None:
+    np.save(tmp_path / name, np.ones(shape, np.float32))
+    proposed = registry.get("layout_toml").guess(tmp_path)
+    assert remark in proposed.unsure
+    with actshard.open(tmp_path, layout=proposed.text) as store:
+        assert store.layers == (layer,)
+
+
 def test_a_guess_takes_scales_beside_float8_elements(tmp_path: Path) -> None:
     header = {
         "acts": {"dtype": "F8_E4M3", "shape": [4, 8], "data_offsets": [0, 32]},

@@ -29,6 +29,7 @@ from actshard import _arguments
 from actshard.chosen import Chosen
 from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError, warn
 from actshard.formats.contents import Contents, Logits, Router
+from actshard.stream.content import tokens_anywhere
 from actshard.stream.selection import index_of, plain_index
 
 if TYPE_CHECKING:
@@ -79,16 +80,24 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         return of_whole(lambda: read(names, chosen.numbers_at(numbers)))
 
     rows = None if contents.rows is None else some(contents.rows)
-    few = rows is not None and whole.units is not None  # counts the chosen examples only
+
+    def token_counts() -> NDArray[np.int64]:
+        if rows is None or whole.units is None:
+            return chosen.pick(of_whole(whole.token_counts))
+        # Counts the chosen examples only.
+        return (
+            tokens_anywhere(rows, len(whole.layers), np.arange(len(chosen)))
+            if whole.layers_differ
+            else rows.token_counts()
+        )
+
     return replace(
         whole,
         whole=whole,
         chosen=chosen,
         num_examples=len(chosen),
         rows=rows,
-        token_counts=rows.token_counts
-        if rows is not None and few
-        else lambda: chosen.pick(of_whole(whole.token_counts)),
+        token_counts=token_counts,
         columns=lambda names: chosen.pick_rows(of_whole(lambda: whole.columns(names))),
         content_lengths=cut(whole.content_lengths),
         labels=cut(whole.labels),

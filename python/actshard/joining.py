@@ -30,7 +30,7 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.formats.tables import cast_exactly, common_type, rows_only
 from actshard.formats.target import OTHER_TEXT as TEXTS
 from actshard.layers import Layer
-from actshard.stream.content import content_range
+from actshard.stream.content import content_range, tokens_anywhere
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,7 +100,7 @@ def join(
         d_model=first.d_model,
         dtype=found,
         num_examples=sum(part.num_examples for part in parts),
-        token_counts=lambda: np.concatenate([part.token_counts for part in parts]),
+        token_counts=lambda: _token_counts(parts, rows if differ else None, len(chosen)),
         rows=rows,
         column_names=[*columns, source],
         columns=table.read,
@@ -228,6 +228,13 @@ def _unused(columns: Sequence[str]) -> str:
     other = f"actshard:{SOURCE}"
     names = itertools.chain((SOURCE, other), (f"{other}:{i}" for i in itertools.count(2)))
     return next(name for name in names if name not in columns)
+
+
+def _token_counts(parts: Sequence[Readable], rows: _native.Rows | None, layers: int) -> NDArray[np.int64]:
+    """Stored tokens per example; ``rows``: of the join, if layers differ, because an example may have none of its layers."""
+    if rows is None:
+        return np.concatenate([part.token_counts for part in parts])
+    return tokens_anywhere(rows, layers, np.arange(sum(part.num_examples for part in parts)))
 
 
 def _lengths(parts: Sequence[Readable], special: int) -> NDArray[np.int64] | None:

@@ -30,6 +30,7 @@ from actshard.opening import open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, RowLoop, Stream
+from actshard.stream.content import tokens_anywhere
 from actshard.stream.selection import Selection
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ def _together(
     name = None if dtype is None else _arguments.dtype(dtype)[1]
     rows = _native.Rows.paired([store.rows for store in stores], groups, name, found, io_of(stores))
     each = {contents.tokens_each for contents in every}
+    differ = any(contents.layers_differ for contents in every)
     contents: Contents = replace(
         first,
         format=FORMAT,
@@ -330,14 +332,16 @@ def _together(
         metadata={},
         layers=tuple(range(len(groups))),
         dtype=found,
-        token_counts=lambda: stores[0].token_counts,
+        token_counts=lambda: (
+            tokens_anywhere(rows, len(groups), np.arange(len(stores[0]))) if differ else stores[0].token_counts
+        ),
         rows=rows,
         files=lambda: list(dict.fromkeys(itertools.chain.from_iterable(c.files() for c in every))),
         warnings=(),
         tokens_each=each.pop() if len(each) == 1 else None,
         units=None,
         unit_columns=None,
-        layers_differ=any(contents.layers_differ for contents in every),
+        layers_differ=differ,
         lacks_layers=any(contents.lacks_layers for contents in every),
         types_may_differ=any(c.types_may_differ for c in every) or len({store.dtype for store in stores}) > 1,
         converts=dtype is not None,

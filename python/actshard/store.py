@@ -33,7 +33,7 @@ from actshard.late import Late
 from actshard.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.sampled.verbs import SampledVerbs
 from actshard.stats import Stats
-from actshard.stream.content import content_range
+from actshard.stream.content import content_range, tokens_anywhere
 from actshard.stream.norms import Limit
 from actshard.stream.rows import NativeSelection, SelectedRows
 from actshard.stream.selection import COMPARED, Mask, Selection, Tokens, column, memory_for_flags
@@ -151,11 +151,7 @@ class Store(StreamVerbs, SampledVerbs):
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
             raise self._out_of_range(wanted)
         if self._token_counts is None and self.layers and differ:
-            chosen = self._contents.chosen
-            numbers = wanted if chosen is None else chosen.array()[wanted]
-            return (
-                self._open_rows().choose(numbers.tobytes()).token_counts().reshape(shape)
-            )  # in the first layer that each example has
+            return tokens_anywhere(self._open_rows(), len(self.layers), wanted).reshape(shape)
         return self.token_counts[wanted].reshape(shape)
 
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]:

@@ -54,6 +54,7 @@ class Examples:
         origins: the part, and the number there, of each example.
         parts: the joined datasets.
         converts: whether a join has another dtype than its parts.
+        pads: whether the dataset, or one of the joined ones, stores numbers of content tokens.
     """
 
     examples: list[Example]
@@ -67,6 +68,7 @@ class Examples:
     whole: Examples | None = None
     parts: list[Examples] = field(default_factory=list)
     converts: bool = False
+    pads: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -87,11 +89,7 @@ class Examples:
 
     @property
     def content_lengths(self) -> list[int] | None:
-        whole = self.whole or self
-        if whole.parts:
-            if all(part.content_lengths is None for part in whole.parts):
-                return None
-        elif all(example.content is None for example in whole.examples):
+        if not self.pads:
             return None
         return [self.content_of(example)[1] - self.content_of(example)[0] for example in self.examples]
 
@@ -167,12 +165,27 @@ class Examples:
             else None,
             parts=[part for store in stores for part in store._flat(layers)],
             converts=dtype is not None,
+            pads=any(store.pads for store in stores),
         )
 
     def _flat(self, layers: list[Layer] | None) -> list[Examples]:
         """The parts of a join, if it was not filtered and changed nothing in them; else the dataset itself."""
         equal = all(part.special == self.special and (layers or part.layers == self.layers) for part in self.parts)
         return self.parts if self.parts and equal and not self.converts else [self]
+
+    def labels_as_column(self) -> Examples:
+        """Labels as the column ``patch_labels``, as formats without labels store them."""
+        if self.patches is None:
+            return self
+        examples = [replace(x, labels=None, columns={**x.columns, "patch_labels": x.labels}) for x in self.examples]
+        return replace(self, examples=examples, columns=[*self.columns, "patch_labels"], patches=None)
+
+    def column_as_labels(self) -> Examples:
+        """The column ``patch_labels`` as labels; no columns, as saev stores none."""
+        own, found = self.patches is not None, "patch_labels" in self.columns
+        labels = [x.labels if own else x.columns["patch_labels"] if found else None for x in self.examples]
+        examples = [replace(x, labels=each, columns={}) for x, each in zip(self.examples, labels, strict=True)]
+        return replace(self, examples=examples, columns=[], patches=self.token_counts[0] if own or found else None)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

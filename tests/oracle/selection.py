@@ -124,13 +124,28 @@ def pieces(places: list[Place], budget: int, too_long: str) -> list[Piece]:
 
     Positions are counted without tokens that the selection leaves out, and go on in the second sequence of an example.
     """
-    sequences: dict[int, list[int]] = {}
-    for example, token in places:
-        sequences.setdefault(example, []).append(token)
     found = []
-    for example, tokens in sequences.items():
+    for example, tokens in sequences(places).items():
         parts = [(tuple(tokens[at : at + budget]), at) for at in range(0, len(tokens), budget)]
         if len(parts) > 1:
             parts = {"split": parts, "truncate": parts[:1], "drop": []}[too_long]
         found += [(example, *part) for part in parts]
     return found
+
+
+def sequences(places: list[Place]) -> dict[int, list[int]]:
+    """Selected tokens by example."""
+    found: dict[int, list[int]] = {}
+    for example, token in places:
+        found.setdefault(example, []).append(token)
+    return found
+
+
+def too_long(places: list[Place], budget: int, how: str) -> dict[str, int]:
+    """Examples that are left out because they have more than ``budget`` tokens, and tokens that are."""
+    longer = [len(tokens) for tokens in sequences(places).values() if len(tokens) > budget]
+    return {
+        "split": {"examples": 0, "tokens": 0},
+        "truncate": {"examples": 0, "tokens": sum(longer) - budget * len(longer)},
+        "drop": {"examples": len(longer), "tokens": sum(longer)},
+    }[how]

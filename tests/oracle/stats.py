@@ -27,6 +27,8 @@ class Summary:
     norms: list[float]
     """Finite norms, in stored order."""
     largest_rows: list[Place]
+    largest_columns: list[tuple[int, float, int, int]]
+    """Column, magnitude, example, token; of equal magnitudes the first row."""
     norms_by_position: dict[int, list[float]]
     different: int
     """Different rows among those with finite norms."""
@@ -41,12 +43,22 @@ def summarize(data: Examples, layer: Layer, places: list[Place]) -> Summary:
         warnings.simplefilter("ignore")
         mean = np.nanmean(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
         variance = np.nanvar(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
-    norms = [norm(row) for row in stored]
-    with np.errstate(all="ignore"):  # a norm counts as finite if its square is
-        usable = [k for k, row in enumerate(wide) if np.isfinite((row**2).sum())]
+    with np.errstate(
+        all="ignore"
+    ):  # norms of statistics are roots of squares: a norm counts as finite, or as 0, if its square is
+        squares = [(row**2).sum() for row in wide]
+    norms = [norm(row) if square else 0.0 for row, square in zip(stored, squares, strict=True)]
+    usable = [k for k, square in enumerate(squares) if np.isfinite(square)]
     by_position: dict[int, list[float]] = {}
     for k in usable:
         by_position.setdefault(places[k][1], []).append(norms[k])
+    columns = []
+    for column in range(data.d_model):
+        sizes = [abs(float(row[column])) for row in wide]
+        known = [k for k, size in enumerate(sizes) if 0 < size < math.inf]
+        if known:
+            k = min(known, key=lambda k: (-sizes[k], k))
+            columns.append((column, sizes[k], *places[k]))
     return Summary(
         rows=len(places),
         mean=mean,
@@ -58,6 +70,7 @@ def summarize(data: Examples, layer: Layer, places: list[Place]) -> Summary:
         zeros=(wide == 0).sum(axis=0),
         norms=[norms[k] for k in usable],
         largest_rows=[places[k] for k in sorted(usable, key=lambda k: (-norms[k], k))[:16]],
+        largest_columns=sorted(columns, key=lambda each: (-each[1], each[0]))[:16],
         norms_by_position=by_position,
         different=len({wide[k].tobytes() for k in usable}),
     )
@@ -83,7 +96,11 @@ def rescale(row: Rows, options: dict[str, Any], summary: Summary) -> np.ndarray:
         if options.get("divide") is not None:
             wide = wide / deviation
         scale = options.get("scale")
-        if scale == "unit-norm":
-            size = norm(wide)
-            return wide / size if math.isfinite(size) and size > 0 else wide
+        if scale in ("unit-norm", "sqrt-d"):
+            size, length = norm(wide), 1.0 if scale == "unit-norm" else math.sqrt(len(row))
+            return wide / size * length if math.isfinite(size) and size > 0 else wide
+        if scale == "mean-sqrt-d":
+            offset = 0.0 if center is None else mean if isinstance(center, str) else center
+            square = float(np.nansum(summary.variance) + np.nansum((summary.mean - offset) ** 2))
+            scale = math.sqrt(len(row) / square) if square > 0 else 1.0
         return wide if scale is None else wide * scale

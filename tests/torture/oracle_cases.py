@@ -47,7 +47,7 @@ DTYPES = {
 PLAIN = ("lmprobe", "zarr", "pickle", "npy", "hf_arrow", "safetensors")
 """Formats that store columns of all kinds and examples of all lengths."""
 DRAFT = ("deepspec", "speculators", "automodel", "specforge", "modelopt", "angelslim")
-KINDS = (*PLAIN, *PLAIN, *["saev"] * 8, "draft", "draft", *["missing layers"] * 4)
+KINDS = (*PLAIN, *PLAIN, *["saev"] * 8, *["draft"] * 5, *["missing layers"] * 4)
 
 
 @dataclass
@@ -69,6 +69,7 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, odd: bo
         found = np.where(rng.random(shape) < 0.08, special, found)
         found[rng.random(shape[:-1]) < 0.1] = 1.5
         found[rng.random(shape[:-1]) < 0.1] *= 100
+        found[rng.random(shape[:-1]) < rng.choice([0, 0.8], p=[0.3, 0.7])] *= 1e-200
     return cast(found, dtype)
 
 
@@ -125,8 +126,25 @@ def make(draw: random.Random, folder: Path, io: str) -> Case:
     return written(draw, data, folder, kind, io, columns, **options)
 
 
+def make_twin(draw: random.Random, case: Case, folder: Path, io: str) -> Case | None:
+    """The same examples and tokens with other values, as of another model; None if formats for all datasets cannot store them."""
+    data = case.data
+    formats = [format for format in PLAIN if data.dtype.name in DTYPES[format]]
+    if (
+        data.special
+        or data.pads
+        or data.lacks_layers
+        or not formats
+        or not all(isinstance(x, int) for x in data.layers)
+    ):
+        return None
+    format = draw.choice(formats)
+    twin = _rows(draw, len(data), data.token_counts, data.dtype.name)
+    return written(draw, twin, folder, format, io, {}, **({"storage": "full_sequence"} if format == "lmprobe" else {}))
+
+
 def _rows(draw: random.Random, n: int, lengths: list[int], dtype: str) -> Examples:
-    rng, odd = np.random.default_rng(draw.randrange(1 << 30)), draw.random() < 0.4
+    rng, odd = np.random.default_rng(draw.randrange(1 << 30)), draw.random() < 0.5
     dtype_ = BF16 if dtype == "bfloat16" else np.dtype(dtype)
     examples = [Example({layer: values(rng, (t, D), dtype_, odd) for layer in LAYERS}) for t in lengths]
     return Examples(examples, list(LAYERS), D, dtype_)
@@ -184,10 +202,11 @@ def _saev(draw: random.Random, folder: Path, n: int, io: str) -> Case:
     elif draw.random() < 0.8:
         options["labels"] = [[draw.randrange(4) for _ in range(longest - special)] for _ in range(n)]
     data.patches = longest - special if "labels" in options else None
+    data.pads = padded and min(lengths) < longest
     case = written(draw, data, folder, "saev", io, {}, **options)
     for i, example in enumerate(data.examples):
         example.labels = options["labels"][i] if "labels" in options else None
-        if padded and min(lengths) < longest:
+        if data.pads:
             example.content = lengths[i] - special
             rest = np.zeros((longest - lengths[i], D), data.dtype)
             example.rows = {layer: np.concatenate([rows, rest]) for layer, rows in example.rows.items()}
@@ -294,8 +313,8 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
     masks = [name for name in masks if sum(counts) and [len(x or []) for x in data.values(name)] == counts]
     if masks:
         kinds.append("column")
-    if special and all(t > special for t in counts):
-        kinds.append("content only")
+    if special and counts and all(t > special for t in counts):
+        kinds += 2 * ["content only", "content only, rectangle", "content only, arrow"]
     match draw.choice(kinds):
         case "array":
             return np.array(per_example, bool), whole
@@ -306,7 +325,7 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
             mask = mask.reshape(n, max(counts, default=0))
             return mask, [mask[i, :t].tolist() for i, t in enumerate(counts)]
         case "arrow":
-            return pa.array(flags, pa.list_(pa.bool_())), flags
+            return pa.array(flags, draw.choice([pa.list_, pa.large_list])(pa.bool_())), flags
         case "function":
             return (lambda table: np.array(per_example, bool)), whole
         case "column":
@@ -314,6 +333,13 @@ def draw_keep(draw: random.Random, case: Case, layer: Any) -> tuple[Any, list[li
             return name, [[value != 0 for value in example] for example in data.values(name)]
         case "content only":
             return [np.array(x[special:], bool) for x in flags], [[True] * special + x[special:] for x in flags]
+        case "content only, arrow":
+            lists = pa.array([x[special:] for x in flags], pa.large_list(pa.bool_()))
+            return lists, [[True] * special + x[special:] for x in flags]
+        case "content only, rectangle":
+            width = max(counts) - special
+            mask = np.array([[draw.random() < 0.6 for _ in range(width)] for _ in range(n)], bool)
+            return mask, [[True] * special + mask[i, : t - special].tolist() for i, t in enumerate(counts)]
     return [np.array(x, bool) for x in flags], flags
 
 

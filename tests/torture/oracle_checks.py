@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.oracle import selection as oracle
 from tests.oracle.examples import overflows, same
 from tests.oracle.selection import Chosen, Piece, Place
 from tests.oracle.stats import Summary, quantile, rescale, summarize
-from tests.torture.oracle_cases import BF16, Case, draw_index, draw_selection
+from tests.torture.oracle_cases import BF16, Case, draw_index, draw_key, draw_selection
 
 import actshard
 
@@ -33,10 +34,10 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def refusal(call: Callable[[], Any]) -> Exception | None:
-    """The IndexError, ValueError or TypeError that a call raises; None if it succeeds."""
+    """The error that a call raises, such as numpy for an invalid key; None if it succeeds."""
     try:
         call()
-    except (IndexError, ValueError, TypeError) as error:
+    except (IndexError, ValueError, TypeError, actshard.NotStoredError) as error:
         return error
     return None
 
@@ -59,13 +60,18 @@ def present(case: Case, layer: Any) -> list[int]:
 def check_facts(draw: random.Random, case: Case) -> None:
     store, data = case.store, case.data
     assert len(store) == store.num_examples == len(data)
-    assert (list(store.layers), store.d_model, store.dtype) == (data.layers, data.d_model, data.dtype)
-    assert store.special_tokens == data.special
-    assert store.token_counts.tolist() == data.token_counts
+    assert (list(store.layers), store.d_model, store.dtype) == (data.layers, data.d_model, data.dtype), (
+        store,
+        data.layers,
+    )
+    assert store.special_tokens == data.special, (store.special_tokens, data.special)
+    some = [draw.randrange(len(data)) for _ in range(3)] if len(data) else []
+    # Without the other examples, whose tokens the store has not counted yet, and with them.
+    for _ in range(2):
+        assert store.tokens_of(np.array(some, np.int64)).tolist() == [data.token_counts[i] for i in some]
+        assert store.token_counts.tolist() == data.token_counts, (store.token_counts, data.token_counts)
     for layer in data.layers:
         assert store.tokens_in(layer).tolist() == data.tokens_in(layer)
-    some = [draw.randrange(len(data)) for _ in range(3)] if len(data) else []
-    assert store.tokens_of(np.array(some, np.int64)).tolist() == [data.token_counts[i] for i in some]
     lengths, labels = store.content_lengths, store.labels
     assert (None if lengths is None else lengths.tolist()) == data.content_lengths, (lengths, data.content_lengths)
     assert (None if labels is None else labels.tolist()) == data.labels, (labels, data.labels)
@@ -92,6 +98,9 @@ def check_table(draw: random.Random, case: Case) -> None:
             assert found.column_names == names
             for name in names:
                 assert plain(found[name].to_pylist()) == plain([data.values(name)[i] for i in numbers])
+    if (data.whole or data).parts:  # the sources of a join are its last column
+        names = [part["source"] for part in store.metadata["parts"]]
+        assert table[table.column_names[-1]].to_pylist() == [names[part] for part in data.origins()[0]]
 
 
 # -- random access -----------------------------------------------------------------------------------------------------
@@ -281,14 +290,30 @@ def check_stream(draw: random.Random, case: Case) -> None:
         first, second = ([keys_of(batch, options["interleave"]) for batch in ranks[0]] for ranks in epochs)
         assert first != second, "each epoch has another order"
     rank = draw.randrange(len(streams))
-    fresh = lambda: case.store.stream(layers if several else layers[0], size, rank=rank, **options)  # noqa: E731
+
+    def fresh(**changes: Any) -> actshard.Stream:
+        return case.store.stream(layers if several else layers[0], size, rank=rank, **{**options, **changes})
+
     check_resumed(draw, fresh, epochs[0][rank])
+    check_other_state(draw, fresh, epochs[0][rank], draw_changes(draw, options))
+    if len(places) > 1:  # selections of equally many rows
+        one, other = (all_but(data.tokens_in(layers[0]), place) for place in draw.sample(places, 2))
+        part: list[Any] = []
+        if refusal(lambda: part.extend(fresh(keep=one))) is None:
+            check_other_state(draw, lambda **changes: fresh(**{"keep": one, **changes}), part, {"keep": other})
     for reused, batch in zip(
         case.store.stream(layers if several else layers[0], size, rank=rank, reuse=True, **options),
         epochs[0][rank],
         strict=True,
     ):
         assert same(reused.activations, batch.activations)
+
+
+def all_but(counts: list[int], place: Place) -> list[np.ndarray]:
+    """Flags that leave out one row."""
+    flags = [np.ones(tokens, np.bool_) for tokens in counts]
+    flags[place[0]][place[1]] = False
+    return flags
 
 
 def keys_of(batch: actshard.Batch, interleave: bool) -> list[Any]:
@@ -345,25 +370,73 @@ def check_values(case: Case, batch: Any, options: dict[str, Any], layers: list[A
             assert int(batch.labels[k]) == label
 
 
+def compare_batches(found: Any, want: Any) -> None:
+    assert same(found.activations, want.activations)
+    assert found.examples.tolist() == want.examples.tolist()
+    assert found.tokens.tolist() == want.tokens.tolist()
+
+
+def begun(stream: Any, batches: int) -> Any:
+    """The stream after some batches."""
+    loop = iter(stream)
+    for _ in range(batches):
+        next(loop)
+    return stream
+
+
 def check_resumed(draw: random.Random, fresh: Callable[[], Any], batches: list[Any]) -> None:
-    """A state after some batches, loaded by another stream or a pickled one, reads the rest."""
+    """A state after some batches, loaded by another stream or a pickled one, reads the rest, or one of several workers' share."""
     if not batches:
         return
-    done = draw.randrange(len(batches))
-    stream = fresh()
-    loop = iter(stream)
-    for _ in range(done):
-        next(loop)
+    done = draw.randint(0, len(batches))
+    stream = begun(fresh(), done)
     state = json.loads(json.dumps(stream.state_dict()))
-    if draw.random() < 0.5:
+    if done < len(batches) and draw.random() < 0.5:
         other = pickle.loads(pickle.dumps(stream))
     else:
         other = pickle.loads(pickle.dumps(fresh())) if draw.random() < 0.5 else fresh()
         other.load_state_dict(state)
+    if done == len(batches):
+        assert other.epoch == fresh().epoch + 1
+        return
+    every = draw.choice([1, 1, 2, 3])
+    worker = draw.randrange(every)
+    for found, want in zip(other.batches(worker, every), batches[done:][worker::every], strict=True):
+        compare_batches(found, want)
+
+
+def draw_changes(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Another value of one of a stream's arguments."""
+    return draw.choice(
+        [
+            {"seed": options["seed"] + 1},
+            {"shuffle": draw.choice([x for x in (None, "window", "exact") if x != options["shuffle"]])},
+            {"drop_last": not options["drop_last"]},
+            {"world_size": options["world_size"] + 1},
+            {"dtype": "float64" if options["dtype"] == "float32" else "float32"},
+            {"tokens": draw.choice([x for x in ("content", "all", "last") if x != options["tokens"]])},
+            {"min_token": options.get("min_token", 0) + 1},
+            {"max_norm": 1.5},
+            {"keep": lambda table: np.arange(table.num_rows) % 2 == 0},
+        ]
+    )
+
+
+def check_other_state(
+    draw: random.Random, fresh: Callable[..., Any], batches: list[Any], changes: dict[str, Any]
+) -> None:
+    """A stream with other arguments refuses a state, unless it reads the same rest."""
+    if not batches:
+        return
+    done = draw.randrange(len(batches))
+    state = json.loads(json.dumps(begun(fresh(), done).state_dict()))
+    try:
+        other = fresh(**changes)
+        other.load_state_dict(state)
+    except actshard.ActshardError:
+        return
     for found, want in zip(other, batches[done:], strict=True):
-        assert same(found.activations, want.activations)
-        assert found.examples.tolist() == want.examples.tolist()
-        assert found.tokens.tolist() == want.tokens.tolist()
+        compare_batches(found, want)
 
 
 def check_rescaled(draw: random.Random, case: Case) -> None:
@@ -374,7 +447,8 @@ def check_rescaled(draw: random.Random, case: Case) -> None:
     changes: dict[str, Any] = draw.choice(
         [
             {"center": np.array([0.5, -1.0, 2.0]), "scale": 2.0},
-            {"scale": "unit-norm"},
+            {"scale": draw.choice(["unit-norm", "sqrt-d", "mean-sqrt-d"])},
+            {"center": draw.choice(["mean", np.array([0.5, -1.0, 2.0])]), "scale": "mean-sqrt-d"},
             {"center": "mean"},
             {"divide": "std"},
             {"center": "mean", "divide": "std"},
@@ -398,11 +472,12 @@ def check_sequences_stream(draw: random.Random, case: Case) -> None:
     layers = list(data.layers) if several else [draw.choice(data.layers)]
     arguments, chosen = draw_selection(draw, case, layers, ("content", "all"))
     pack = draw.random() < 0.6
-    columns = [name for name in ("label", "answer_mask") if name in data.columns]
+    columns = [name for name in ("label", "answer_mask", "weights", "input_ids") if name in data.columns]
     columns = [name for name in columns if None not in data.values(name)]
-    lengths = [len(x or []) for x in data.values("answer_mask")]
-    if lengths != data.tokens_in(layers[0]) or not sum(lengths):  # lists without any entry have no type in some formats
-        columns = [name for name in columns if name != "answer_mask"]
+    tokens = data.tokens_in(layers[0])
+    for name in [name for name in columns if name != "label"]:  # lists without any entry have no type in some formats
+        if not sum(tokens) or [len(values) for values in data.values(name)] != tokens:
+            columns.remove(name)
     options = {
         "pack": pack,
         "fixed_shape": pack and draw.random() < 0.3,
@@ -435,6 +510,9 @@ def check_sequences_stream(draw: random.Random, case: Case) -> None:
     streams = [fresh(rank) for rank in range(ranks)]
     if chosen.max_norm is not None or chosen.min_token:
         assert {name: streams[0].left_out[name] for name in left_out} == left_out
+    gone = oracle.too_long(places, budget, options["too_long"])
+    assert {name: streams[0].left_out[name] for name in gone} == gone
+    assert streams[0].num_sequences == len(want)
     batches = [list(stream) for stream in streams]
     assert {len(part) for part in batches} == {len(streams[0])}
     seen = [
@@ -509,6 +587,8 @@ def compare_stats(draw: random.Random, stats: actshard.Stats, want: Summary, pla
             found,
             exact,
         )
+    largest = [(each.column, each.magnitude, each.example, each.token) for each in stats.largest_columns]
+    assert largest == want.largest_columns, (largest, want.largest_columns)
     norms = want.norms
     assert stats.norms.rows == len(norms)
     assert [(row.example, row.token) for row in stats.largest_rows] == want.largest_rows
@@ -523,6 +603,13 @@ def compare_stats(draw: random.Random, stats: actshard.Stats, want: Summary, pla
     share = draw.random()
     exact = quantile(norms, share)
     assert abs(float(stats.norms.quantile(share)) - exact) <= exact / 256, (share, norms)
+    median, massive = quantile(norms, 0.5), {(row.example, row.token) for row in stats.massive_rows}
+    for row in stats.largest_rows:  # the median is known within 1/256
+        assert row.norm > 101 * median > 0 or (row.example, row.token) not in massive or row.norm > 99 * median
+        assert row.norm < 101 * median or not median or (row.example, row.token) in massive
+    means = dict(zip(position.first.tolist(), position.mean.tolist(), strict=True))
+    for token, found in want.norms_by_position.items():
+        assert math.isclose(means[token], math.fsum(found) / len(found), rel_tol=1e-9)
 
 
 # -- several stores ----------------------------------------------------------------------------------------------------
@@ -565,17 +652,23 @@ def check_mixture(draw: random.Random, cases: list[Case]) -> None:
     lengths = [len(part) // (count * ranks) for part, count in zip(places, counts, strict=True)]
     assert len(streams[0]) == (min(lengths) if exhausted == "stop" else max(lengths))
     epochs = [[list(stream) for _ in range(2)] for stream in streams]
+    unlabelled = any(case.data.labels is None for case in cases)
     for k, (case, length) in enumerate(zip(cases, lengths, strict=True)):
         rows = [[batch for epoch in rank for batch in epoch] for rank in epochs]
         seen = []
         for step in zip(*rows, strict=True):
             own = [
-                [(b.examples[i], b.tokens[i], b.activations[i]) for i in np.flatnonzero(b.sources == k)] for b in step
+                [
+                    (int(b.examples[i]), int(b.tokens[i]), b.activations[i], b.labels, i)
+                    for i in np.flatnonzero(b.sources == k)
+                ]
+                for b in step
             ]
             assert all(len(part) == counts[k] for part in own)
-            seen.append([(int(e), int(t)) for part in own for e, t, _ in part])
-            for e, t, row in (x for part in own for x in part):
-                assert same(row, case.data.row(layer, int(e), int(t), np.float64))
+            seen.append([(e, t) for part in own for e, t, *_ in part])
+            for e, t, row, labels, i in (x for part in own for x in part):
+                assert same(row, case.data.row(layer, e, t, np.float64))
+                assert labels is None if unlabelled else labels[i] == oracle.label_of(case.data, (e, t))
         for start in range(0, len(seen), length):
             once = Counter(place for step in seen[start : start + length] for place in step)
             assert not once - Counter(places[k]), "a row occurs once in an epoch of its source"
@@ -587,6 +680,11 @@ def check_pair(draw: random.Random, a: Case, b: Case) -> None:
     layers = [layer for layer in a.data.layers if layer in b.data.layers]
     dtype = "float64"
     pair = actshard.pair({"a": a.store, "b": b.store}, layers=layers, dtype=dtype, compare=[])
+    if draw.random() < 0.5:
+        key = draw_key(draw, len(a.data))
+        pair, a, b = pair.filter(key), *(replace(case, data=case.data.filter(key)) for case in (a, b))
+        assert len(pair) == pair.table.num_rows == len(a.data)
+        assert pair.token_counts.tolist() == a.data.token_counts
     names = draw.choice([layers, layers[:1]])
     size = draw.randint(1, 9)
     interleave = draw.random() < 0.3
@@ -597,9 +695,14 @@ def check_pair(draw: random.Random, a: Case, b: Case) -> None:
         "shuffle": draw.choice([None, "window", "exact"]),
     }
     places, _ = oracle.select(a.data, names, chosen)
-    stream = pair.stream(names, size, interleave=interleave, **options)
+
+    def fresh() -> Any:
+        return pair.stream(names, size, interleave=interleave, **options)
+
+    batches = list(fresh())
+    check_resumed(draw, fresh, batches)
     seen = []
-    for batch in stream:
+    for batch in batches:
         for k, place in enumerate(zip(batch.examples.tolist(), batch.tokens.tolist(), strict=True)):
             whose = [(int(s), layer) for s, layer in zip(batch.stores, batch.layers.tolist(), strict=True)]
             found = batch.activations[k : k + 1] if interleave else batch.activations[k]

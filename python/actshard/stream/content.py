@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from actshard._native import Rows
     from actshard.stream.readable import Readable
 
 
@@ -28,6 +29,16 @@ def content_range(
     if lengths is None:
         return first, stored
     return first, np.minimum(stored, store.special_tokens + (lengths if examples is None else lengths[examples]))
+
+
+def tokens_anywhere(rows: Rows, layers: int, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers of stored tokens of these examples, each in the first layer in which it has any; for stores whose layers differ."""
+    counts = np.zeros(len(examples), np.int64)
+    for group in range(layers):
+        unknown = np.flatnonzero(counts == 0)
+        if len(unknown):
+            counts[unknown] = rows.tokens_of(group, np.ascontiguousarray(examples[unknown], np.int64))
+    return counts
 
 
 def positions(stored: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -55,7 +55,7 @@ def _groups(root: Location) -> list[_Group]:
         if number >= _MOST_FILES:
             break
         name = path.relative_to(root)
-        if name.count("/") > 2 or path.name.startswith((".", "expected")):
+        if name.count("/") > 2 or path.name.startswith("."):
             continue
         group = found.setdefault(re.sub(r"[0-9]+", "#", name), _Group(name, [], 0))
         group.files.append(path)
@@ -87,6 +87,13 @@ def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
             unsure.append(f"a number in {names[0]!r} is taken as the {free}")
         pieces[n] = "{" + captures[-1] + ":d}"
     return "".join(pieces), captures, unsure
+
+
+def _layer_number(root: Location, group: _Group) -> int | None:
+    """The number after a word for layers in the names of all files; None if there is none. Numbers that vary are captured."""
+    pieces = re.split(r"([0-9]+)", group.files[0].relative_to(root))
+    numbers = (n for n in range(1, len(pieces), 2) if _LAYER_WORDS.search("".join(pieces[:n])))
+    return next((int(pieces[n]) for n in numbers), None)
 
 
 def _arrays(
@@ -241,8 +248,12 @@ def _proposed(
         lines.append(f"layers = {list(range(shape[axes.index('layer')]))}")
         unsure.append("names of layers are positions: put the real names in 'layers'")
     elif "layer" not in captures and not any("{layer" in str(step) for step in tensor):
-        lines.append("layers = [0]")
-        unsure.append("the files do not contain the layer's number: put it in 'layers'")
+        number = _layer_number(root, group)
+        lines.append(f"layers = [{number or 0}]")
+        if number is None:
+            unsure.append("the files do not contain the layer's number: put it in 'layers'")
+        else:
+            unsure.append(f"the layer's number is taken from {group.pattern!r}")
     if array.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
         scales = next((s for s, _ in arrays if s and re.search(r"scale", str(s[-1]), re.IGNORECASE)), None)
         if scales is None or layers > 1:
@@ -286,6 +297,7 @@ def _axes(
                 return ["1", "token", "dim"]
             unsure.append("the first of three axes is taken as the layer")
             return ["layer", "token", "dim"]
+        unsure.append("three axes: taken as example, token, dim; one of the first two may be the layer")
         return ["example", "token", "dim"]
     if len(shape) == 4 and not layered:
         unsure.append("four axes: taken as example, layer, token, dim; layer and token may be swapped")
