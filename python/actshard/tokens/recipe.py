@@ -248,6 +248,15 @@ def settings_difference(
     return f"other settings: {', '.join(differing)}" if differing else None
 
 
+def tokenizer_differs(ledger: Ledger, tokenizer: str) -> bool:
+    """Whether a cache was built with a tokenizer of another digest. False if its ledger has no digest."""
+    own = ledger.extra.get(OURS)
+    stored = own.get("parts") if isinstance(own, dict) else None
+    if not isinstance(stored, dict) or "tokenizer" not in stored:
+        return False
+    return bool(stored["tokenizer"] != digest(tokenizer)[:16])
+
+
 def _has_digest(ledger: Ledger) -> bool:
     own = ledger.extra.get(OURS)
     return isinstance(own, dict) and "settings" in own
