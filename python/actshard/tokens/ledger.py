@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -102,6 +102,11 @@ class Ledger:
             {str(path): crc for path, crc in stored.items() if isinstance(crc, str)} if isinstance(stored, dict) else {}
         )
 
+    @property
+    def own_checksum(self) -> str:
+        """CRC-32 of :attr:`checksums`, which the ledger of a sharded cache contains for each shard."""
+        return _hex(zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()))
+
     def with_checksums(self, checksums: Mapping[str, str]) -> Ledger:
         """A copy with the checksums of its files; the ledger itself if it is not actshard's."""
         if OURS not in self.extra:
@@ -112,13 +117,17 @@ class Ledger:
 def checksums(folder: Location, ledger: Ledger) -> dict[str, str]:
     """CRC-32 of each data file of a cache, by its path; for a sharded cache that of each shard's checksums."""
     if ledger.layout == SHARDED:
-        inner = {shard: read(folder / shard).checksums for shard in ledger.finished_shards}
-        return {shard: _hex(zlib.crc32(json.dumps(sums, sort_keys=True).encode())) for shard, sums in inner.items()}
+        return {shard: read(folder / shard).own_checksum for shard in ledger.finished_shards}
     arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in _PARTS]
     present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
     files = [file for array in present for file, _ in array.files() if file.name != "zarr.json"]
+    return {file.relative_to(folder): crc for file, crc in zip(files, checksums_of(files), strict=True)}
+
+
+def checksums_of(files: Sequence[Location]) -> list[str]:
+    """CRC-32 of each file."""
     with ThreadPoolExecutor(_READING_THREADS) as pool:
-        return {file.relative_to(folder): crc for file, crc in zip(files, pool.map(_crc, files), strict=True)}
+        return list(pool.map(_crc, files))
 
 
 def _crc(file: Location) -> str:
