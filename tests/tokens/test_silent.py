@@ -29,6 +29,7 @@ import actshard
 from actshard import tokens
 from actshard.compat import levanter
 from actshard.tokens import columns, processing, shards, templates
+from actshard.tokens import ledger as ledgers
 from actshard.tokens import tokenizer as loading
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
@@ -390,6 +391,24 @@ class TestStates:
 
 
 # -- ledgers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_ledger_of_a_shard_is_read_once(
+    keep: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of shards, on a file server."""
+    sources = [write_lines(tmp_path / f"{i}.jsonl", [{"input_ids": [i]}]) for i in range(3)]
+    opened: list[str] = []
+    read_json = ledgers.read_json
+    monkeypatch.setattr(ledgers, "read_json", lambda path: opened.append(Path(path).parent.name) or read_json(path))
+    cache = tokens.build_cache(sources, tmp_path / "c", format="prebuilt", layout=layout, keep_shards=keep, jobs=1)
+    shards = cache.ledger.finished_shards
+    assert {name: opened.count(name) for name in shards} == dict.fromkeys(shards, 1)
+    opened.clear()
+    tokens.open_cache(tmp_path / "c")
+    assert opened == ["c"]
 
 
 @pytest.mark.parametrize("layout", ["consolidated", "sharded", "written"])

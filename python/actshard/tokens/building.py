@@ -202,7 +202,9 @@ class _BuildPart:
         """The rows, according to the ledger of their folder."""
         skipped = ledger.extra.get(OURS, {}).get("skipped", 0)
         is_shard = len(self.piece) == 1
-        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, int(skipped))
+        return PartRows(
+            self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, int(skipped), ledger=ledger
+        )
 
     def order(self) -> str:
         """The order for a worker."""
@@ -359,15 +361,19 @@ class Build:
             remove(entry)
         return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
-    def _parts(self, work: Path, listed: list[list[int]]) -> list[_BuildPart]:
-        """The parts to build. A file that an earlier run, with fewer processes, finished as a whole stays whole."""
-        names, parts = list(self.process.fields), []
+    def _parts(self, work: Path, listed: list[list[int]]) -> list[tuple[_BuildPart, Ledger | None]]:
+        """The parts to build, and ledgers of finished ones. A file that an earlier run finished as a whole stays whole."""
+        parts: list[tuple[_BuildPart, Ledger | None]] = []
         for number, listed_of_file in itertools.groupby(listed, key=lambda piece: piece[0]):
             divided = [self._part(piece, work) for piece in listed_of_file]
             whole = self._part([number], work)
-            is_whole = len(divided) > 1 and shards.finished(whole.task.folder, whole.task.identity, names) is not None
-            parts += [whole] if is_whole else divided
+            ledger = self._ledger_of(whole)
+            is_whole = ledger is not None or len(divided) == 1
+            parts += [(whole, ledger)] if is_whole else [(part, self._ledger_of(part)) for part in divided]
         return parts
+
+    def _ledger_of(self, part: _BuildPart, *, made: bool = False) -> Ledger | None:
+        return shards.finished(part.task.folder, part.task.identity, list(self.process.fields), made=made)
 
     def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
@@ -387,7 +393,6 @@ class Build:
         return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
 
     def _build(self, work: Path) -> None:
-        names = list(self.process.fields)
         listed = self._divide()
         with boundary(self.out, "build the cache at"):
             self.recipe.refuse_foreign(self.out)
@@ -395,20 +400,19 @@ class Build:
         self.built = True
         warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"])
         parts = self._parts(work, listed)
-        ledgers_of_parts = [shards.finished(part.task.folder, part.task.identity, names) for part in parts]
-        pending = [part for part, ledger in zip(parts, ledgers_of_parts, strict=True) if ledger is None]
+        pending = [part for part, ledger in parts if ledger is None]
         for part in pending:
             remove(part.task.folder)
         self._pending_bytes = sum(part.records.size() for part in pending)
         self._left = Counter(part.source.shard for part in pending)
         self._build_parts(pending)
         rows: dict[str, list[PartRows]] = {source.shard: [] for source in self.sources}
-        for part in parts:
-            ledger = shards.finished(part.task.folder, part.task.identity, names, made=True)
+        for part, known in parts:
+            ledger = known or self._ledger_of(part, made=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
             rows[part.source.shard].append(part.rows(ledger))
-        for part in parts:  # the first one that is reported is the first in the files
+        for part, _ in parts:  # the first one that is reported is the first in the files
             if part.name in self._counts:
                 self.problems += self._counts[part.name].problems
         self.skipped = skipped_by_shard(rows)

@@ -77,21 +77,23 @@ class Ledger:
             **self.extra,
         }
 
-    def write(self, folder: Path, crcs: Mapping[str, int] | None = None) -> None:
-        """Writes the ledger into a cache's folder, atomically; actshard's own with checksums.
+    def write(self, folder: Path, checksums: Mapping[str, str] | None = None) -> Ledger:
+        """Writes the ledger into a cache's folder, atomically; actshard's own with checksums. Returns the ledger that was written.
 
         Args:
             folder: the folder.
-            crcs: CRC-32 of each data file by its path, known from writing; None: the files that are there are read.
+            checksums: as :attr:`checksums`, in any order of data files; None: the files that are there are read.
 
         Raises:
             DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
         ledger = self
         if OURS in self.extra:
-            known = {path: _hex(crcs[path]) for path in sorted(crcs, key=_order)} if crcs is not None else None
-            ledger = self.with_checksums(checksums(Location.at(folder), self) if known is None else known)
+            known = checksums_in(Location.at(folder), self) if checksums is None else checksums
+            names = list(known) if self.layout == SHARDED else sorted(known, key=_order)
+            ledger = self.with_checksums({name: known[name] for name in names})
         write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
+        return ledger
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -105,7 +107,7 @@ class Ledger:
     @property
     def own_checksum(self) -> str:
         """CRC-32 of :attr:`checksums`, which the ledger of a sharded cache contains for each shard."""
-        return _hex(zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()))
+        return shown_crc(zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()))
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Ledger:
         """A copy with the checksums of its files; the ledger itself if it is not actshard's."""
@@ -114,7 +116,7 @@ class Ledger:
         return replace(self, extra={**self.extra, OURS: {**self.extra[OURS], "checksums": dict(checksums)}})
 
 
-def checksums(folder: Location, ledger: Ledger) -> dict[str, str]:
+def checksums_in(folder: Location, ledger: Ledger) -> dict[str, str]:
     """CRC-32 of each data file of a cache, by its path; for a sharded cache that of each shard's checksums."""
     if ledger.layout == SHARDED:
         return {shard: read(folder / shard).own_checksum for shard in ledger.finished_shards}
@@ -135,17 +137,18 @@ def _crc(file: Location) -> str:
     with file.open("read") as stream:
         while block := stream.read(_AT_ONCE):
             crc = zlib.crc32(block, crc)
-    return _hex(crc)
+    return shown_crc(crc)
 
 
 def _order(path: str) -> tuple[str, int, list[str]]:
-    """Sorts paths of data files as :func:`checksums` lists them."""
+    """Sorts paths of data files as :func:`checksums_in` lists them."""
     match = re.fullmatch(r"(.*)/(offsets|data|shapes)/(c/.*)", path)
     field, part, name = match.groups() if match is not None else (path, _PARTS[0], "")
     return field, _PARTS.index(part), name.split("/")
 
 
-def _hex(crc: int) -> str:
+def shown_crc(crc: int) -> str:
+    """A CRC-32 as 8 hexadecimal digits."""
     return f"{crc:08x}"
 
 

@@ -174,8 +174,9 @@ def complete_shard(
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
     written = writers.finish()
-    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata)
-    ledger.write(staged, written.checksums)
+    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata).write(
+        staged, written.checksums
+    )
     with boundary(folder, "write"):
         if written.rows:
             (staged / SUCCESS).touch()
@@ -203,8 +204,7 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
     if not (whole and isinstance(own, dict) and own.get("identity") == identity):
         return None
     if ledger.total_num_rows and not ledger.checksums:  # a build that a release without checksums began
-        ledger.write(folder)
-        return ledgers.read(folder)
+        return ledger.write(folder)
     return ledger
 
 

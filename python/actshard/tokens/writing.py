@@ -55,12 +55,12 @@ class WrittenFields:
     Attributes:
         rows: number of rows.
         elements: number of elements by field.
-        checksums: CRC-32 of each data file by its path in the folder.
+        checksums: CRC-32 of each data file by its path in the folder, as in a ledger.
     """
 
     rows: int
     elements: dict[str, int]
-    checksums: dict[str, int]
+    checksums: dict[str, str]
 
 
 class FieldWriters:
@@ -111,7 +111,11 @@ class FieldWriters:
         return WrittenFields(
             next(iter(rows.values()), 0),
             {name: elements for name, (_, elements, _) in fields.items()},
-            {f"{name}/{path}": crc for name, (_, _, checksums) in fields.items() for path, crc in checksums},
+            {
+                f"{name}/{path}": ledgers.shown_crc(crc)
+                for name, (_, _, checksums) in fields.items()
+                for path, crc in checksums
+            },
         )
 
 
