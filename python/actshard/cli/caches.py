@@ -46,16 +46,10 @@ def about(cache: TokenCache) -> dict[str, Any]:
         "bytes": sum(entry.size or 0 for _, entry in files),  # 0 on a web server, which cannot list them
         "io": cache.io,
         "made_by": cache.ledger.preprocessor,
-        "skipped": _skipped(cache),
+        "skipped": sum(cache.ledger.skipped.values()),
         "warnings": [str(w) for w in cache.warnings],
         "warning_codes": [w.code for w in cache.warnings],
     }
-
-
-def _skipped(cache: TokenCache) -> int:
-    own = cache.ledger.extra.get("actshard")
-    counts = own.get("skipped") if isinstance(own, dict) else None
-    return sum(counts.values()) if isinstance(counts, dict) else 0
 
 
 def show_info(cache: TokenCache) -> None:

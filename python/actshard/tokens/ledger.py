@@ -58,6 +58,19 @@ class Ledger:
         return OURS in self.extra and self.total_num_rows > 0
 
     @property
+    def actshard(self) -> dict[str, Any] | None:
+        """The value of actshard's key; None in ledgers of other writers."""
+        value = self.extra.get(OURS)
+        return value if isinstance(value, dict) else None
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of unusable records that were left out, by shard, without zeros."""
+        value = (self.actshard or {}).get("skipped")
+        by_shard = value if isinstance(value, dict) else dict.fromkeys(self.finished_shards[:1], value)
+        return {str(shard): count for shard, count in by_shard.items() if type(count) is int and count > 0}
+
+    @property
     def preprocessor(self) -> dict[str, Any]:
         """The preprocessing options; empty if the ledger contains none."""
         options = self.metadata.get("preprocessor_metadata")
@@ -98,11 +111,9 @@ class Ledger:
     @property
     def checksums(self) -> dict[str, str]:
         """CRC-32 (8 hexadecimal digits) by path in the cache: of data files, or of each shard's checksums. Empty if unknown."""
-        own = self.extra.get(OURS)
-        stored = own.get("checksums") if isinstance(own, dict) else None
-        return (
-            {str(path): crc for path, crc in stored.items() if isinstance(crc, str)} if isinstance(stored, dict) else {}
-        )
+        stored = (self.actshard or {}).get("checksums")
+        entries = stored.items() if isinstance(stored, dict) else ()
+        return {str(path): crc for path, crc in entries if isinstance(crc, str)}
 
     @property
     def own_checksum(self) -> str:

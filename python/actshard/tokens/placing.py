@@ -17,20 +17,49 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actshard._json import read_json
 from actshard.errors import ActshardError, ExistsError, FormatError, boundary
 from actshard.tokens.ledger import NAME
-from actshard.work import BUILDING, remove, sync_folders, write_json
+from actshard.work import BUILDING, locked, make_folder, remove, sync_folders, write_json
 
 WORK = BUILDING
 NEW, OLD, SWAP, STATE, SETUP, LOCK = "new", "old", "swap.json", "build.json", "worker.json", "lock"
 SUCCESS = ".success"
 _ARRAYS = ("offsets", "data", "shapes")
+
+
+@contextmanager
+def turn(out: Path) -> Iterator[Path]:
+    """Holds the lock of a cache's working folder, after an interrupted swap was completed. Yields the folder, and removes it.
+
+    If the block raises, its files stay for the next build.
+
+    Raises:
+        LockedError: another process builds the cache.
+    """
+    work = out / WORK
+    lock = locked(work)
+    try:
+        recover(out, work)
+        yield work
+        clear(work)
+    finally:
+        clear_if_idle(work)
+        lock.release()
+
+
+def keep_only(work: Path, names: Container[str], *files: str) -> None:
+    """Removes everything from a working folder but these files, the lock, and these entries of the new cache."""
+    for entry in [e for e in work.iterdir() if e.name not in (LOCK, NEW, *files)]:
+        remove(entry)
+    make_folder(work / NEW)
+    for entry in [e for e in (work / NEW).iterdir() if e.name not in names]:
+        remove(entry)
 
 
 def clear(work: Path) -> None:

@@ -25,7 +25,7 @@ from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
-from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.ledger import Ledger
 from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
@@ -199,9 +199,8 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
         if made:
             raise
         return None
-    own = ledger.extra.get(OURS)
     whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)
-    if not (whole and isinstance(own, dict) and own.get("identity") == identity):
+    if not whole or (ledger.actshard or {}).get("identity") != identity:
         return None
     if ledger.total_num_rows and not ledger.checksums:  # a build that a release without checksums began
         return ledger.write(folder)

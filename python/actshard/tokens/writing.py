@@ -407,17 +407,10 @@ class CacheWriter:
             new.rename(self.path)
             sync_folders([self.path.parent])
             return
-        work = self.path / placing.WORK
-        lock = locked(work)
-        try:
-            placing.recover(self.path, work)
+        with placing.turn(self.path) as work:
             remove(work / _WRITTEN)
             new.rename(work / _WRITTEN)
             placing.swap(self.path, work, _WRITTEN, sorted(p.name for p in (work / _WRITTEN).iterdir()))
-            placing.clear(work)
-        finally:
-            placing.clear_if_idle(work)
-            lock.release()
 
     def abort(self) -> None:
         """Closes the writer and removes everything it wrote."""
