@@ -732,3 +732,17 @@ def test_a_tokenizer_is_serialized_once_for_its_digest() -> None:
         patch.setattr(Tokenizer, "as_dict", lambda self: pytest.fail("serialized again"))
         assert tokenizer.digest() == digest
     assert tokens.load_tokenizer(tokenizer, eos_token=tokenizer.bos_token or tokenizer.eos_token).digest()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
+def test_a_compressed_file_of_no_bytes_is_an_error(suffix: str, tmp_path: Path) -> None:
+    """No compressor writes one, but copies that fail leave them."""
+    (tmp_path / f"a.jsonl.{suffix}").touch()
+    with pytest.raises(actshard.FormatError, match="the file has no bytes"):
+        tokens.build_cache(tmp_path / f"a.jsonl.{suffix}", tmp_path / "c", format="prebuilt")
+
+
+def test_a_mixture_of_windows_without_loss_weights_is_refused_by_name(tmp_path: Path) -> None:
+    mixture = tokens.Mixture({"web": windows(tmp_path / "c", 5, 2)}, {"web": 1.0})
+    with pytest.raises(actshard.ArgumentTypeError, match=r"datasets\.web: expected batches with loss weights"):
+        mixture.get_batch([0])

@@ -102,21 +102,22 @@ def owned(folder: Path) -> list[str]:
     """
     if not os.path.lexists(folder / NAME):
         return []
-    return [NAME, *_owned(folder, with_shards=True)]
+    return [NAME, *_owned(folder, (), with_shards=True)]
 
 
-def _owned(folder: Path, *, with_shards: bool) -> list[str]:
+def _owned(folder: Path, others: Iterable[str], *, with_shards: bool) -> list[str]:
+    """As :func:`owned`, without the ledger. ``others``: more names of fields; ledgers of shards without rows list none."""
     said = read_json(folder / NAME)
     if not isinstance(said, dict):
         raise FormatError("expected an object", path=folder / NAME)
     counts, shards = said.get("field_counts"), said.get("finished_shards")
-    fields = [name for name in (counts if isinstance(counts, dict) else {}) if _safe(name)]
+    fields = [name for name in dict.fromkeys([*(counts if isinstance(counts, dict) else ()), *others]) if _safe(name)]
     found = [path for name in fields for part in _ARRAYS if _real(folder, path := f"{name}/{part}")]
     for shard in shards if isinstance(shards, list) and with_shards else []:
         if not _safe(shard) or not _real(folder, f"{shard}/{NAME}"):
             continue
         with suppress(ActshardError):  # leave a shard alone if its ledger is unreadable
-            inner = [NAME, SUCCESS, *_owned(folder / shard, with_shards=False)]
+            inner = [NAME, SUCCESS, *_owned(folder / shard, fields, with_shards=False)]
             found += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
     return list(dict.fromkeys(found))
 
