@@ -32,6 +32,8 @@ from tests.torture.budget import CountedMachine, machine_settings
 
 import actshard
 from actshard import tokens
+from actshard.plan import tokenizing
+from actshard.plan.data import Predicted
 from actshard.tokens import building
 from actshard.tokens import tokenizer as loading
 
@@ -55,7 +57,7 @@ COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".zst": lambda data: bytes(pa.compress(data, codec="zstd", asbytes=True)),
 }
-KINDS = [".jsonl", ".json", ".parquet", *(f".jsonl{suffix}" for suffix in COMPRESSED)]
+KINDS = [".jsonl", ".jsonl", ".json", ".parquet", *(f".jsonl{suffix}" for suffix in COMPRESSED)]
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,12 @@ class Corpora(CountedMachine):
         """Rows of the cache that is in place."""
         self.open: list[tuple[tokens.TokenCache, Rows]] = []
         """Caches that were opened, and their rows."""
-        self.worth, building._WORTH_PROCESSES = (
-            building._WORTH_PROCESSES,
-            400,
-        )  # files of some hundred bytes are divided
+        self.originals = building._WORTH_PROCESSES, tokenizing._predicted
+        building._WORTH_PROCESSES = 100  # files of some hundred bytes are divided
+        tokenizing._predicted = lambda *_: Predicted(0, 0, 0, 0)  # starts a process
 
     def teardown(self) -> None:
-        building._WORTH_PROCESSES = self.worth
+        building._WORTH_PROCESSES, tokenizing._predicted = self.originals
         self.open.clear()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -216,7 +217,8 @@ class Corpora(CountedMachine):
     @precondition(lambda self: len(self.sources) < 4)
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def add_a_source(self, data: st.DataObject, kind: str) -> None:
-        self.sources.append(SourceState(kind, [self.draw_records(data)]))
+        pieces = [self.draw_records(data) for _ in range(data.draw(st.integers(1, 3)))]
+        self.sources.append(SourceState(kind, pieces))
         self.sources[-1].write(self.place(len(self.sources) - 1))
 
     @precondition(lambda self: self.sources)
@@ -228,14 +230,21 @@ class Corpora(CountedMachine):
         self.sources[i].write(self.place(i))
 
     @precondition(lambda self: self.sources)
-    @rule(pick=st.integers(0, 3), part=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-    def flip_a_bit(self, pick: int, part: float, bit: int) -> None:
-        """In a file whose compression has checksums."""
+    @rule(
+        pick=st.integers(0, 3),
+        part=st.floats(0, 1, exclude_max=True),
+        bit=st.integers(0, 7),
+        byte=st.none() | st.integers(0, 3),
+    )
+    def flip_a_bit(self, pick: int, part: float, bit: int, byte: int | None) -> None:
+        """In a file whose compression has checksums: anywhere, or in the first bytes of a piece."""
         i = pick % len(self.sources)
         data = bytearray(self.place(i).read_bytes())
         if Path(self.sources[i].kind).suffix not in (".gz", ".bz2", ".xz") or not data:
             return
-        data[int(part * len(data))] ^= 1 << bit
+        ends = self.sources[i].ends
+        place = int(part * len(data)) if byte is None else ends[int(part * (len(ends) - 1))] + byte
+        data[min(place, len(data) - 1)] ^= 1 << bit
         self.place(i).write_bytes(data)
         self.sources[i].broken = True
 
@@ -281,25 +290,53 @@ class Corpora(CountedMachine):
         jobs=st.sampled_from([1, 1, 1, 1, 1, 2]),
     )
     def build(self, **options: Any) -> None:
-        form: Any = tokens.ChatFormat(chat_template=TEMPLATE) if self.is_chat else tokens.TextFormat()
-        paths = [self.place(i) for i in range(len(self.sources))]
-        expected = [naive_row(record, self.settings) for source in self.sources for record in source.records]
-        is_broken = any(source.broken for source in self.sources)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", actshard.ActshardWarning)  # of special tokens and truncation
-                cache = tokens.build_cache(paths, self.root / "c", self.root / "tok", form, overwrite=True, **options)
-        except actshard.FormatError as error:
-            note(f"{error}")
-            assert is_broken
+        cache = self.unless_broken(lambda *call: tokens.build_cache(*call, overwrite=True, **options), self.root / "c")
+        if cache is None:
             if self.built is not None:
                 self.check_rows(tokens.open_cache(self.root / "c"), self.built)
             return
-        self.built = (
-            expected  # a flipped bit may be in a header that changes nothing; then the rows are those of before
-        )
-        self.check_rows(cache, expected)
+        # A flipped bit may be in a header that changes nothing; then the rows are those of before.
+        self.built = self.expected()
+        self.check_rows(cache, self.built)
         assert actshard.verify(self.root / "c", deep=True).ok
+
+    @precondition(lambda self: self.sources)
+    @rule(
+        layout=st.sampled_from(["consolidated", "sharded"]),
+        storage=st.sampled_from(["plain", "lz4"]),
+        tasks=st.integers(1, 6),
+        seed=st.integers(0, 5),
+    )
+    def build_in_tasks(self, layout: str, storage: str, tasks: int, seed: int) -> None:
+        """Tasks read ranges of files, in any order."""
+
+        def run(*call: Any) -> tokens.TokenCache:
+            plan = actshard.plan.tokenize(*call, tasks=tasks, layout=layout, storage=storage)
+            for task in random.Random(seed).sample(range(len(plan)), len(plan)):
+                plan.run(task)
+            made: tokens.TokenCache = plan.commit()
+            return made
+
+        cache = self.unless_broken(run, self.root / "planned")
+        if cache is not None:
+            self.check_rows(cache, self.expected())
+        shutil.rmtree(self.root / "planned", ignore_errors=True)
+
+    def expected(self) -> Rows:
+        return [naive_row(record, self.settings) for source in self.sources for record in source.records]
+
+    def unless_broken(self, run: Callable[..., tokens.TokenCache], out: Path) -> tokens.TokenCache | None:
+        """Builds a cache. None: a source is damaged, and an error."""
+        form: Any = tokens.ChatFormat(chat_template=TEMPLATE) if self.is_chat else tokens.TextFormat()
+        paths = [self.place(i) for i in range(len(self.sources))]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", actshard.ActshardWarning)  # of special tokens and truncation
+                return run(paths, out, self.root / "tok", form)
+        except actshard.FormatError as error:
+            note(f"{error}")
+            assert any(source.broken for source in self.sources)
+            return None
 
     @precondition(lambda self: self.built is not None)
     @rule(io=st.sampled_from(["mmap", "pread"]))
@@ -384,4 +421,4 @@ def packed(rows: Rows, length: int, most: int) -> list[Rows]:
 
 
 TestCorpora = Corpora.TestCase
-TestCorpora.settings = machine_settings(12, 5_000, steps=16)
+TestCorpora.settings = machine_settings(12, 5_000, steps=25)
