@@ -266,7 +266,6 @@ ON_PATHS = {
     "plan.book": "the working folder of a plan",
     "plan.converting": "renames the files of tasks",
     "plan.creating": "looks at the parts that its tasks wrote",
-    "plan.tokenizing": "puts a token cache in its place",
     "plan.merging": "copies files",
     "plan.reading": "reads the arrays that tasks wrote",
     "pushing": "uploads local files",

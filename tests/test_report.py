@@ -343,7 +343,7 @@ def test_the_finding_of_packing_recommends_no_length_that_cuts_much(
     with CacheWriter(tmp_path / "train", {"input_ids": np.int64}) as writer:
         writer.append([{"input_ids": np.arange(5)}])
     found = replace(
-        look(open_cache(tmp_path / "train")), fills=tuple(Fill(n, 1, fill, lost) for n, fill, lost in fills)
+        look(open_cache(tmp_path / "train")), fills=tuple(Fill(n, 1, fill, lost, fill) for n, fill, lost in fills)
     )
     (advice,) = _packing(replace(found, tokens=10_000))
     assert advice.text == text

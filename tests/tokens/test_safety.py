@@ -632,3 +632,15 @@ def test_a_first_append_that_fails_decides_nothing_and_leaves_nothing(
     writer.close()
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert tokens.open_cache(tmp_path / "c")[0]["ids"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "kept"])
+def test_a_cache_with_a_shard_without_rows_can_be_replaced(kind: str, tmp_path: Path) -> None:
+    """The ledger of such a shard lists no fields, but it has their arrays."""
+    options: dict[str, Any] = {"layout": "sharded"} if kind == "sharded" else {"keep_shards": True}
+    sources = [write_lines(tmp_path / f"{i}.jsonl", [{"input_ids": [i]}] * i) for i in range(2)]
+    tokens.build_cache(sources, tmp_path / "c", format="prebuilt", **options)
+    cache = tokens.build_cache(sources, tmp_path / "c", format="prebuilt", dtype="uint16", overwrite=True, **options)
+    assert [row["input_ids"].tolist() for row in cache] == [[1]]
+    assert cache.dtype("input_ids") == np.uint16
+    assert actshard.verify(tmp_path / "c", deep=True).ok or kind == "kept"

@@ -29,6 +29,8 @@ import actshard
 from actshard import tokens
 from actshard.compat import levanter
 from actshard.tokens import columns, processing, shards, templates
+from actshard.tokens import ledger as ledgers
+from actshard.tokens import tokenizer as loading
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source
@@ -63,6 +65,7 @@ def test_rows_of_a_tokenizer_that_pads_do_not_depend_on_their_batch(kind: str, t
 
 def test_a_tokenizer_whose_rows_depend_on_their_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Tokenizer.encode
+    monkeypatch.setattr(loading, "_loaded", {})
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: [[*ids, len(texts)] for ids in encode(self, texts)])
     with pytest.raises(actshard.ArgumentError, match="would depend on their batch"):
         tokens.load_tokenizer(GOLDEN / GPT2)
@@ -390,6 +393,24 @@ class TestStates:
 # -- ledgers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_ledger_of_a_shard_is_read_once(
+    keep: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of shards, on a file server."""
+    sources = [write_lines(tmp_path / f"{i}.jsonl", [{"input_ids": [i]}]) for i in range(3)]
+    opened: list[str] = []
+    read_json = ledgers.read_json
+    monkeypatch.setattr(ledgers, "read_json", lambda path: opened.append(Path(path).parent.name) or read_json(path))
+    cache = tokens.build_cache(sources, tmp_path / "c", format="prebuilt", layout=layout, keep_shards=keep, jobs=1)
+    shards = cache.ledger.finished_shards
+    assert {name: opened.count(name) for name in shards} == dict.fromkeys(shards, 1)
+    opened.clear()
+    tokens.open_cache(tmp_path / "c")
+    assert opened == ["c"]
+
+
 @pytest.mark.parametrize("layout", ["consolidated", "sharded", "written"])
 @pytest.mark.parametrize("file", ["input_ids/data/c/0", "input_ids/offsets/c/0"])
 def test_zeroed_bytes_of_plain_data_fail_a_deep_check(layout: str, file: str, tmp_path: Path) -> None:
@@ -711,3 +732,17 @@ def test_a_tokenizer_is_serialized_once_for_its_digest() -> None:
         patch.setattr(Tokenizer, "as_dict", lambda self: pytest.fail("serialized again"))
         assert tokenizer.digest() == digest
     assert tokens.load_tokenizer(tokenizer, eos_token=tokenizer.bos_token or tokenizer.eos_token).digest()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
+def test_a_compressed_file_of_no_bytes_is_an_error(suffix: str, tmp_path: Path) -> None:
+    """No compressor writes one, but copies that fail leave them."""
+    (tmp_path / f"a.jsonl.{suffix}").touch()
+    with pytest.raises(actshard.FormatError, match="the file has no bytes"):
+        tokens.build_cache(tmp_path / f"a.jsonl.{suffix}", tmp_path / "c", format="prebuilt")
+
+
+def test_a_mixture_of_windows_without_loss_weights_is_refused_by_name(tmp_path: Path) -> None:
+    mixture = tokens.Mixture({"web": windows(tmp_path / "c", 5, 2)}, {"web": 1.0})
+    with pytest.raises(actshard.ArgumentTypeError, match=r"datasets\.web: expected batches with loss weights"):
+        mixture.get_batch([0])

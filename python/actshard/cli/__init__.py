@@ -160,6 +160,9 @@ def head_command(
     path: PathArgument,
     n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="Number of examples.")] = 5,
     tokenizer: Annotated[str, typer.Option(help="For token caches: the tokenizer to decode with.")] = "",
+    text: Annotated[
+        bool, typer.Option("--text", help="For token caches: print documents, and mark tokens without loss.")
+    ] = False,
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
@@ -172,13 +175,17 @@ def head_command(
     if tokens is not None:
         from actshard.cli import caches
 
+        if text:
+            decoded = partial(caches.decoded, tokens, n, tokenizer)
+            output(json, lambda: [row.as_dict() for row in decoded()], lambda: caches.show_texts(tokens, n, tokenizer))
+            return
         found = caches.tokenizer_of(tokens, tokenizer)
         output(json, lambda: caches.rows(tokens, n, found), lambda: caches.show_rows(tokens, n, found))
         return
     from actshard.cli import head as verb
 
     store = actshard.open(at, format, layout=layout)
-    verb.check_tokenizer(store, tokenizer)
+    verb.refuse_options_of_caches(store, *["--tokenizer"] * bool(tokenizer), *["--text"] * text)
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 

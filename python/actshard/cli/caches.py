@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 from rich.markup import escape
+from rich.text import Text
 
 from actshard._arguments import many
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.cli._tables import TableColumn, show_table
-from actshard.errors import ActshardError, MissingExtraError
+from actshard.errors import ESCAPES, ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
+from actshard.tokens.decoding import DecodedRow, decode_rows, recorded_tokenizer, tokenizer_difference
+from actshard.tokens.looking import summarize
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 _SHOWN = 12
 """Number of values of a row to print."""
+_MASKED = "cyan"
+"""The colour of masked tokens."""
+_ESCAPES = {code: text for code, text in ESCAPES.items() if chr(code) not in "\n\t"}
+"""Control characters, which a terminal might interpret; texts keep their lines."""
 
 
 def about(cache: TokenCache) -> dict[str, Any]:
     """Returns a cache's properties as plain values."""
-    lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
+    summary = summarize(cache)
     root = Location.at(cache.path)
     root.list_below()
     files = root.files(sizes=True) if root.lists else iter(())
@@ -31,58 +39,96 @@ def about(cache: TokenCache) -> dict[str, Any]:
         "path": str(cache.path),
         "layout": cache.ledger.layout,
         "rows": len(cache),
-        "tokens": cache.num_tokens,
-        "tokens_per_row": [int(lengths.min()), int(lengths.max())] if len(lengths) else [0, 0],
+        "tokens_per_row": [summary.lengths.min, summary.lengths.max],
+        **summary.as_dict(),
         "fields": {name: str(cache.dtype(name)) for name in cache.fields},
         "shards": len(cache.ledger.finished_shards),
         "bytes": sum(entry.size or 0 for _, entry in files),  # 0 on a web server, which cannot list them
         "io": cache.io,
         "made_by": cache.ledger.preprocessor,
-        "skipped": _skipped(cache),
+        "skipped": sum(cache.ledger.skipped.values()),
         "warnings": [str(w) for w in cache.warnings],
         "warning_codes": [w.code for w in cache.warnings],
     }
 
 
-def _skipped(cache: TokenCache) -> int:
-    own = cache.ledger.extra.get("actshard")
-    counts = own.get("skipped") if isinstance(own, dict) else None
-    return sum(counts.values()) if isinstance(counts, dict) else 0
-
-
 def show_info(cache: TokenCache) -> None:
     """Prints a cache's properties."""
-    found = about(cache)
-    low, high = found["tokens_per_row"]
+    facts = about(cache)
+    lengths = facts["lengths"]
+    names = {"min": "min", "median": "median", "p95": "95 % up to", "max": "max"}
+    size_text = f" ({facts['vocab_size']:,} tokens)" if facts["vocab_size"] is not None else ""
+    tokenizer = facts["tokenizer"]
     lines: list[tuple[str, Any]] = [
-        ("format", f"{found['format']} token cache, {found['layout']}"),
-        ("path", escape(found["path"])),
-        ("rows", f"{found['rows']:,}"),
-        (
-            "tokens",
-            f"{found['tokens']:,} ({low:,} each)" if low == high else f"{found['tokens']:,} ({low:,} to {high:,} each)",
+        ("format", f"{facts['format']} token cache, {facts['layout']}"),
+        ("path", escape(facts["path"])),
+        ("documents", f"{facts['documents']:,}"),
+        ("tokens", f"{facts['tokens']:,}"),
+        ("per document", ", ".join(f"{text} {lengths[name]:,}" for name, text in names.items())),
+        ("tokenizer", f"{escape(tokenizer)}{size_text}" if tokenizer else "[dim]not recorded[/]"),
+        ("fields", ", ".join(f"{escape(name)} {dtype}" for name, dtype in facts["fields"].items())),
+        ("shards", f"{facts['shards']:,}"),
+        ("bytes", size(facts["bytes"])),
+        ("read by", facts["io"]),
+        *([("skipped", many(facts["skipped"], "record"))] if facts["skipped"] else []),
+        *(
+            (key, escape(one_line(value, 100)))
+            for key, value in facts["made_by"].items()
+            if value is not None and key not in ("tokenizer", "vocab_size")
         ),
-        ("fields", ", ".join(f"{escape(name)} {dtype}" for name, dtype in found["fields"].items())),
-        ("shards", f"{found['shards']:,}"),
-        ("bytes", size(found["bytes"])),
-        ("read by", found["io"]),
-        *([("skipped", many(found["skipped"], "record"))] if found["skipped"] else []),
-        *((key, escape(one_line(value, 100))) for key, value in found["made_by"].items() if value is not None),
+        *((f"padding {row['length']:,}", _padding(row)) for row in facts["padding"] if facts["documents"]),
     ]
     show_facts(lines, cache.warnings)
 
 
-def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
-    """Returns the tokenizer to decode with: the given one, or the ledger's if it exists on this machine."""
-    if given:
-        return load_tokenizer(given)
-    recorded = cache.ledger.preprocessor.get("tokenizer")
-    if not isinstance(recorded, str) or not Location.at(recorded).exists():
-        return None
+def _padding(row: dict[str, Any]) -> str:
+    cut = f"; {many(row['cut'], 'token')} cut" if row["cut"] else ""
+    return f"{row['alone']:.1%} with a document per example, {row['packed']:.1%} packed{cut}"
+
+
+def tokenizer_of(cache: TokenCache, name: str) -> Tokenizer | None:
+    """Returns the named tokenizer, or the ledger's; None if that cannot be loaded on this machine."""
+    if name:
+        return load_tokenizer(name)
     try:
-        return load_tokenizer(recorded)
+        return recorded_tokenizer(cache)
     except (ActshardError, MissingExtraError):
         return None
+
+
+def decoded(cache: TokenCache, n: int, name: str) -> list[DecodedRow]:
+    """Decodes the first rows; prints a warning if the cache was built with another tokenizer.
+
+    Args:
+        cache: an open cache.
+        n: number of rows.
+        name: the tokenizer; empty: that of the ledger.
+    """
+    tokenizer = load_tokenizer(name) if name else recorded_tokenizer(cache)
+    if (difference := tokenizer_difference(cache, tokenizer)) is not None:
+        print(f"warning: {difference}", file=sys.stderr)
+    return decode_rows(cache, n, tokenizer)
+
+
+def show_texts(cache: TokenCache, n: int, name: str) -> None:
+    """Prints the first rows as text. Masked tokens are coloured on a terminal with colours, otherwise in double brackets."""
+    rows = decoded(cache, n, name)
+    out = console()
+    colours = out.is_terminal and out.color_system is not None and not out.no_color
+    for row in rows:
+        masked = sum(span.tokens for span in row.spans if span.masked)
+        rest = f", the first {row.decoded_tokens:,} shown" if row.decoded_tokens < row.tokens else ""
+        loss = f", {masked:,} of them without loss" if masked else ""
+        out.print(f"[bold]row {row.row}[/]: {many(row.tokens, 'token')}{rest}{loss}")
+        text = Text()
+        for span in row.spans:
+            shown = span.text.translate(_ESCAPES)
+            marked = span.masked and not colours
+            text.append(f"[[{shown}]]" if marked else shown, _MASKED if span.masked and colours else "")
+        out.print(text, soft_wrap=True)
+        out.print()
+    sign = f"[{_MASKED}]this colour[/]" if colours else escape("[[ ]]")
+    out.print(f"[dim]{len(rows):,} of {many(len(cache), 'document')}[/]; {sign}: tokens without loss")
 
 
 def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:

@@ -46,15 +46,20 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
     return made
 
 
-def check_tokenizer(store: Store, tokenizer: str) -> None:
-    """Checks that no tokenizer is named: only rows of token caches are decoded.
+def refuse_options_of_caches(store: Store, *options: str) -> None:
+    """Checks that no option of token caches is used: only their rows are decoded.
+
+    Args:
+        store: a dataset of activations.
+        options: names of the options that were used.
 
     Raises:
-        ArgumentError: one is named.
+        ArgumentError: there are some.
     """
-    if tokenizer:
+    if options:
         raise ArgumentError(
-            "--tokenizer: expected a token cache, found a dataset of activations. Leave it out; `actshard top` decodes tokens.",
+            f"{', '.join(options)}: expected a token cache, found a dataset of activations. Leave it out; `actshard top` decodes "
+            "tokens.",
             path=store.path,
         )
 

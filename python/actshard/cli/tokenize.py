@@ -77,8 +77,7 @@ def _summary(plan: CachePlan) -> dict[str, Any]:
 
 
 def _about(cache: TokenCache) -> dict[str, Any]:
-    own = cache.ledger.extra.get("actshard", {})
-    skipped = sum(own.get("skipped", {}).values()) if isinstance(own.get("skipped"), dict) else 0
+    skipped = sum(cache.ledger.skipped.values())
     return {"path": str(cache.path), "rows": len(cache), "tokens": cache.num_tokens, "skipped": skipped}
 
 

@@ -67,7 +67,7 @@ from actshard.tokens.shards import Counts, Task, build_shard, write_rows
 from actshard.tokens.sources import RowProblem, Source, expand
 from actshard.tokens.tokenizer import PASSTHROUGH, Tokenizer, load_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
-from actshard.work import FOLDER, locked, make_folder, remove
+from actshard.work import FOLDER, make_folder, remove
 
 ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"
@@ -182,16 +182,10 @@ def _planned(
     recipe.refuse_foreign(root)
     warn_of_no_eos(root, form, tokenizer, options.enforce_eos)
     total = sum(each.size or 0 for each in inputs)
-    how = [
-        pieces.divisible(source, each.size or 0, max(_PIECE, total // tasks))
-        for source, each in zip(recipe.sources, inputs, strict=True)
-        if isinstance(source, Source)
-    ]
-    divided = pieces.divide(how, min(tasks, max(total, 1)))
-    made = [
-        TokenizeTask(sum(p.stop - p.first for p in task), tuple(tuple(pieces.as_list(p, how[p.source])) for p in task))
-        for task in divided
-    ]
+    divided = pieces.divide_files(
+        found, [each.size or 0 for each in inputs], min(tasks, max(total, 1)), max(_PIECE, total // tasks)
+    )
+    made = [TokenizeTask(size, tuple(map(tuple, task))) for size, task in divided]
     notes = fewer(len(made), tasks, "compressed files and row groups cannot be divided")
     if travels is not None:
         inputs += travels.inputs()
@@ -406,16 +400,9 @@ class Tokenizing(Verb[Recipe]):
     def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
         """Combines the rows of all tasks; see :meth:`Verb.commit`."""
         recipe, out = self.opened(plan), plan.arguments_as(TokenizeArguments).out
-        work = out / placing.WORK
-        lock = locked(work)
-        try:
-            placing.recover(out, work)
+        with placing.turn(out) as work:
             if recipe.found(out, remedy=_REMEDY) is None:
                 _put(plan, recipe, results, out, work)
-            placing.clear(work)
-        finally:
-            placing.clear_if_idle(work)
-            lock.release()
         read = _read(plan, results)
         skipped = skipped_by_shard(_by_shard(recipe, read))
         problems = [str(p.error(recipe.sources[i].path)) for i, each in enumerate(read) for p in _problems(each)]
@@ -533,13 +520,7 @@ def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
 def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
     """Combines the rows of all tasks to a cache, and moves it into place."""
     recipe.refuse_foreign(out)
-    new = work / placing.NEW
-    for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.NEW)]:
-        remove(entry)
-    make_folder(new)
-    kept = set(recipe.kept)
-    for entry in [e for e in new.iterdir() if e.name not in kept]:
-        remove(entry)
+    placing.keep_only(work, set(recipe.kept))
     combine(recipe, _by_shard(recipe, _read(plan, results)), out, work, plan.arguments_as(TokenizeArguments).now)
 
 

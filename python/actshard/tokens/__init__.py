@@ -11,6 +11,7 @@ from actshard.tokens.components import (
     dataset_for_component,
 )
 from actshard.tokens.config import BlockShuffleConfig, LmDataConfig
+from actshard.tokens.decoding import DecodedRow, TextSpan, decode_rows
 from actshard.tokens.examples import (
     Batch,
     CausalLmDataset,
@@ -22,6 +23,7 @@ from actshard.tokens.examples import (
 )
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import Ledger
+from actshard.tokens.looking import CacheSummary, DocumentLengths, Fill, summarize
 from actshard.tokens.mixing import Mixture, Permuted
 from actshard.tokens.orders import Permutation, fold_in, permutation, prng_key, randint30, split
 from actshard.tokens.sources import RowSource
@@ -33,11 +35,15 @@ __all__ = [
     "Batch",
     "BlockShuffleConfig",
     "BuildProgress",
+    "CacheSummary",
     "CacheWriter",
     "CausalLmDataset",
     "ChatDataset",
     "ChatFormat",
     "DatasetComponent",
+    "DecodedRow",
+    "DocumentLengths",
+    "Fill",
     "HfDatasetSourceConfig",
     "JaggedView",
     "Ledger",
@@ -52,6 +58,7 @@ __all__ = [
     "RowSource",
     "SupervisedFormat",
     "TextFormat",
+    "TextSpan",
     "TokenBatch",
     "TokenCache",
     "TokenSeqDataset",
@@ -60,6 +67,7 @@ __all__ = [
     "UrlDatasetSourceConfig",
     "build_cache",
     "dataset_for_component",
+    "decode_rows",
     "fold_in",
     "load_tokenizer",
     "open_cache",
@@ -67,4 +75,5 @@ __all__ = [
     "prng_key",
     "randint30",
     "split",
+    "summarize",
 ]

@@ -30,7 +30,7 @@ from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.combining import PartRows, combine, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
-from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
+from actshard.tokens.ledger import CONSOLIDATED, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard
@@ -38,7 +38,7 @@ from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage
 from actshard.walking import refuse_taken
-from actshard.work import locked, look, make_folder, remove, write_json
+from actshard.work import locked, look, remove, write_json
 from actshard.work.children import processors
 from actshard.work.pool import WorkerPool, threads_of_each
 
@@ -200,9 +200,8 @@ class _BuildPart:
 
     def rows(self, ledger: Ledger) -> PartRows:
         """The rows, according to the ledger of their folder."""
-        skipped = ledger.extra.get(OURS, {}).get("skipped", 0)
-        is_shard = len(self.piece) == 1
-        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, int(skipped))
+        is_shard, skipped = len(self.piece) == 1, sum(ledger.skipped.values())
+        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, skipped, ledger=ledger)
 
     def order(self) -> str:
         """The order for a worker."""
@@ -282,10 +281,8 @@ class Build:
         count = min(self.jobs or processors(), sum(sizes) // _WORTH_PROCESSES)
         if count <= 1 or len(files) < len(self.sources):
             return [[number] for number in range(len(self.sources))]
-        how = [pieces.divisible(file, size, sum(sizes) // count) for file, size in zip(files, sizes, strict=True)]
-        parts = [piece for task in pieces.divide(how, count) for piece in task]
-        parts.sort(key=lambda piece: (piece.source, piece.first))
-        return [pieces.as_list(piece, how[piece.source]) for piece in parts]
+        tasks = pieces.divide_files(files, sizes, count, sum(sizes) // count)
+        return sorted(piece for _, task in tasks for piece in task)
 
     def run(self) -> TokenCache:
         """Builds the cache unless it is finished, and opens it."""
@@ -298,17 +295,10 @@ class Build:
         return open_cache(self.out)
 
     def _make(self) -> None:
-        work = self.out / placing.WORK
-        lock = locked(work)
-        try:
-            placing.recover(self.out, work)
+        with placing.turn(self.out) as work:
             if not self._is_finished():  # another process may have finished it
                 look(self.out).refuse("planned", "staging")
                 self._build(work)
-            placing.clear(work)
-        finally:
-            placing.clear_if_idle(work)
-            lock.release()
 
     def _clean(self) -> None:
         """Removes the working folder of a build that was killed after its cache was in place."""
@@ -335,7 +325,7 @@ class Build:
         ledger = self.recipe.found(self.out, overwrite=self.overwrite)
         if ledger is None:
             return False
-        self.skipped = self.recipe.skipped_in(ledger)
+        self.skipped = ledger.skipped
         return True
 
     def _begin(self, work: Path, parts: set[str]) -> tuple[Any, ...] | None:
@@ -351,23 +341,22 @@ class Build:
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
         if state != previous:
             write_json(work / placing.STATE, state)
-        names = parts | {source.shard for source in self.sources}
-        for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.STATE, placing.NEW)]:
-            remove(entry)
-        make_folder(work / placing.NEW)
-        for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in names]:
-            remove(entry)
+        placing.keep_only(work, parts | {source.shard for source in self.sources}, placing.STATE)
         return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
-    def _parts(self, work: Path, listed: list[list[int]]) -> list[_BuildPart]:
-        """The parts to build. A file that an earlier run, with fewer processes, finished as a whole stays whole."""
-        names, parts = list(self.process.fields), []
+    def _parts(self, work: Path, listed: list[list[int]]) -> list[tuple[_BuildPart, Ledger | None]]:
+        """The parts to build, and ledgers of finished ones. A file that an earlier run finished as a whole stays whole."""
+        parts: list[tuple[_BuildPart, Ledger | None]] = []
         for number, listed_of_file in itertools.groupby(listed, key=lambda piece: piece[0]):
             divided = [self._part(piece, work) for piece in listed_of_file]
             whole = self._part([number], work)
-            is_whole = len(divided) > 1 and shards.finished(whole.task.folder, whole.task.identity, names) is not None
-            parts += [whole] if is_whole else divided
+            ledger = self._ledger_of(whole)
+            is_whole = ledger is not None or len(divided) == 1
+            parts += [(whole, ledger)] if is_whole else [(part, self._ledger_of(part)) for part in divided]
         return parts
+
+    def _ledger_of(self, part: _BuildPart, *, made: bool = False) -> Ledger | None:
+        return shards.finished(part.task.folder, part.task.identity, list(self.process.fields), made=made)
 
     def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
@@ -387,7 +376,6 @@ class Build:
         return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
 
     def _build(self, work: Path) -> None:
-        names = list(self.process.fields)
         listed = self._divide()
         with boundary(self.out, "build the cache at"):
             self.recipe.refuse_foreign(self.out)
@@ -395,20 +383,19 @@ class Build:
         self.built = True
         warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"])
         parts = self._parts(work, listed)
-        ledgers_of_parts = [shards.finished(part.task.folder, part.task.identity, names) for part in parts]
-        pending = [part for part, ledger in zip(parts, ledgers_of_parts, strict=True) if ledger is None]
+        pending = [part for part, ledger in parts if ledger is None]
         for part in pending:
             remove(part.task.folder)
         self._pending_bytes = sum(part.records.size() for part in pending)
         self._left = Counter(part.source.shard for part in pending)
         self._build_parts(pending)
         rows: dict[str, list[PartRows]] = {source.shard: [] for source in self.sources}
-        for part in parts:
-            ledger = shards.finished(part.task.folder, part.task.identity, names, made=True)
+        for part, known in parts:
+            ledger = known or self._ledger_of(part, made=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
             rows[part.source.shard].append(part.rows(ledger))
-        for part in parts:  # the first one that is reported is the first in the files
+        for part, _ in parts:  # the first one that is reported is the first in the files
             if part.name in self._counts:
                 self.problems += self._counts[part.name].problems
         self.skipped = skipped_by_shard(rows)

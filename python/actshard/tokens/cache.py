@@ -49,7 +49,7 @@ def open_cache(
 
     Reads consolidated and sharded caches, those of ``SerialCacheWriter``, and older versions (``docs/formats/levanter.md``). No
     data are read before their rows are requested. If a local cache is replaced or removed while it is open, reads return its old
-    rows, or raise FormatError.
+    rows, or raise FormatError or MissingFileError.
 
     Args:
         path: the folder that contains ``shard_ledger.json``, or its parent if that contains a single split; or the URL of

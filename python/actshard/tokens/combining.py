@@ -9,18 +9,17 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import actshard._native as _native
-from actshard.errors import MissingFileError, boundary, from_os
+from actshard.errors import boundary, from_os
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing, shards
-from actshard.tokens.ledger import CONSOLIDATED
+from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.recipe import Recipe
 from actshard.tokens.writing import FieldWriters
 from actshard.work import make_folder, remove, sync_folders, sync_tree
@@ -37,6 +36,7 @@ class PartRows:
         is_shard: whether it is the finished shard of the whole source.
         rows, elements: number of rows, and of elements by field.
         skipped: number of unusable records.
+        ledger: the ledger of the folder, if it has one and that was read.
     """
 
     folder: Path
@@ -44,6 +44,7 @@ class PartRows:
     rows: int
     elements: Mapping[str, int]
     skipped: int
+    ledger: Ledger | None = field(default=None, kw_only=True)
 
 
 def combine(
@@ -71,17 +72,22 @@ def combine(
         shard: {name: sum(part.elements.get(name, 0) for part in some) for name in recipe.fields}
         for shard, some in parts.items()
     }
-    crcs = None
+    checksums: Mapping[str, str] | None
     with boundary(work, "combine rows in"):
-        for source in recipe.sources if recipe.kept else ():
-            _put_shard(recipe, recipe.identity(source, now), parts[source.shard], new / source.shard, work)
+        kept = {
+            source.shard: _put_shard(
+                recipe, recipe.identity(source, now), parts[source.shard], new / source.shard, work
+            )
+            for source in (recipe.sources if recipe.kept else ())
+        }
         sync_folders([new])
         if recipe.layout == CONSOLIDATED:
             tell()
-            shards_of_rows = [new / shard for shard, count in rows.items() if count]
-            folders = shards_of_rows if recipe.kept else _filled([part for some in parts.values() for part in some])
-            crcs = _consolidate(folders, work / _MERGED, new, recipe.fields, recipe.storage)
-    recipe.ledger(rows, elements, skipped_by_shard(parts), now).write(new, crcs)
+            folders = {new / shard: kept[shard] for shard, count in rows.items() if count} if kept else _filled(parts)
+            checksums = _consolidate(folders, work / _MERGED, new, recipe.fields, recipe.storage)
+        else:
+            checksums = {shard: ledger.own_checksum for shard, ledger in kept.items()}
+    recipe.ledger(rows, elements, skipped_by_shard(parts), now).write(new, checksums)
     placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
 
 
@@ -90,25 +96,27 @@ def skipped_by_shard(parts: Mapping[str, Sequence[PartRows]]) -> dict[str, int]:
     return {shard: n for shard, some in parts.items() if (n := sum(part.skipped for part in some))}
 
 
-def _filled(parts: Sequence[PartRows]) -> list[Path]:
-    """Folders with rows, in order."""
-    return list(dict.fromkeys(part.folder for part in parts if part.rows))
+def _filled(parts: Mapping[str, Sequence[PartRows]]) -> dict[Path, Ledger | None]:
+    """Folders with rows, in order, and their ledgers."""
+    return {part.folder: part.ledger for some in parts.values() for part in some if part.rows}
 
 
-def _put_shard(recipe: Recipe, identity: str, parts: Sequence[PartRows], folder: Path, work: Path) -> None:
+def _put_shard(recipe: Recipe, identity: str, parts: Sequence[PartRows], folder: Path, work: Path) -> Ledger:
     """Creates a source's shard in the new cache: renames a finished one, or copies the rows of several parts."""
-    if shards.finished(folder, identity, list(recipe.fields)) is not None:
-        return
+    if parts[0].folder == folder and parts[0].ledger is not None:
+        return parts[0].ledger
+    if (ledger := shards.finished(folder, identity, list(recipe.fields))) is not None:
+        return ledger
     staged = work / _STAGED / folder.name
     remove(folder)
     if parts[0].is_shard:
         _rename(parts[0].folder, folder, staged)
-        return
+        return ledgers.read(folder)
     remove(staged)
     writers = FieldWriters(staged, recipe.fields, recipe.shard_storage, read_soon=recipe.layout == CONSOLIDATED)
-    writers.extend_all(_filled(parts))
+    writers.extend_all(_filled({folder.name: parts}))
     skipped = sum(part.skipped for part in parts)
-    shards.complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
+    return shards.complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
 
 
 def _rename(made: Path, folder: Path, staged: Path) -> None:
@@ -127,32 +135,32 @@ def _rename(made: Path, folder: Path, staged: Path) -> None:
 
 
 def _consolidate(
-    parts: Sequence[Path], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
-) -> Mapping[str, int] | None:
+    parts: Mapping[Path, Ledger | None], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
+) -> Mapping[str, str] | None:
     """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
 
-    Returns the CRC-32 of each data file by its path; None if they are unknown.
+    Returns the checksum of each data file by its path; None if they are unknown.
 
     Args:
-        parts: folders with at least one row each, in order.
+        parts: folders with at least one row each, in order, and their ledgers; None: a folder without one.
         merged: the folder to work in, on the file system of ``new``.
         new: the folder that gets the fields.
         fields: dtypes by name.
         storage: ``"plain"`` or ``"lz4"``.
     """
-    crcs = None
-    if len(parts) == 1 and storage == "plain" and _linked(parts[0], merged, list(fields)):
-        with suppress(MissingFileError):  # rows of a task have no ledger
-            crcs = {path: int(crc, 16) for path, crc in ledgers.read(parts[0]).checksums.items()} or None
+    checksums: Mapping[str, str] | None
+    if len(parts) == 1 and storage == "plain" and _linked(next(iter(parts)), merged, list(fields)):
+        (ledger,) = parts.values()
+        checksums = (ledger.checksums or None) if ledger is not None else None
     else:
         writers = FieldWriters(merged, fields, storage)
         writers.extend_all(parts)
-        crcs = writers.finish().checksums
+        checksums = writers.finish().checksums
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):
         entry.rename(new / entry.name)
     sync_folders([new])
-    return crcs
+    return checksums
 
 
 def _linked(source: Path, target: Path, names: list[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -58,6 +58,19 @@ class Ledger:
         return OURS in self.extra and self.total_num_rows > 0
 
     @property
+    def actshard(self) -> dict[str, Any] | None:
+        """The value of actshard's key; None in ledgers of other writers."""
+        value = self.extra.get(OURS)
+        return value if isinstance(value, dict) else None
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of unusable records that were left out, by shard, without zeros."""
+        value = (self.actshard or {}).get("skipped")
+        by_shard = value if isinstance(value, dict) else dict.fromkeys(self.finished_shards[:1], value)
+        return {str(shard): count for shard, count in by_shard.items() if type(count) is int and count > 0}
+
+    @property
     def preprocessor(self) -> dict[str, Any]:
         """The preprocessing options; empty if the ledger contains none."""
         options = self.metadata.get("preprocessor_metadata")
@@ -77,30 +90,35 @@ class Ledger:
             **self.extra,
         }
 
-    def write(self, folder: Path, crcs: Mapping[str, int] | None = None) -> None:
-        """Writes the ledger into a cache's folder, atomically; actshard's own with checksums.
+    def write(self, folder: Path, checksums: Mapping[str, str] | None = None) -> Ledger:
+        """Writes the ledger into a cache's folder, atomically; actshard's own with checksums. Returns the ledger that was written.
 
         Args:
             folder: the folder.
-            crcs: CRC-32 of each data file by its path, known from writing; None: the files that are there are read.
+            checksums: as :attr:`checksums`, in any order of data files; None: the files that are there are read.
 
         Raises:
             DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
         ledger = self
         if OURS in self.extra:
-            known = {path: _hex(crcs[path]) for path in sorted(crcs, key=_order)} if crcs is not None else None
-            ledger = self.with_checksums(checksums(Location.at(folder), self) if known is None else known)
+            known = checksums_in(Location.at(folder), self) if checksums is None else checksums
+            names = list(known) if self.layout == SHARDED else sorted(known, key=_order)
+            ledger = self.with_checksums({name: known[name] for name in names})
         write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
+        return ledger
 
     @property
     def checksums(self) -> dict[str, str]:
         """CRC-32 (8 hexadecimal digits) by path in the cache: of data files, or of each shard's checksums. Empty if unknown."""
-        own = self.extra.get(OURS)
-        stored = own.get("checksums") if isinstance(own, dict) else None
-        return (
-            {str(path): crc for path, crc in stored.items() if isinstance(crc, str)} if isinstance(stored, dict) else {}
-        )
+        stored = (self.actshard or {}).get("checksums")
+        entries = stored.items() if isinstance(stored, dict) else ()
+        return {str(path): crc for path, crc in entries if isinstance(crc, str)}
+
+    @property
+    def own_checksum(self) -> str:
+        """CRC-32 of :attr:`checksums`, which the ledger of a sharded cache contains for each shard."""
+        return shown_crc(zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()))
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Ledger:
         """A copy with the checksums of its files; the ledger itself if it is not actshard's."""
@@ -109,16 +127,20 @@ class Ledger:
         return replace(self, extra={**self.extra, OURS: {**self.extra[OURS], "checksums": dict(checksums)}})
 
 
-def checksums(folder: Location, ledger: Ledger) -> dict[str, str]:
+def checksums_in(folder: Location, ledger: Ledger) -> dict[str, str]:
     """CRC-32 of each data file of a cache, by its path; for a sharded cache that of each shard's checksums."""
     if ledger.layout == SHARDED:
-        inner = {shard: read(folder / shard).checksums for shard in ledger.finished_shards}
-        return {shard: _hex(zlib.crc32(json.dumps(sums, sort_keys=True).encode())) for shard, sums in inner.items()}
+        return {shard: read(folder / shard).own_checksum for shard in ledger.finished_shards}
     arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in _PARTS]
     present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
     files = [file for array in present for file, _ in array.files() if file.name != "zarr.json"]
+    return {file.relative_to(folder): crc for file, crc in zip(files, checksums_of(files), strict=True)}
+
+
+def checksums_of(files: Sequence[Location]) -> list[str]:
+    """CRC-32 of each file."""
     with ThreadPoolExecutor(_READING_THREADS) as pool:
-        return {file.relative_to(folder): crc for file, crc in zip(files, pool.map(_crc, files), strict=True)}
+        return list(pool.map(_crc, files))
 
 
 def _crc(file: Location) -> str:
@@ -126,17 +148,18 @@ def _crc(file: Location) -> str:
     with file.open("read") as stream:
         while block := stream.read(_AT_ONCE):
             crc = zlib.crc32(block, crc)
-    return _hex(crc)
+    return shown_crc(crc)
 
 
 def _order(path: str) -> tuple[str, int, list[str]]:
-    """Sorts paths of data files as :func:`checksums` lists them."""
+    """Sorts paths of data files as :func:`checksums_in` lists them."""
     match = re.fullmatch(r"(.*)/(offsets|data|shapes)/(c/.*)", path)
     field, part, name = match.groups() if match is not None else (path, _PARTS[0], "")
     return field, _PARTS.index(part), name.split("/")
 
 
-def _hex(crc: int) -> str:
+def shown_crc(crc: int) -> str:
+    """A CRC-32 as 8 hexadecimal digits."""
     return f"{crc:08x}"
 
 

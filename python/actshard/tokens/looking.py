@@ -1,4 +1,4 @@
-"""``look``: lengths, token counts, packing and repeated documents of a token cache.
+"""``look`` and ``summarize``: lengths, token counts, packing and repeated documents of a token cache.
 
 Documents are read in blocks. If a cache has more than ``limit`` tokens, only some runs of whole documents are read; lengths and
 packing always cover all documents. Equal documents are found by a 64-bit sum of hashes of (token, position).
@@ -6,8 +6,10 @@ packing always cover all documents. Equal documents are found by a 64-bit sum of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,8 @@ from actshard.tokens.examples import PackedTokenDataset
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Common lengths of training examples."""
+SUMMARY_LENGTHS = (1024, 2048, 4096, 8192)
+"""The lengths for which :func:`summarize` computes padding by default."""
 _BLOCK = 1 << 20
 """Tokens per read."""
 _RUNS = 64
@@ -36,12 +40,64 @@ class Fill:
         examples: number of examples.
         fill: fraction of positions that contain tokens, not padding; NaN without examples.
         cut: number of tokens that are lost because their documents are longer than an example.
+        alone: as ``fill``, if each document is an example of its own.
     """
 
     length: int
     examples: int
     fill: float
     cut: int
+    alone: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON; padding is a fraction of all positions."""
+        return {
+            "length": self.length,
+            "alone": 1 - self.alone,
+            "packed": 1 - self.fill,
+            "packed_examples": self.examples,
+            "cut": self.cut,
+        }
+
+
+class DocumentLengths(NamedTuple):
+    """Tokens of the documents of a cache: shortest, median, 95th percentile (lengths that occur), longest; 0 without documents."""
+
+    min: int
+    median: int
+    p95: int
+    max: int
+
+
+@dataclass(frozen=True)
+class CacheSummary:
+    """The result of :func:`summarize`.
+
+    Attributes:
+        documents, tokens: number of documents and of tokens.
+        lengths: tokens of documents.
+        tokenizer: the tokenizer's name or path in the ledger; None if there is none.
+        vocab_size: its number of tokens, from the ledger; None if unknown.
+        fills: what is padding and what is cut, for each requested length of examples.
+    """
+
+    documents: int
+    tokens: int
+    lengths: DocumentLengths
+    tokenizer: str | None
+    vocab_size: int | None
+    fills: tuple[Fill, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "lengths": self.lengths._asdict(),
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "padding": [fill.as_dict() for fill in self.fills],
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +168,8 @@ def look(
     _arguments.check_progress(progress)
     limit = _arguments.whole(limit, "limit", 1)
     sizes = [_arguments.whole(length, "lengths", 1) for length in lengths]
-    view = cache.view(cache.token_field) if len(cache) and cache.fields else None
-    offsets = np.zeros(1, np.int64) if view is None else view.offsets
+    offsets = _offsets(cache)
+    view = cache.view(cache.token_field) if len(offsets) > 1 else None
     runs = _runs(offsets, limit)
     total = sum(int(offsets[end] - offsets[first]) for first, end in runs)
     seen = _Seen(offsets)
@@ -140,6 +196,36 @@ def look(
         repeats=repeats,
         fills=tuple(_fill(cache, length, offsets) for length in sizes),
     )
+
+
+def summarize(cache: TokenCache, lengths: Sequence[int] = SUMMARY_LENGTHS) -> CacheSummary:
+    """Counts a cache's documents, and the padding of examples of some lengths. Reads the ledger and offsets, but no tokens.
+
+    Args:
+        cache: an open cache.
+        lengths: lengths of examples, in tokens.
+
+    Raises:
+        FormatError: the cache's offsets are damaged.
+    """
+    sizes = [_arguments.whole(length, "lengths", 1) for length in lengths]
+    offsets = _offsets(cache)
+    documents = np.diff(offsets)
+    quantiles = np.quantile(documents, (0, 0.5, 0.95, 1), method="inverted_cdf") if len(documents) else np.zeros(4)
+    name, vocabulary = (cache.ledger.preprocessor.get(key) for key in ("tokenizer", "vocab_size"))
+    return CacheSummary(
+        documents=len(documents),
+        tokens=int(offsets[-1] - offsets[0]),
+        lengths=DocumentLengths(*map(int, quantiles)),
+        tokenizer=name if isinstance(name, str) and name else None,
+        vocab_size=vocabulary if isinstance(vocabulary, int) else None,
+        fills=tuple(_fill(cache, length, offsets) for length in sizes),
+    )
+
+
+def _offsets(cache: TokenCache) -> NDArray[np.int64]:
+    """``(documents + 1,)`` int64, the first token of each document."""
+    return cache.view(cache.token_field).offsets if len(cache) and cache.fields else np.zeros(1, np.int64)
 
 
 def _runs(offsets: NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
@@ -229,4 +315,5 @@ def _fill(cache: TokenCache, length: int, offsets: NDArray[np.int64]) -> Fill:
     examples = len(PackedTokenDataset(cache, length)) if len(offsets) > 1 else 0
     lengths = np.diff(offsets)
     kept = int(np.minimum(lengths, length).sum())
-    return Fill(length, examples, kept / (examples * length) if examples else float("nan"), int(lengths.sum()) - kept)
+    fill, alone = (kept / (count * length) if count else math.nan for count in (examples, len(lengths)))
+    return Fill(length, examples, fill, int(lengths.sum()) - kept, alone)

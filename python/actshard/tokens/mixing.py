@@ -260,6 +260,7 @@ class Mixture(Composed):
 
         Raises:
             ArgumentError: the mixture was created from lengths only.
+            ArgumentTypeError: a dataset returns arrays of tokens, without loss weights.
         """
         datasets, places = self.locate(indices)
         parts: list[tuple[NDArray[np.int64], TokenBatch]] = []
@@ -269,7 +270,13 @@ class Mixture(Composed):
                 continue
             if isinstance(dataset, int):
                 raise ArgumentError("this mixture was created from lengths; create it from datasets to read examples")
-            parts.append((chosen, dataset.get_batch(places[chosen])))
+            batch = dataset.get_batch(places[chosen])
+            if not hasattr(batch, "loss_weight"):
+                raise ArgumentTypeError(
+                    f"datasets.{self.names[number]}: expected batches with loss weights, found {type(batch).__name__}; pass "
+                    "windows as CausalLmDataset(windows, eos_id=...)"
+                )
+            parts.append((chosen, batch))
         return TokenBatch.merged(parts, len(places))
 
 

@@ -245,6 +245,23 @@ def divide(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
     return _filled(made)
 
 
+def divide_files(
+    sources: Sequence[Source], sizes: Sequence[int], tasks: int, whole: int
+) -> list[tuple[int, list[list[int]]]]:
+    """Divides files among tasks, see :func:`divide`. Returns the bytes and the pieces, as of :func:`as_list`, of each task.
+
+    Args:
+        sources: the files.
+        sizes: their bytes.
+        tasks: maximum number of tasks.
+        whole: Parquet files of up to this number of bytes are not divided.
+    """
+    how = [divisible(source, size, whole) for source, size in zip(sources, sizes, strict=True)]
+    return [
+        (sum(p.stop - p.first for p in task), [as_list(p, how[p.source]) for p in task]) for task in divide(how, tasks)
+    ]
+
+
 def _heaviest(tasks: list[list[SourcePart]]) -> int:
     return max(sum(piece.stop - piece.first for piece in task) for task in tasks)
 

@@ -17,20 +17,49 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actshard._json import read_json
 from actshard.errors import ActshardError, ExistsError, FormatError, boundary
 from actshard.tokens.ledger import NAME
-from actshard.work import BUILDING, remove, sync_folders, write_json
+from actshard.work import BUILDING, locked, make_folder, remove, sync_folders, write_json
 
 WORK = BUILDING
 NEW, OLD, SWAP, STATE, SETUP, LOCK = "new", "old", "swap.json", "build.json", "worker.json", "lock"
 SUCCESS = ".success"
 _ARRAYS = ("offsets", "data", "shapes")
+
+
+@contextmanager
+def turn(out: Path) -> Iterator[Path]:
+    """Holds the lock of a cache's working folder, after an interrupted swap was completed. Yields the folder, and removes it.
+
+    If the block raises, its files stay for the next build.
+
+    Raises:
+        LockedError: another process builds the cache.
+    """
+    work = out / WORK
+    lock = locked(work)
+    try:
+        recover(out, work)
+        yield work
+        clear(work)
+    finally:
+        clear_if_idle(work)
+        lock.release()
+
+
+def keep_only(work: Path, names: Container[str], *files: str) -> None:
+    """Removes everything from a working folder but these files, the lock, and these entries of the new cache."""
+    for entry in [e for e in work.iterdir() if e.name not in (LOCK, NEW, *files)]:
+        remove(entry)
+    make_folder(work / NEW)
+    for entry in [e for e in (work / NEW).iterdir() if e.name not in names]:
+        remove(entry)
 
 
 def clear(work: Path) -> None:
@@ -73,21 +102,22 @@ def owned(folder: Path) -> list[str]:
     """
     if not os.path.lexists(folder / NAME):
         return []
-    return [NAME, *_owned(folder, with_shards=True)]
+    return [NAME, *_owned(folder, (), with_shards=True)]
 
 
-def _owned(folder: Path, *, with_shards: bool) -> list[str]:
+def _owned(folder: Path, others: Iterable[str], *, with_shards: bool) -> list[str]:
+    """As :func:`owned`, without the ledger. ``others``: more names of fields; ledgers of shards without rows list none."""
     said = read_json(folder / NAME)
     if not isinstance(said, dict):
         raise FormatError("expected an object", path=folder / NAME)
     counts, shards = said.get("field_counts"), said.get("finished_shards")
-    fields = [name for name in (counts if isinstance(counts, dict) else {}) if _safe(name)]
+    fields = [name for name in dict.fromkeys([*(counts if isinstance(counts, dict) else ()), *others]) if _safe(name)]
     found = [path for name in fields for part in _ARRAYS if _real(folder, path := f"{name}/{part}")]
     for shard in shards if isinstance(shards, list) and with_shards else []:
         if not _safe(shard) or not _real(folder, f"{shard}/{NAME}"):
             continue
         with suppress(ActshardError):  # leave a shard alone if its ledger is unreadable
-            inner = [NAME, SUCCESS, *_owned(folder / shard, with_shards=False)]
+            inner = [NAME, SUCCESS, *_owned(folder / shard, fields, with_shards=False)]
             found += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
     return list(dict.fromkeys(found))
 

@@ -113,8 +113,8 @@ class Recipe:
         differs = differs or settings_difference(ledger, self.parts, self.metadata, self.settings)
         if differs is not None:
             return f"was built with {differs}"
-        own = ledger.extra.get(OURS)
-        if not isinstance(own, dict):  # written by Levanter: only the names of shards can be compared
+        own = ledger.actshard
+        if own is None:  # written by Levanter: only the names of shards can be compared
             names = [source.shard for source in self.sources]
             if list(ledger.finished_shards) != names:
                 return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
@@ -195,12 +195,6 @@ class Recipe:
             extra={OURS: own},
         )
 
-    def skipped_in(self, ledger: Ledger) -> dict[str, int]:
-        """The number of unusable records by shard, from a ledger that :meth:`ledger` made."""
-        own = ledger.extra.get(OURS)
-        skipped = own.get("skipped", {}) if isinstance(own, dict) else {}
-        return {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
-
 
 def settings_of(
     format: RowFormat, tokenizer: str | None, options: Mapping[str, Any], *, skip: bool = False
@@ -233,12 +227,12 @@ def settings_difference(
         metadata: the ``preprocessor_metadata``, compared first, because its values can be shown.
         settings: of :func:`settings_of`, for ledgers of older releases, which have no parts.
     """
-    preprocessor, own = ledger.preprocessor, ledger.extra.get(OURS)
-    stored = own.get("parts") if isinstance(own, dict) else None
+    preprocessor, own = ledger.preprocessor, ledger.actshard or {}
+    stored = own.get("parts")
     if isinstance(stored, dict):
         differing = [name for name in parts if stored.get(name) != parts[name]]
         names_count = "tokenizer" in differing
-    elif isinstance(own, dict) and own.get("settings") == digest(settings):
+    elif own.get("settings") == digest(settings):
         return None
     else:
         differing, names_count = [], _has_digest(ledger)
@@ -248,9 +242,14 @@ def settings_difference(
     return f"other settings: {', '.join(differing)}" if differing else None
 
 
+def tokenizer_differs(ledger: Ledger, tokenizer: str) -> bool:
+    """Whether a cache was built with a tokenizer of another digest. False if its ledger has no digest."""
+    stored = (ledger.actshard or {}).get("parts")
+    return isinstance(stored, dict) and stored.get("tokenizer", digest(tokenizer)[:16]) != digest(tokenizer)[:16]
+
+
 def _has_digest(ledger: Ledger) -> bool:
-    own = ledger.extra.get(OURS)
-    return isinstance(own, dict) and "settings" in own
+    return "settings" in (ledger.actshard or {})
 
 
 def name_difference(ledger: Ledger, metadata: Mapping[str, Any]) -> str | None:

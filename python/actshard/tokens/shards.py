@@ -25,7 +25,7 @@ from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
-from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.ledger import Ledger
 from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
@@ -174,8 +174,9 @@ def complete_shard(
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
     written = writers.finish()
-    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata)
-    ledger.write(staged, written.checksums)
+    ledger = shard_ledger(folder.name, written.rows, written.elements, identity, skipped, metadata).write(
+        staged, written.checksums
+    )
     with boundary(folder, "write"):
         if written.rows:
             (staged / SUCCESS).touch()
@@ -198,13 +199,11 @@ def finished(folder: Path, identity: str, fields: list[str], *, made: bool = Fal
         if made:
             raise
         return None
-    own = ledger.extra.get(OURS)
     whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)
-    if not (whole and isinstance(own, dict) and own.get("identity") == identity):
+    if not whole or (ledger.actshard or {}).get("identity") != identity:
         return None
     if ledger.total_num_rows and not ledger.checksums:  # a build that a release without checksums began
-        ledger.write(folder)
-        return ledgers.read(folder)
+        return ledger.write(folder)
     return ledger
 
 

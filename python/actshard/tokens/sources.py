@@ -245,6 +245,8 @@ def inflated(raw: io.RawIOBase | io.BytesIO, path: Path) -> Any:
     """A stream of a file's decompressed bytes."""
     buffered: Any = io.BufferedReader(raw, 1 << 18)
     how = compression(path)
+    if how is not None and not buffered.peek(1):  # a copy that failed; gzip's reader would return no lines
+        raise EOFError("the file has no bytes")
     if how == "gzip":
         return gzip.open(buffered)
     if how == "bz2":

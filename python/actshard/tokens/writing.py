@@ -55,12 +55,12 @@ class WrittenFields:
     Attributes:
         rows: number of rows.
         elements: number of elements by field.
-        checksums: CRC-32 of each data file by its path in the folder.
+        checksums: CRC-32 of each data file by its path in the folder, as in a ledger.
     """
 
     rows: int
     elements: dict[str, int]
-    checksums: dict[str, int]
+    checksums: dict[str, str]
 
 
 class FieldWriters:
@@ -111,7 +111,11 @@ class FieldWriters:
         return WrittenFields(
             next(iter(rows.values()), 0),
             {name: elements for name, (_, elements, _) in fields.items()},
-            {f"{name}/{path}": crc for name, (_, _, checksums) in fields.items() for path, crc in checksums},
+            {
+                f"{name}/{path}": ledgers.shown_crc(crc)
+                for name, (_, _, checksums) in fields.items()
+                for path, crc in checksums
+            },
         )
 
 
@@ -403,17 +407,10 @@ class CacheWriter:
             new.rename(self.path)
             sync_folders([self.path.parent])
             return
-        work = self.path / placing.WORK
-        lock = locked(work)
-        try:
-            placing.recover(self.path, work)
+        with placing.turn(self.path) as work:
             remove(work / _WRITTEN)
             new.rename(work / _WRITTEN)
             placing.swap(self.path, work, _WRITTEN, sorted(p.name for p in (work / _WRITTEN).iterdir()))
-            placing.clear(work)
-        finally:
-            placing.clear_if_idle(work)
-            lock.release()
 
     def abort(self) -> None:
         """Closes the writer and removes everything it wrote."""

@@ -52,7 +52,7 @@ def _checksums(cache: TokenCache, report: Report) -> None:
         parts += [(shard, ledgers.read(shard)) for shard in shards]
     for folder, part in parts:
         stored = part.checksums
-        actual = ledgers.checksums(folder, part) if stored else {}
+        actual = ledgers.checksums_in(folder, part) if stored else {}
         for path in sorted(path for path in stored.keys() | actual.keys() if stored.get(path) != actual.get(path)):
             report.add(
                 "checksum", folder / path, f"CRC-32 {actual.get(path)}", f"{stored.get(path)}, as in {ledgers.NAME}"
