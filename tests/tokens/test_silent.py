@@ -30,7 +30,6 @@ from actshard import tokens
 from actshard.compat import levanter
 from actshard.tokens import columns, processing, shards, templates
 from actshard.tokens import ledger as ledgers
-from actshard.tokens import tokenizer as loading
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source
@@ -65,7 +64,6 @@ def test_rows_of_a_tokenizer_that_pads_do_not_depend_on_their_batch(kind: str, t
 
 def test_a_tokenizer_whose_rows_depend_on_their_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Tokenizer.encode
-    monkeypatch.setattr(loading, "_loaded", {})
     monkeypatch.setattr(Tokenizer, "encode", lambda self, texts: [[*ids, len(texts)] for ids in encode(self, texts)])
     with pytest.raises(actshard.ArgumentError, match="would depend on their batch"):
         tokens.load_tokenizer(GOLDEN / GPT2)

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import re
-import threading
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,9 +150,6 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Loads a tokenizer.
 
-    A process keeps the last two that it loaded from files: while the files have the same contents, calls with the same path return
-    the same object. To change a tokenizer, load your own ``tokenizers.Tokenizer`` and pass it.
-
     Args:
         tokenizer: a folder with ``tokenizer.json`` (and ``tokenizer_config.json``, ``chat_template.jinja``), the path of a
             ``tokenizer.json``, a ``tokenizers.Tokenizer``, a fast tokenizer of transformers, or ``"passthrough"``: texts contain
@@ -206,94 +201,6 @@ def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> To
     )
 
 
-@dataclass(frozen=True)
-class _LoadedFiles:
-    """A tokenizer that this process loaded from files.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        state: of its library object, see :func:`_state_of`.
-        versions: of its files, before they were read.
-        digests: of their contents.
-        begun: when they were read, in nanoseconds since 1970.
-        newest: the time of the last change of a file, likewise.
-    """
-
-    tokenizer: Tokenizer
-    state: tuple[Any, ...]
-    versions: tuple[str | None, ...]
-    digests: tuple[str | None, ...]
-    begun: int
-    newest: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, files: _TokenizerFiles) -> _LoadedFiles:
-        return cls(
-            tokenizer, _state_of(tokenizer.backend), files.versions, files.digests(), files.looked_at, files.newest
-        )
-
-    def is_of(self, files: _TokenizerFiles) -> bool:
-        """Whether files have the contents that were loaded. Reads them only if they may have changed without a new time."""
-        if _state_of(self.tokenizer.backend) != self.state:
-            return False
-        is_certain = self.newest < self.begun - _CLOCK_STEP
-        return (is_certain and files.versions == self.versions) or files.digests() == self.digests
-
-
-class _TokenizerFiles:
-    """The files of a tokenizer, and their versions when this object was made."""
-
-    def __init__(self, file: Path) -> None:
-        self.looked_at = time.time_ns()
-        self.file = file
-        self.config = file.parent / "tokenizer_config.json"
-        self.template = file.parent / "chat_template.jinja"
-        self._places = [Location.at(path) for path in (file, self.config, self.template)]
-        versions = [_version_of(place) for place in self._places]
-        self.versions = tuple(version for version, _ in versions)
-        self.newest = max(changed for _, changed in versions)
-        self._digests: tuple[str | None, ...] | None = None
-
-    def digests(self) -> tuple[str | None, ...]:
-        """SHA-256 of the contents, read once; None for files that do not exist."""
-        if self._digests is None:
-            self._digests = tuple(
-                None if stat is None or stat.kind != "file" else hashlib.sha256(place.read(0, stat.size)).hexdigest()
-                for place, stat in ((place, place.found()) for place in self._places)
-            )
-        return self._digests
-
-
-def _version_of(file: Location) -> tuple[str | None, int]:
-    """A file's version, with the time of the last change of its entry, which programs cannot set; and the newest of its times."""
-    stat = file.found()
-    if stat is None:
-        return None, 0
-    changed = file.local.stat().st_ctime_ns
-    return f"{stat.version}-{changed}", max(stat.modified, changed)
-
-
-_CLOCK_STEP = 2_000_000_000
-"""A file may change without a new time in this number of nanoseconds after its last change (FAT: 2 s)."""
-_KEPT = 2
-"""Number of tokenizers that are kept: one of 129,280 tokens takes 70 MB."""
-_loaded: dict[tuple[str, Path, bool], _LoadedFiles] = {}
-"""The tokenizers that were loaded last, by name, path and ``needs_template``, because loading one takes up to a second."""
-_loading = threading.Lock()
-
-
-def _state_of(backend: Any) -> tuple[Any, ...]:
-    """Settings of a library object that a program can change. The vocabulary is too large to compare; its size is not."""
-    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
-    return (
-        backend.get_vocab_size(with_added_tokens=True),
-        str(backend.padding),
-        str(backend.truncation),
-        getattr(backend.model, "dropout", None),
-        *(None if part is None else part.__getstate__() for part in parts),
-    )
-
-
 def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokenizer:
     found = local_path(given, "tokenizer")  # rejects strings that cannot be file names
     if is_file_url(given):
@@ -304,37 +211,18 @@ def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokeni
     if Location.at(file).kind() != "file":
         hint = "" if is_folder or path.is_absolute() else "; download tokenizers of the Hugging Face hub first"
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
-    name = os.fspath(given)
-    with _loading:
-        files, key = _TokenizerFiles(file), (name, file.absolute(), needs_template)
-        kept = _loaded.pop(key, None)
-        if kept is not None and kept.is_of(files):
-            _warn_of_truncation(kept.tokenizer.backend, name)
-            _loaded[key] = replace(kept, versions=files.versions, begun=files.looked_at, newest=files.newest)
-            return kept.tokenizer
-        digests = (
-            files.digests()
-        )  # before the files are read again, so that a change in between is noticed at the next call
-        tokenizer = _read(files, name, needs_template=needs_template)
-        if digests[0] is not None:
-            _loaded[key] = _LoadedFiles.of(tokenizer, files)
-        while len(_loaded) > _KEPT:
-            del _loaded[next(iter(_loaded))]
-    return tokenizer
-
-
-def _read(files: _TokenizerFiles, name: str, *, needs_template: bool) -> Tokenizer:
     try:
-        backend = _library().from_file(str(files.file))
+        backend = _library().from_file(str(file))
     except MissingExtraError:
         raise
     except Exception as error:
-        raise FormatError(f"the tokenizers library cannot read this file: {error}", path=files.file) from error
-    config = read_json(files.config) if Location.at(files.config).kind() == "file" else {}
+        raise FormatError(f"the tokenizers library cannot read this file: {error}", path=file) from error
+    config_file = file.parent / "tokenizer_config.json"
+    config = read_json(config_file) if Location.at(config_file).kind() == "file" else {}
     if not isinstance(config, dict):
-        raise FormatError(f"expected an object, found {show(config)}", path=files.config)
+        raise FormatError(f"expected an object, found {show(config)}", path=config_file)
     template = config.get("chat_template")
-    own = Location.at(files.template)
+    own = Location.at(file.parent / "chat_template.jinja")
     if not template and own.kind() == "file":
         template = own.read_utf8()
     if isinstance(template, list):  # named templates; a tokenizer without a default one has no template
@@ -344,9 +232,9 @@ def _read(files: _TokenizerFiles, name: str, *, needs_template: bool) -> Tokeniz
     if needs_template and template is not None and not isinstance(template, str):
         raise FormatError(
             f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
-            path=files.config,
+            path=config_file,
         )
-    return _made(backend, name, _token(config, "bos_token"), _token(config, "eos_token"), template)
+    return _made(backend, os.fspath(given), _token(config, "bos_token"), _token(config, "eos_token"), template)
 
 
 def _token(config: dict[str, Any], name: str) -> str | None:
@@ -355,17 +243,13 @@ def _token(config: dict[str, Any], name: str) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _warn_of_truncation(backend: Any, name: str) -> None:
+def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
     if backend.truncation is not None:
         warn(
             f"{name or 'the tokenizer'} truncates texts to {backend.truncation.get('max_length')} tokens (truncation in its "
             "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
             code="tokenizer-truncates",
         )
-
-
-def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
-    _warn_of_truncation(backend, name)
     if backend.padding is not None:  # rows would depend on their batch
         backend = _library().from_str(backend.to_str())
         backend.no_padding()
