@@ -81,7 +81,6 @@ def stage(
     Raises:
         ExistsError: the folder contains other files, or a copy of another source or of other layers; or one of your own files in
             it has the name of a file of the new copy; or a file of the copy was changed after it was staged.
-        FormatError: a file was replaced while it was copied, or differs from the checksum in a token cache's ledger or on the hub.
         DiskFullError: there is not enough free space. No file was downloaded.
         UnsupportedError: the URL is on a web server; or ``layers`` is given for a format that actshard does not write.
         Errors of :func:`actshard.open`.
@@ -185,7 +184,6 @@ def _download(
     if str(source).startswith("hf://"):
         check_digests(base, {n: wanted[n][1] for n in missing})
     check_versions(again, base, marker.below, {n: wanted[n] for n in missing})
-    formats.get(name).check_copy(base, place, missing)
     files = {n: size for n, (size, _) in wanted.items()}
     return put(marker, files, sum(missing.values()), target, work / "new", work / "old")
 
