@@ -35,7 +35,6 @@ from actshard import tokens
 from actshard.plan import tokenizing
 from actshard.plan.data import Predicted
 from actshard.tokens import building
-from actshard.tokens import tokenizer as loading
 
 pytestmark = pytest.mark.machine
 
@@ -196,7 +195,6 @@ class Corpora(CountedMachine):
 
     @initialize(settings=tokenizers_drawn, is_chat=st.booleans())
     def begin(self, settings: Settings, is_chat: bool) -> None:
-        loading._loaded.clear()
         self.is_chat = is_chat
         self.use(settings)
 

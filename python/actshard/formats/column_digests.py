@@ -97,7 +97,7 @@ def _hashes_of_plain(values: pa.Array, depth: int) -> Hashes:
 
 
 def _integers(values: pa.Array) -> Hashes:
-    """Bits of integers as int64. Those of uint64 from 2**63 on equal negative ones, which no column holds beside them."""
+    """Bits of integers as int64. Those of uint64 from 2**63 on equal negative ones, which no integer column also holds."""
     integers: NDArray[np.int64] = values.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return integers.view(np.uint64)
 

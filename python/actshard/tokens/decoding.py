@@ -135,9 +135,11 @@ def recorded_tokenizer(cache: TokenCache) -> Tokenizer:
 
 def tokenizer_difference(cache: TokenCache, tokenizer: Tokenizer) -> str | None:
     """A text if a cache was built with another tokenizer; None if it was not, or if its ledger has no digest."""
-    if not tokenizer_differs(cache.ledger, tokenizer.digest()):
+    # A prebuilt cache was made with none: its ids may come from any.
+    if not cache.ledger.preprocessor.get("tokenizer") or not tokenizer_differs(cache.ledger, tokenizer.digest()):
         return None
-    return f"the cache was built with another tokenizer than {tokenizer.name or 'this one'}, so texts may be wrong"
+    name = tokenizer.name or "this one"
+    return f"the cache was built with another tokenizer than {name}, or other special tokens or chat template: texts may be wrong"
 
 
 def _decoded(
