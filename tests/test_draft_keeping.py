@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.faults import Faults
 from actshard.formats import draft_keeping, draft_torch, kept
 from conftest import bits
 from draft_files import DRAFT, Expected, check_reads, copied
@@ -34,9 +35,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     original = draft_torch.DraftDataset.read
 
-    def read(self: draft_torch.DraftDataset, limit: int) -> None:
+    def read(self: draft_torch.DraftDataset, limit: int, faults: Faults) -> None:
         counted.append(len(self.paths))
-        original(self, limit)
+        original(self, limit, faults)
 
     monkeypatch.setattr(draft_torch.DraftDataset, "read", read)
     return counted
