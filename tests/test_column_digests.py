@@ -123,7 +123,7 @@ def write(path: Path, format: str, some: slice = slice(None), **more: Any) -> Pa
     return writer.path
 
 
-@pytest.mark.parametrize("format", ["npy", "safetensors", "zarr", "lmprobe", "pickle", "hf_arrow"])
+@pytest.mark.parametrize("format", ["npy", "safetensors", "zarr", "lmprobe", "hf_arrow"])
 def test_writers_conversions_plans_and_merges_record_digests(tmp_path: Path, format: str) -> None:
     def recorded(path: Path) -> Any:
         assert "other-columns" not in actshard.verify(path, deep=True).codes()
@@ -138,7 +138,7 @@ def test_writers_conversions_plans_and_merges_record_digests(tmp_path: Path, for
     assert recorded(actshard.convert(tmp_path / "npy", tmp_path / "to", format).path) == written
     plan = actshard.plan.convert(tmp_path / "npy", tmp_path / "planned", format, tasks=3)
     assert recorded(actshard.run(plan).path) == written
-    if format in ("zarr", "lmprobe", "pickle"):
+    if format in ("zarr", "lmprobe"):
         for part in range(2):
             write(tmp_path / "parts", format, slice(part * 3, part * 3 + 3), part=(part, 2))
         recorded(actshard.merge(tmp_path / "parts"))
