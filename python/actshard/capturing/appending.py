@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,10 +22,12 @@ class Filled:
     Attributes:
         states: ``(n, layers, d_model)`` for one row per example, or a list of ``(layers, tokens_i, d_model)``.
         columns: one value per example.
+        release: called when the states are committed: their memory is used again.
     """
 
     states: NDArray[Any] | list[NDArray[Any]]
     columns: Mapping[str, pa.Array] | None
+    release: Callable[[], None]
 
 
 class Appender:
@@ -33,7 +35,7 @@ class Appender:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._windows: queue.Queue[Filled | None] = queue.Queue(maxsize=1)
+        self._windows: queue.Queue[Callable[[], Filled] | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="actshard-capture", daemon=True)
@@ -51,21 +53,23 @@ class Appender:
         if kind is None:
             self._check()
 
-    def append(self, window: Filled) -> None:
-        """Queues a window. Waits while two others are queued or being written."""
+    def append(self, wait: Callable[[], Filled]) -> None:
+        """Queues a window, for whose states ``wait`` waits. Waits while two others are queued or being written."""
         self._check()
-        self._windows.put(window)
+        self._windows.put(wait)
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        while (window := self._windows.get()) is not None:
+        while (wait := self._windows.get()) is not None:
             if self._stopped or self._error is not None:
                 continue  # so that a waiting append returns
             try:
+                window = wait()
                 self._writer.append(window.states, columns=window.columns)
                 self._writer.flush()
+                window.release()
             except BaseException as error:  # raised in the capturing thread
                 self._error = error

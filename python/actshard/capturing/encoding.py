@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.capturing.records import CHAT, IDS, MASK, Row
+from actshard.capturing.records import CHAT, IDS, MASK, Row, are_integers
 from actshard.errors import ArgumentError, MissingExtraError
 from actshard.location import Location
 
@@ -285,7 +285,7 @@ class Encodings:
         if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
             return None, _attended(value.tolist(), row.get(MASK))
         if isinstance(value, list | tuple):
-            if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
+            if are_integers(value):
                 return None, _attended(value, row.get(MASK))
             if all(isinstance(item, Mapping) for item in value):
                 try:

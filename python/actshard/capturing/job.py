@@ -31,6 +31,7 @@ from actshard.capturing.running import (
     CaptureProgress,
     OnNonfinite,
     Run,
+    WindowStates,
     check_columns,
     check_text_column,
     columns_of,
@@ -284,7 +285,7 @@ class CaptureJob:
             try:
                 if not writer.complete:
                     self._check_model(writer)
-                    with Appender(writer) as appender:
+                    with run, Appender(writer) as appender:
                         self._append_all(run, writer, appender, notes)
                     writer.close()
             except BaseException:
@@ -351,7 +352,8 @@ class CaptureJob:
             self._backend, choice, batch_tokens=self._batch_tokens, pad_id=self._pad_id, on_nonfinite="count", total=None,
             progress=None,
         )  # fmt: skip
-        states = np.asarray(run.states([self._first])[0])
+        with run:
+            states = np.asarray(run.states([self._first]).wait()[0])
         states = states.reshape(len(self._backend.layers), -1, self._backend.width)
         dtypes = {str(self._backend.dtype), str(self._backend.provenance.get("model_dtype") or self._backend.dtype)}
         sample = CaptureSample.of(self._first, self._backend.layers, states, dtypes)
@@ -379,12 +381,25 @@ class CaptureJob:
         for window in self._windows(done):
             states = run.states(window)
             skipped = max(done - window[0].example.number, 0)
-            numbers = [chosen.example.number for chosen in window[skipped:]]
-            notes.add(
-                {chosen.example.number: chosen.problem for chosen in window[skipped:] if chosen.problem is not None},
-                {number: run.counts.nonfinite[number] for number in numbers if number in run.counts.nonfinite},
-            )
-            appender.append(Filled(states[skipped:], columns(window[skipped:]) or None))
+            appender.append(partial(self._filled, run, notes, states, window[skipped:], skipped, columns))
+
+    @staticmethod
+    def _filled(
+        run: Run,
+        notes: Notes,
+        states: WindowStates,
+        window: Sequence[ChosenExample],
+        skipped: int,
+        columns: Callable[[Sequence[ChosenExample]], dict[str, Any]],
+    ) -> Filled:
+        """Waits for the states of a window, whose first ``skipped`` examples are committed, and notes its problems."""
+        rows = states.wait()
+        numbers = [chosen.example.number for chosen in window]
+        notes.add(
+            {chosen.example.number: chosen.problem for chosen in window if chosen.problem is not None},
+            {number: run.counts.nonfinite[number] for number in numbers if number in run.counts.nonfinite},
+        )
+        return Filled(rows[skipped:], columns(window) or None, states.release)
 
     def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
         return partial(
@@ -509,17 +524,17 @@ class CaptureJob:
         numbers = itertools.count(self._range.start, step)
         examples = [self._encodings.examples([row], number)[0] for row, number in zip(rows, numbers, strict=False)]
         window = [choose(example, self._inputs.choice) for example in examples]
-        run = self._prepare_run(None)
         plans = list(batches(window, self._batch_tokens, pads=self._backend.pads))
         seconds, tokens = 0.0, 0
-        for number, indices in enumerate([plans[len(plans) // 2], *plans] if plans else []):
-            before, began = run.counts.tokens, time.monotonic()
-            run.states([window[i] for i in indices])
-            if number:
-                seconds += time.monotonic() - began
-                tokens += run.counts.tokens - before
-            if seconds > _SAMPLED_SECONDS:
-                break
+        with self._prepare_run(None) as run:
+            for number, indices in enumerate([plans[len(plans) // 2], *plans] if plans else []):
+                before, began = run.counts.tokens, time.monotonic()
+                run.states([window[i] for i in indices]).wait()
+                if number:
+                    seconds += time.monotonic() - began
+                    tokens += run.counts.tokens - before
+                if seconds > _SAMPLED_SECONDS:
+                    break
         return tokens / seconds if seconds else 0.0
 
 

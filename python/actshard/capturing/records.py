@@ -156,7 +156,7 @@ def _row(record: Any, number: int) -> Row:
     if isinstance(record, list | tuple) and not record:
         return {}
     if isinstance(record, np.ndarray) or (
-        isinstance(record, Sequence) and not isinstance(record, bytes | bytearray) and all(map(_is_integer, record))
+        isinstance(record, Sequence) and not isinstance(record, bytes | bytearray) and are_integers(record)
     ):
         return {IDS: record}
     if isinstance(record, Sequence) and not isinstance(record, bytes | bytearray):
@@ -168,8 +168,9 @@ def _row(record: Any, number: int) -> Row:
     )
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def are_integers(values: Sequence[Any]) -> bool:
+    """Whether all values are integers. Looks at their types once each: a million token ids take milliseconds."""
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, values)))
 
 
 def records_of(texts: Any) -> TextRecords:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from actshard._arguments import many
-from actshard.capturing.appending import Filled
 from actshard.capturing.backend import Backend, BatchRows, PaddedBatch, Transfer
 from actshard.capturing.choosing import TokenChoice
 from actshard.capturing.column_types import column_of
@@ -24,6 +26,8 @@ from actshard.layers import plain
 OnNonfinite = Literal["refuse", "count"]
 IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM = "input_ids", "special_tokens_mask", "positions", "text_tokens", "problem"
 """Columns of a captured dataset: the first three have one value per stored row."""
+_UNPLACED = 2
+"""Batches whose rows may be on their way while another one is computed."""
 OWN_COLUMNS = (IDS, SPECIAL, POSITIONS, LENGTH, PROBLEM)
 
 
@@ -57,8 +61,27 @@ class CaptureCounts:
     """Rows with NaN or infinite values by example, of all layers."""
 
 
+@dataclass(frozen=True)
+class WindowStates:
+    """The states of a window, on their way.
+
+    Attributes:
+        release: lets the next windows use the memory; the states are then undefined.
+    """
+
+    _states: NDArray[Any] | list[NDArray[Any]]
+    _placements: Sequence[Future[None]]
+    release: Callable[[], None]
+
+    def wait(self) -> NDArray[Any] | list[NDArray[Any]]:
+        """Returns ``(n, layers, d_model)`` for one row per example, or a list of ``(layers, tokens_i, d_model)``."""
+        for placement in self._placements:
+            placement.result()
+        return self._states
+
+
 class Run:
-    """Computes windows with a backend.
+    """Computes windows with a backend. A context manager: its thread ends with it.
 
     Attributes:
         counts: what was computed.
@@ -83,40 +106,64 @@ class Run:
         self._refuses = on_nonfinite == "refuse"
         self._first, self._total, self._progress = first, total, progress
         self._began = time.monotonic()
+        self._placing = ThreadPoolExecutor(1, "actshard-capture-rows")
+        self._spare: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
 
-    def states(self, window: Sequence[ChosenExample]) -> NDArray[Any] | list[NDArray[Any]]:
-        """The states of a window, for :meth:`actshard.Writer.append`."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Waits for the rows on their way."""
+        self._placing.shutdown(cancel_futures=True)
+
+    def states(self, window: Sequence[ChosenExample]) -> WindowStates:
+        """The states of a window, of which the last ones may be on their way."""
         layers, width = len(self._backend.layers), self._backend.width
         counts = np.array([self._rows_of(chosen) for chosen in window], np.int64)
         starts = np.concatenate([[0], np.cumsum(counts)])
-        buffer = np.empty((int(starts[-1]) * layers, width), self._backend.dtype)
-        places = _WindowBuffer(buffer, starts[:-1], counts, layers)
+        memory, rows = self._memory(int(starts[-1]) * layers)
+        places = _WindowRows(rows, starts[:-1], counts, layers)
         remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads))
         done = window[0].example.number - self._first
-        pending: tuple[PaddedBatch, list[int], Transfer] | None = None
+        placements: list[Future[None]] = []
         while remaining:
             indices = remaining.popleft()
             batch = self._batch(window, indices)
+            for placement in placements[:-_UNPLACED]:
+                placement.result()
+            del placements[:-_UNPLACED]
             transfer = self._start(batch)
             if transfer is None:
                 left = [*indices, *(i for other in remaining for i in other)]
                 self._halve(batch)
                 remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads, among=left))
                 continue
-            if pending is not None:  # its rows arrived while this batch was started
-                self._place(places, *pending)
-            pending = batch, indices, transfer
+            placements.append(self._placing.submit(self._place, places, batch, indices, transfer))
             done += len(indices)
             self._report(done)
-        if pending is not None:
-            self._place(places, *pending)
         self._report(window[-1].example.number + 1 - self._first)
+        release = partial(self._spare.put, memory)
         if self._choice.has_one_row and (counts == 1).all():
-            return buffer.reshape(len(window), layers, width)
-        return [
-            buffer[start * layers : (start + count) * layers].reshape(layers, count, width)
+            return WindowStates(rows.reshape(len(window), layers, width), placements, release)
+        examples = [
+            rows[start * layers : (start + count) * layers].reshape(layers, count, width)
             for start, count in zip(starts[:-1].tolist(), counts.tolist(), strict=True)
         ]
+        return WindowStates(examples, placements, release)
+
+    def _memory(self, rows: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+        """Memory for a window, and its view ``(rows, width)``: that of an earlier window if it is large enough.
+
+        New memory costs more than a copy, because the kernel clears each page when it is first written.
+        """
+        size = rows * self._backend.width * self._backend.dtype.itemsize
+        try:
+            memory = self._spare.get_nowait()
+        except queue.Empty:
+            memory = np.empty(0, np.uint8)
+        if memory.size < size:
+            memory = np.empty(size, np.uint8)
+        return memory, memory[:size].view(self._backend.dtype).reshape(rows, self._backend.width)
 
     def _rows_of(self, chosen: ChosenExample) -> int:
         return len(chosen.positions) if not self._choice.has_mean else min(len(chosen.positions), 1)
@@ -155,7 +202,7 @@ class Run:
         )
         self.batch_tokens = tokens
 
-    def _place(self, places: _WindowBuffer, batch: PaddedBatch, indices: list[int], transfer: Transfer) -> None:
+    def _place(self, places: _WindowRows, batch: PaddedBatch, indices: list[int], transfer: Transfer) -> None:
         rows = transfer.wait()
         if not rows.finite.all():
             self._count(batch, rows)
@@ -185,22 +232,29 @@ class Run:
             self._progress(CaptureProgress(examples, self._total or 0, self.counts.tokens, size, seconds))
 
 
-class _WindowBuffer:
-    """Memory of a window's rows, ordered by example, layer and token."""
+class _WindowRows:
+    """The rows of a window, ordered by example, layer and token."""
 
-    def __init__(self, buffer: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64], layers: int) -> None:
+    def __init__(self, rows: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64], layers: int) -> None:
         # Integers of the same size: numpy assigns rows of bfloat16 element by element.
-        self._bits = buffer.view(f"u{buffer.itemsize}")
+        self._bits = rows.view(f"u{rows.itemsize}")
         self._starts, self._counts, self._layers = starts, counts, layers
 
     def fill(self, indices: list[int], rows: BatchRows) -> None:
-        """Copies the rows of the examples ``indices``, in this order."""
+        """Copies the rows of the examples ``indices``, in this order: each example's rows of a layer lie together on both sides."""
         counts = self._counts[indices]
-        steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = np.repeat(self._starts[indices] * self._layers, counts) + steps
-        stride = np.repeat(counts, counts)
-        for layer, values in enumerate(rows.layers):
-            self._bits[first + layer * stride] = np.ascontiguousarray(values).view(self._bits.dtype)
+        values = [np.ascontiguousarray(layer).view(self._bits.dtype) for layer in rows.layers]
+        if (counts == 1).all():
+            for layer, bits in enumerate(values):
+                self._bits[self._starts[indices] * self._layers + layer] = bits
+            return
+        ends = np.cumsum(counts)
+        for first, end, place in zip(
+            (ends - counts).tolist(), ends.tolist(), self._starts[indices].tolist(), strict=True
+        ):
+            for layer, bits in enumerate(values):
+                start = place * self._layers + layer * (end - first)
+                self._bits[start : start + end - first] = bits[first:end]
 
 
 def columns_of(
@@ -267,10 +321,3 @@ def check_text_column(text: str | None, key: str, names: Sequence[str]) -> None:
             f"columns: {text!r} is the name by which the format stores the texts of {key!r}; rename your column {text!r}, or "
             "leave it out with columns=[...]"
         )
-
-
-def filled(
-    window: Sequence[ChosenExample], run: Run, columns: Callable[[Sequence[ChosenExample]], dict[str, Any]]
-) -> Filled:
-    """Computes a window."""
-    return Filled(run.states(window), columns(window) or None)
