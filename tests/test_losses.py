@@ -102,7 +102,6 @@ def test_columns_with_a_value_per_token_follow_the_tokens_or_are_a_loss(
     assert whole["input_ids"].to_pylist() == lists
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", ["saev", "npy", "lmprobe", "pickle", "hf_arrow"])
 def test_sizes_of_large_conversions_follow_from_samples(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch

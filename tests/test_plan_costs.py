@@ -80,6 +80,6 @@ def test_the_page_has_the_calls_of_today() -> None:
         ("commit, each task", costs.commit_task), ("commit, each file", costs.commit_file),
     ):  # fmt: skip
         row = page.partition(f"| saev | {what} | ")[2].partition("\n")[0].strip(" |").split(" | ")
-        assert sum(calls.values()) == pytest.approx(float(row[-1]), rel=0.05, abs=0.5), what
+        assert sum(calls.values()) == pytest.approx(float(row[-1]), rel=0.1, abs=0.5), what
         for kind, told in zip(KINDS, row, strict=False):
             assert calls[kind] == pytest.approx(float(told), rel=0.1, abs=1.5), (what, kind)

@@ -177,8 +177,8 @@ def check_opens(path: Path, format: str) -> None:
 def keep_column_digests(place: Path, format: str) -> None:
     """Adds the digests of its columns to the record of a dataset that was just written.
 
-    There are none without a record, if the format's columns lie among the rows, or if they cannot be read: verify then reports
-    what is damaged.
+    Does nothing without a record, if the format's columns lie among the rows, or if they cannot be read: verify then reports what
+    is damaged.
     """
     if not formats.get(format).columns_are_separate:
         return
