@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import actshard
@@ -158,15 +157,6 @@ def other_rows(folder: Path) -> Path:
     return path
 
 
-def other_columns(folder: Path) -> Path:
-    path = folder / "d"
-    with actshard.create(path, "npy", layers=[0], d_model=4) as writer:
-        writer.append(np.ones((1, 1, 1, 4), np.float32), columns={"label": [1]})
-    (file,) = path.rglob("*.parquet")
-    pq.write_table(pa.table({"label": [2]}), file)
-    return path
-
-
 def skipping(folder: Path) -> Path:
     path = copied(GOLDEN / "draft/specforge_eagle3", folder)
     (path / "rows_5-10/data_7.ckpt").unlink()
@@ -175,7 +165,6 @@ def skipping(folder: Path) -> Path:
 
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "other-rows": other_rows,
-    "other-columns": other_columns,
     "skipped-numbers": skipping,
     "unknown-format": unknown,
     "not-listed": on_the_web,

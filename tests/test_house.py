@@ -60,7 +60,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report", "kept", "options", "numbered", "torch_zip", "scales"),
-    ("carrying", "column_digests", "merging", "per_token", "draft_examples", "draft_trees"),
+    ("carrying", "merging", "per_token", "draft_examples", "draft_trees"),
     ("draft_columns", "draft_keeping", "token_target"),
     ("draft_torch", "draft_writing"),
     ("format",),

@@ -351,13 +351,6 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "write the dataset again, or restore its files from a copy",
         ),
         Code(
-            "other-columns",
-            WARNING,
-            "A column is not the one that actshard wrote, by the digests in the record of the dataset.",
-            "The dataset was changed, or damaged, after it was written.",
-            "restore its files from a copy, unless you changed the column",
-        ),
-        Code(
             "duplicate-example",
             WARNING,
             "Examples have identical rows in every layer.",

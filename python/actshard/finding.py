@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ from actshard.errors import (
     UnfinishedError,
     UnknownFormatError,
 )
-from actshard.formats.column_digests import digests_of_contents
-from actshard.formats.contents import Evidence, Options
+from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.request import RECORD, Request
 from actshard.storage import Entry, Remote, one_look
 from actshard.walking import STANDS_FOR, Walk, find_cache, is_cache_itself, new_caches
-from actshard.work import PARTS, PLAN, Mark, Marks, keep_request, look
+from actshard.work import PARTS, PLAN, Mark, Marks, look
 
 
 def of_tokens() -> str:
@@ -172,24 +170,6 @@ def check_opens(path: Path, format: str) -> None:
         raise FormatError(
             f"was written as {format}, and is whole, but opens as {name}: move other files out of its folder", path=path
         )
-
-
-def keep_column_digests(place: Path, format: str) -> None:
-    """Adds the digests of its columns to the record of a dataset that was just written.
-
-    Does nothing without a record, if the format's columns lie among the rows, or if they cannot be read: verify then reports what
-    is damaged.
-    """
-    if not formats.get(format).columns_are_separate:
-        return
-    root = Location.at(place)
-    with contextlib.suppress(ActshardError, MemoryError):
-        request = Request.read(root)
-        contents = formats.get(format).open(root, Options.of(root))
-        if request is None or not contents.column_names:
-            return
-        request = replace(request, columns=digests_of_contents(contents, contents.column_names))
-        keep_request(place, request, beside=not (place / RECORD).exists())
 
 
 def check_finished(root: Location, format: str | None = None, *, described: bool = False) -> None:

@@ -35,7 +35,7 @@ from actshard.errors import (
     UnsupportedError,
     boundary,
 )
-from actshard.finding import beside_parts, check_opens, existing, find, keep_column_digests
+from actshard.finding import beside_parts, check_opens, existing, find
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, fingerprint
@@ -216,7 +216,6 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 (place / RECORD).unlink(missing_ok=True)
             else:
                 keep_request(place, plan.request)
-                keep_column_digests(place, plan.format)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)

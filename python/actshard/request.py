@@ -52,11 +52,6 @@ class Digest:
         numbers = np.arange(first + 1, first + 1 + len(hashes), dtype=np.uint64)
         return cls(int(hashes.sum(dtype=np.uint64)), int((hashes * numbers).sum(dtype=np.uint64)))
 
-    @classmethod
-    def of_text(cls, text: str) -> Self:
-        """The digest of 32 hexadecimal digits."""
-        return cls(int(text[:16], 16), int(text[16:], 16))
-
     def __str__(self) -> str:
         return f"{self.total:016x}{self.ordered:016x}"
 
@@ -73,17 +68,15 @@ Digests = tuple[Digest, ...]
 """The digest of each layer, in the dataset's order."""
 
 
-ColumnDigests = Mapping[str, Digest]
-"""The digests of columns, by name (:mod:`actshard.formats.column_digests`)."""
-
-_DigestText = Annotated[str, Rule("32 hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]{32}", text) is not None)]
-DigestTexts = tuple[_DigestText, ...]
+DigestTexts = tuple[
+    Annotated[str, Rule("32 hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]{32}", text) is not None)], ...
+]
 """The digests of layers in JSON."""
 
 
 def digests_of(texts: Sequence[str] | None) -> Digests | None:
     """Digests from their texts; None for None: an earlier release wrote no digests."""
-    return None if texts is None else tuple(map(Digest.of_text, texts))
+    return None if texts is None else tuple(Digest(int(text[:16], 16), int(text[16:], 16)) for text in texts)
 
 
 def digests_in(fields: Fields) -> Digests | None:
@@ -95,17 +88,6 @@ def digests_in(fields: Fields) -> Digests | None:
         return digests_of(read_value(DigestTexts, texts))
     except MismatchError as error:
         raise fields.error("digests", "32 hexadecimal digits for each layer") from error
-
-
-def _column_digests_in(fields: Fields) -> ColumnDigests | None:
-    """The field ``column_digests``; None without one. Raises FormatError for other values."""
-    texts = fields.value.get("column_digests")
-    if texts is None:
-        return None
-    try:
-        return {name: Digest.of_text(text) for name, text in read_value(dict[str, _DigestText], texts).items()}
-    except MismatchError as error:
-        raise fields.error("column_digests", "32 hexadecimal digits for each column") from error
 
 
 def joined_digests(parts: Iterable[Digests | None]) -> Digests | None:
@@ -139,7 +121,6 @@ class Request:
         examples: number of examples of the finished dataset; None before it is finished.
         overflows: number of finite values that a conversion stored as infinity; None if it is not known.
         digests: digests of the rows as they were written; None if they are not known.
-        columns: digests of the columns as they are read back; None if they are not known.
     """
 
     verb: str
@@ -148,7 +129,6 @@ class Request:
     examples: int | None = None
     overflows: int | None = None
     digests: Digests | None = None
-    columns: ColumnDigests | None = None
 
     @classmethod
     def of(
@@ -170,8 +150,7 @@ class Request:
             raise fields.error("sources", "digests of files")
         examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
         overflows = None if fields.value.get("overflows") is None else fields.integer("overflows", minimum=0)
-        digests, columns = digests_in(fields), _column_digests_in(fields)
-        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests, columns)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests_in(fields))
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
@@ -200,7 +179,6 @@ class Request:
             "examples": self.examples,
             "overflows": self.overflows,
             "digests": None if self.digests is None else list(map(str, self.digests)),
-            "column_digests": None if self.columns is None else {name: str(d) for name, d in self.columns.items()},
         }
 
     def completed(self, other: Request) -> Self:
@@ -247,12 +225,7 @@ class Request:
     def without_part(self, examples: int | None) -> Self:
         """Returns the request for the whole dataset, of ``examples`` examples, to which a part belongs."""
         return replace(
-            self,
-            arguments={**self.arguments, "part": None},
-            examples=examples,
-            overflows=None,
-            digests=None,
-            columns=None,
+            self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None, digests=None
         )
 
 

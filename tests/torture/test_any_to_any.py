@@ -257,8 +257,9 @@ def check_pair(source: Path, format: str, folder: Path, patch: pytest.MonkeyPatc
         return False
     store = actshard.open(source)
     assert differences(store, done, options) == []
-    codes = actshard.verify(done.path, deep=True).codes()
-    assert not {"other-rows", "other-columns"} & set(codes), "the digests are those of what is read"
+    assert "other-rows" not in actshard.verify(done.path, deep=True).codes(), (
+        "the digests are those of the rows that are read"
+    )
     (foretold,) = preview(source, folder / "none", format, **options)
     assert foretold.losses == done.losses
     assert (foretold.files, foretold.bytes) == (

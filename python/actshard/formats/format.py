@@ -99,9 +99,6 @@ class Format:
         made: Contents = open(Location.at(path), options)
         return made
 
-    columns_are_separate: ClassVar[bool] = False
-    """Whether all columns are read without a pass over the rows' files: then a writer reads them again, for their digests."""
-
     def is_given(self, given: object) -> bool:
         """Whether an object of another library is a dataset of this format. Imports nothing."""
         return False

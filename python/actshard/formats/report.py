@@ -232,8 +232,6 @@ class Collected(Faults):
         try:
             return parse(paths)
         except ActshardError as error:
-            if isinstance(error, NOT_OF_DATA):
-                raise
             known = len(self.errors)
             for path in paths:
                 with self.noting(path):

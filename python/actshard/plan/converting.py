@@ -55,7 +55,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
-from actshard.finding import check_opens, is_finished, keep_column_digests
+from actshard.finding import check_opens, is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.inputs import Input, inputs_of, newest
@@ -508,7 +508,6 @@ class Converting(Verb[_OpenedPlan]):
             remove_work_folders(target.root)  # of saev, whose folder gets another name
             rename(target.root, place)
         sync_folders([place.parent, place])
-        keep_column_digests(place, target.format)
         check_opens(place, target.format)
         return place
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from actshard._arguments import many, numpy_type
 from actshard.errors import ActshardError
-from actshard.formats.column_digests import digests_of_contents
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
 from actshard.location import Location
 from actshard.repeating import equal_examples
-from actshard.request import ColumnDigests, Digest, Request, joined_digests
+from actshard.request import Digest, Request, joined_digests
 from actshard.store import Store
 
 _FEW = 8
@@ -129,11 +128,7 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
     except ActshardError as error:
         report.error(error, store.path)
         return
-    if record is None:
-        return
-    if record.columns is not None:
-        _compare_columns(store, record.columns, report)
-    if record.digests is None:
+    if record is None or record.digests is None:
         return
     if len(record.digests) != len(digests):
         report.add("other-rows", place, many(len(digests), "layer"), str(len(record.digests)))
@@ -141,20 +136,6 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
         if found is not None and written != found:
             what = "the rows of the examples, in another order" if written.total == found.total else "other rows"
             report.add("other-rows", place, what, "the rows that were written", f"layer {plain(layer)}")
-
-
-def _compare_columns(store: Store, written: ColumnDigests, report: Report) -> None:
-    """Compares the columns with those that actshard wrote. Columns that were added later are not on record."""
-    place, names = Location.at(store.path), [name for name in written if name in store.contents.column_names]
-    with report.noting(store.path):
-        digests = digests_of_contents(store.contents, names) if names else {}
-        for name, digest in written.items():
-            found = digests.get(name)
-            if found == digest:
-                continue
-            what = "no such column" if found is None else "other values"
-            what = "the values in another order" if found is not None and found.total == digest.total else what
-            report.add("other-columns", place, what, "the values that were written", f"column {name!r}")
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:

@@ -20,7 +20,7 @@ from actshard.errors import (
     from_os,
     warn,
 )
-from actshard.finding import check_opens, keep_column_digests
+from actshard.finding import check_opens
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.request import Request
 from actshard.work import (
@@ -183,7 +183,6 @@ class Sink(SegmentWriter):
             if place != target.root:
                 self._move(place)
             sync_folders([place.parent])
-            keep_column_digests(place, target.format)
             check_opens(place, target.format)  # a part, before a merge that waits for its journal may take it
             self.journal.remove()
             with contextlib.suppress(MissingFileError):  # a part may be merged from here on

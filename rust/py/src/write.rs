@@ -181,12 +181,12 @@ pub fn quantise(
 }
 
 /// The hash of each example's rows, as `Rows.scan` returns it. The examples lie one after the other in `rows`; `counts` are their
-/// numbers of rows, or their bytes if each is one row (`row_bytes` is None).
+/// numbers of rows.
 #[pyfunction]
 pub fn hash_rows<'py>(
     py: Python<'py>,
     rows: PyReadonlyArray1<'py, u8>,
-    row_bytes: Option<usize>,
+    row_bytes: usize,
     counts: PyReadonlyArray1<'py, i64>,
 ) -> PyResult<Bound<'py, PyArray1<u64>>> {
     detach::guarded(py, || {

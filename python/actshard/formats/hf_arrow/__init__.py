@@ -18,7 +18,6 @@ class HfArrowFormat(Format):
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
     order: ClassVar[int] = 45
     writes: ClassVar[bool] = True
-    columns_are_separate: ClassVar[bool] = True
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",

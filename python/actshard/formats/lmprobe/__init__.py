@@ -20,7 +20,6 @@ class LmprobeFormat(Format):
     calls: ClassVar[tuple[Code, ...]] = codes.CALLS
     order: ClassVar[int] = 20
     writes: ClassVar[bool] = True
-    columns_are_separate: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

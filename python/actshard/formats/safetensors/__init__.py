@@ -19,7 +19,6 @@ class SafetensorsFormat(Format):
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     order: ClassVar[int] = 47
     writes: ClassVar[bool] = True
-    columns_are_separate: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

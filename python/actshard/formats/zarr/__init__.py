@@ -32,7 +32,6 @@ class ZarrFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True
-    columns_are_separate: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -407,22 +407,21 @@ pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>
 }
 
 /// The hash of each example's rows, as in [`Scan::hashes`], with all threads. The examples lie one after the other in `bytes`;
-/// `counts` are their numbers of rows, or their bytes if each is one row (`row_bytes` is `None`).
-pub fn hash_rows(bytes: &[u8], row_bytes: Option<usize>, counts: &[i64], watch: Watch<'_>) -> Result<Vec<u64>> {
-    let unit = row_bytes.unwrap_or(1);
+/// `counts` are their numbers of rows.
+pub fn hash_rows(bytes: &[u8], row_bytes: usize, counts: &[i64], watch: Watch<'_>) -> Result<Vec<u64>> {
     let misfit = || Error::new(Kind::Argument, "expected as many bytes as the rows of all examples have");
     let mut ends = vec![0usize];
     for count in counts {
-        let size = usize::try_from(*count).ok().and_then(|n| n.checked_mul(unit)).ok_or_else(misfit)?;
+        let size = usize::try_from(*count).ok().and_then(|n| n.checked_mul(row_bytes)).ok_or_else(misfit)?;
         ends.push(ends[ends.len() - 1].checked_add(size).filter(|end| *end <= bytes.len()).ok_or_else(misfit)?);
     }
     if ends[counts.len()] != bytes.len() {
         return Err(misfit());
     }
-    let parts = cut(counts, unit as u64);
+    let parts = cut(counts, row_bytes as u64);
     let hash_part = |p: usize, _: &Stop| -> Result<Vec<u64>> {
-        let rows = |example: &[u8]| RowsHash::of(example, row_bytes.unwrap_or(example.len()));
-        Ok(parts[p].clone().map(|e| rows(&bytes[ends[e]..ends[e + 1]])).collect())
+        let examples = parts[p].clone().map(|e| RowsHash::of(&bytes[ends[e]..ends[e + 1]], row_bytes));
+        Ok(examples.collect())
     };
     Ok(threads::map(parts.len(), &hash_part, watch)?.concat())
 }
