@@ -140,13 +140,21 @@ class Capture:
         return list(samples.values())
 
     def _check_committed(self) -> None:
-        """Warns of an empty meta.jsonl if arrays have rows: without its lines, no row is a sample."""
+        """Warns of an empty meta.jsonl if arrays have values: without its lines, no row is a sample.
+
+        A capture that has not committed any sample has an empty one, too: its arrays were allocated, and are zeros.
+        """
         path = self.path / "meta.jsonl"
         if self.samples or not path.exists() or path.stat().size:
             return
-        rows = [array.path.name for array in self.arrays.values() if array.size()]
-        if rows:
-            text = f"{path.name}: expected a line per sample, found an empty file, but {rows[0]} has rows: no sample is read"
+        first = np.zeros(1, np.int64)
+        filled = [
+            array.path.name
+            for array in self.arrays.values()
+            if array.size() >= array.row_bytes and array.read(first).any()
+        ]
+        if filled:
+            text = f"{path.name}: expected a line per sample, found an empty file, but {filled[0]} has values: no sample is read"
             self.warnings.append(Remark("empty-file", text))
 
     def _warn_of_torn(self, path: Location, offset: int) -> None:
