@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,7 +221,7 @@ def counted(folder: Path, file: Path, what: str) -> Counter[str]:
     alone = {**os.environ, "ACTSHARD_NUM_THREADS": "1"}
     subprocess.run([*traced, sys.executable, "-W", "ignore", "-c", _RUN, str(file), what], check=True, env=alone)
     made: Counter[str] = Counter()
-    for line in log.read_text(errors="replace").splitlines():
+    for line in whole_calls(log.read_text(errors="replace")):
         found = re.match(r"\d+ +(\w+)\(", line)
         if found is None or str(folder) not in line or str(file) in line:
             continue
@@ -234,6 +234,23 @@ def counted(folder: Path, file: Path, what: str) -> Counter[str]:
         made[kind] += 1
     log.unlink()
     return made
+
+
+def whole_calls(log: str) -> Iterator[str]:
+    """The lines of a log, each a whole call.
+
+    strace cuts a call in two while another thread makes one. The first part lacks the flags that tell a call of an open file.
+    """
+    first_parts: dict[str, str] = {}
+    for line in log.splitlines():
+        thread, _, rest = line.partition(" ")
+        if line.endswith("<unfinished ...>"):
+            first_parts[thread] = line.removesuffix("<unfinished ...>")
+        elif rest.lstrip().startswith("<... ") and thread in first_parts:
+            yield first_parts.pop(thread) + rest.partition("resumed>")[2]
+        else:
+            yield line
+    yield from first_parts.values()  # of threads that ended in a call
 
 
 def _source(path: Path, examples: int) -> None:
