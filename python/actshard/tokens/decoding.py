@@ -122,12 +122,16 @@ def recorded_tokenizer(cache: TokenCache) -> Tokenizer:
     options = cache.ledger.preprocessor
     name, size = options.get("tokenizer"), options.get("vocab_size")
     if not isinstance(name, str) or not name:
-        raise ArgumentError("tokenizer: the cache's ledger names none; pass the one that made its ids", path=cache.path)
+        raise ArgumentError(
+            "tokenizer: the cache's ledger names none; pass tokenizer= (--tokenizer), the one that made its ids",
+            path=cache.path,
+        )
     if name == PASSTHROUGH:
         return load_tokenizer(PASSTHROUGH, vocab_size=size if isinstance(size, int) else None)
     if not Location.at(name).exists():
         raise MissingFileError(
-            f"expected the cache's tokenizer {name!r} at this path, found none; pass the folder of its copy on this machine",
+            f"expected the cache's tokenizer {name!r} at this path, found none; pass tokenizer= (--tokenizer), the folder of its "
+            "copy on this machine",
             path=cache.path,
         )
     return load_tokenizer(name)
