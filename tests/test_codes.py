@@ -157,6 +157,12 @@ def other_rows(folder: Path) -> Path:
     return path
 
 
+def other_file(folder: Path) -> Path:
+    path = written(folder, "npy", np.ones((1, 1, 1, 4), np.float32))
+    (path / "layout.toml").write_text((path / "layout.toml").read_text() + "\n")
+    return path
+
+
 def skipping(folder: Path) -> Path:
     path = copied(GOLDEN / "draft/specforge_eagle3", folder)
     (path / "rows_5-10/data_7.ckpt").unlink()
@@ -165,6 +171,7 @@ def skipping(folder: Path) -> Path:
 
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "other-rows": other_rows,
+    "other-file": other_file,
     "skipped-numbers": skipping,
     "unknown-format": unknown,
     "not-listed": on_the_web,

@@ -560,6 +560,57 @@ def test_verifying_finds_rows_that_were_changed_or_moved(tmp_path: Path) -> None
     assert found() == []
 
 
+def _by_create(path: Path, format: str, part: tuple[int, int] | None = None) -> Path:
+    rows = np.random.default_rng(part).standard_normal((6, 2, 1, 8)).astype(np.float32)
+    with actshard.create(path, format, layers=[0, 1], d_model=8, part=part) as writer:
+        writer.append(rows, columns={} if format == "saev" else {"number": list(range(6))})
+    return Path(writer.path)
+
+
+def _by_a_plan(path: Path, format: str) -> Path:
+    return committed(actshard.plan.convert(_by_create(path.with_name("source"), "npy"), path, format, tasks=3))
+
+
+def _by_a_merge(path: Path, format: str) -> Path:
+    for part in range(2):
+        _by_create(path, format, (part, 2))
+    return Path(actshard.merge(path))
+
+
+@pytest.mark.parametrize("write", [_by_create, _by_a_plan, _by_a_merge])
+@pytest.mark.parametrize("format", [*FORMATS, "npy", "safetensors"])
+def test_a_changed_byte_of_any_file_is_found(format: str, write: Callable[[Path, str], Path], tmp_path: Path) -> None:
+    if write is _by_a_merge and actshard.formats.get(format).merger() is None:
+        pytest.skip(f"{format} datasets are not merged")
+    path = write(tmp_path / "d", format)
+    assert actshard.verify(path, deep=True).status == 0
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != RECORD)
+    assert len(files) > 1
+    for file in files:
+        data = file.read_bytes()
+        size = len(data.rstrip(b"\0"))  # nothing reads the unused end of a shard of saev
+        for at in {size // 2, size - 1}:
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert actshard.verify(path, deep=True).status > 0, (file, at)
+        file.write_bytes(data)
+    assert actshard.verify(path, deep=True).status == 0
+
+
+def test_a_changed_file_of_columns_is_named(tmp_path: Path) -> None:
+    path = _by_create(tmp_path / "d", "zarr")
+    file = path / "arrays/number/0"
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    (finding,) = actshard.verify(path, deep=True).findings
+    assert (finding.code, finding.severity, finding.path) == ("other-file", "warning", file)
+    file.write_bytes(data)
+    (path / "meta/config.json").unlink()
+    assert "found no file" in "\n".join(map(str, actshard.verify(path, deep=True).warnings))
+    (path / "notes.txt").write_text("a file of the user, which the record does not name")
+    (path / RECORD).unlink()
+    assert actshard.verify(path, deep=True).status == 0
+
+
 def test_a_plan_of_an_earlier_release_records_no_digests(tmp_path: Path) -> None:
     source = numbered(tmp_path / "source")
     plan = actshard.plan.convert(source, tmp_path / "to", "zarr", tasks=3)

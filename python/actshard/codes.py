@@ -351,6 +351,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "write the dataset again, or restore its files from a copy",
         ),
         Code(
+            "other-file",
+            WARNING,
+            "A file of columns, lengths or metadata is not the one that actshard wrote, by its checksum in the record.",
+            "The file was changed, or damaged, after it was written.",
+            "restore the file from a copy, unless you changed it",
+        ),
+        Code(
             "duplicate-example",
             WARNING,
             "Examples have identical rows in every layer.",

@@ -215,7 +215,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
             if plan.request is None:  # an older dataset's record
                 (place / RECORD).unlink(missing_ok=True)
             else:
-                keep_request(place, plan.request)
+                keep_request(place, plan.request, formats.get(plan.format).checked_files)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             _remove_parts(root, merger_of(plan.format).files)

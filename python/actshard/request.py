@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, show
 from actshard._schema import MismatchError, Rule, read_value
-from actshard.errors import MissingFileError, NotAFileError
+from actshard.errors import MissingFileError, NotAFileError, boundary
 from actshard.location import Location
 
 RECORD = ".actshard-record.json"
@@ -30,6 +31,8 @@ RECORD = ".actshard-record.json"
 VERSION = 1
 _NOTHING = "nothing"
 _WORD = 1 << 64
+_BLOCK = 1 << 20
+"""Bytes of a file in memory."""
 _DECIDED = ("dtype", "tokens_per_example")
 """Arguments of :func:`actshard.create` whose values the first rows decide if they are not given."""
 
@@ -99,6 +102,30 @@ def joined_digests(parts: Iterable[Digests | None]) -> Digests | None:
     return tuple(reduce(add, layer) for layer in layers)
 
 
+_Checksums = dict[
+    str, Annotated[str, Rule("8 hexadecimal digits", lambda text: re.fullmatch("[0-9a-f]{8}", text) is not None)]
+]
+
+
+def checksum(file: Path | Location) -> str:
+    """The CRC-32 (of zlib) of a file, 8 hexadecimal digits."""
+    crc = 0
+    with boundary(file, "read"), file.open("rb") if isinstance(file, Path) else file.open("read") as stream:
+        while block := stream.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+def _checksums_in(fields: Fields) -> Mapping[str, str] | None:
+    """The field ``checksums``; None without one. Raises FormatError for other values."""
+    if fields.value.get("checksums") is None:
+        return None
+    try:
+        return read_value(_Checksums, fields.value["checksums"])
+    except MismatchError as error:
+        raise fields.error("checksums", "8 hexadecimal digits for each file") from error
+
+
 class Difference(NamedTuple):
     """An argument in which two requests differ, with its values as text."""
 
@@ -121,6 +148,8 @@ class Request:
         examples: number of examples of the finished dataset; None before it is finished.
         overflows: number of finite values that a conversion stored as infinity; None if it is not known.
         digests: digests of the rows as they were written; None if they are not known.
+        checksums: CRC-32 of each file of columns, lengths and metadata, by its name relative to the dataset's folder; None before
+            it is finished. Columns that a format keeps among its rows have none.
     """
 
     verb: str
@@ -129,6 +158,7 @@ class Request:
     examples: int | None = None
     overflows: int | None = None
     digests: Digests | None = None
+    checksums: Mapping[str, str] | None = None
 
     @classmethod
     def of(
@@ -150,7 +180,8 @@ class Request:
             raise fields.error("sources", "digests of files")
         examples = None if fields.value.get("examples") is None else fields.integer("examples", minimum=0)
         overflows = None if fields.value.get("overflows") is None else fields.integer("overflows", minimum=0)
-        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests_in(fields))
+        digests, checksums = digests_in(fields), _checksums_in(fields)
+        return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests, checksums)
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
@@ -179,6 +210,7 @@ class Request:
             "examples": self.examples,
             "overflows": self.overflows,
             "digests": None if self.digests is None else list(map(str, self.digests)),
+            "checksums": None if self.checksums is None else dict(self.checksums),
         }
 
     def completed(self, other: Request) -> Self:
@@ -198,7 +230,7 @@ class Request:
 
     @property
     def _key(self) -> str:
-        """What makes two requests the same; overflows and digests are facts of the result only."""
+        """What makes two requests the same; overflows, digests and checksums are facts of the result only."""
         return _text([self.verb, self.arguments, self.sources, self.examples])
 
     def finished(self, examples: int, overflows: int | None, digests: Digests | None) -> Self:
@@ -224,9 +256,8 @@ class Request:
 
     def without_part(self, examples: int | None) -> Self:
         """Returns the request for the whole dataset, of ``examples`` examples, to which a part belongs."""
-        return replace(
-            self, arguments={**self.arguments, "part": None}, examples=examples, overflows=None, digests=None
-        )
+        arguments = {**self.arguments, "part": None}
+        return replace(self, arguments=arguments, examples=examples, overflows=None, digests=None, checksums=None)
 
 
 def files_mark(folder: Location) -> str | None:

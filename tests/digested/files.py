@@ -18,7 +18,7 @@ from digested import GOLDEN, short
 from digested.datasets import FORMATS, N, columns, equal, opened, patch_labels, ragged, write
 
 LEVANTER = GOLDEN / "levanter"
-_SOURCES = re.compile(rb'"(sources|identity)": ("[0-9a-f]{32}"|\[[^]]*\])')
+_SOURCES = re.compile(rb'"(sources|identity)": ("[0-9a-f]{32}"|\[[^]]*\])|(?<=[.]parquet": )"[0-9a-f]{8}"')
 _WITH_SOURCES = ("shard_ledger.json", ".actshard-record.json")
 Job = Callable[[Path], object]
 
@@ -32,7 +32,7 @@ def tree(folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path in files:
         data = path.read_bytes()
-        # Leave out digests of the sources' paths and modification times.
+        # Leave out digests of the sources' paths and modification times, and the checksums of Parquet files.
         digest = short(_SOURCES.sub(b"", data) if path.name in _WITH_SOURCES else data)
         is_table = path.suffix == ".parquet"
         made[path.relative_to(folder).as_posix()] = {"contents": _table(path), "bytes": digest} if is_table else digest

@@ -163,6 +163,14 @@ class Format:
     """Names of the files by which a dataset is recognized and opened, relative to its folder, as :mod:`fnmatch` patterns; ``*``
     matches ``/`` too. Uploads write them after all other files, in this order: an incomplete dataset does not open."""
 
+    column_files: ClassVar[tuple[str, ...]] = ()
+    """Names of the other files of columns and lengths that contain no rows, as patterns of the same kind."""
+
+    @property
+    def checked_files(self) -> tuple[str, ...]:
+        """The files whose checksums the record of a dataset has."""
+        return (*self.manifest, *self.column_files)
+
     writes: ClassVar[bool] = False
     """Whether :meth:`target` is supported."""
 

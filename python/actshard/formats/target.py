@@ -376,8 +376,11 @@ class Target(ABC):
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
-    def keep_request(self, examples: int, overflows: int | None, digests: Digests | None) -> None:
-        """Records the request, in the dataset's folder or next to it. ``overflows``, ``digests``: see :class:`Request`."""
+    def keep_request(self, examples: int, overflows: int | None, digests: Digests | None, files: Sequence[str]) -> None:
+        """Records the request, in the dataset's folder or next to it, with the checksums of files (:attr:`Format.checked_files`).
+
+        ``overflows``, ``digests``: see :class:`Request`.
+        """
         counted = overflows if self.request.verb == "convert" else None
         if digests is not None and len(digests) != len(self.spec.layers):
             raise FormatError(
@@ -388,7 +391,8 @@ class Target(ABC):
             digests = None  # without layout=, the layers are read as a single wide one
         elif digests is not None:  # in the order of the request's layers
             digests = tuple(digests[self.spec.layers.index(name)] for name in self.reading)
-        keep_request(self.root, self.request.finished(examples, counted, digests), beside=self.reads_all_files)
+        request = self.request.finished(examples, counted, digests)
+        keep_request(self.root, request, files, beside=self.reads_all_files)
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 

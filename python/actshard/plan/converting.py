@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 import actshard._native as _native
-from actshard import _arguments
+from actshard import _arguments, formats
 from actshard._arguments import many
 from actshard._schema import json_values
 from actshard.converting.blocks import copy_blocks
@@ -490,7 +490,7 @@ class Converting(Verb[_OpenedPlan]):
         parts = [digests_of(result.value.get("digests")) for result in results]
         by_layers = None if None in parts else tuple(digest for part in parts for digest in part or ())
         digests = by_layers if "layers" in plan.tasks[0] else joined_digests(parts)
-        target.keep_request(len(lengths), overflows, digests)
+        target.keep_request(len(lengths), overflows, digests, ())
         shared = _shared(results)
         # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]
@@ -500,8 +500,7 @@ class Converting(Verb[_OpenedPlan]):
         target.restore(target.together([result.value["state"] for result in results]), lengths)
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
-        if target.reads_all_files:  # the record lies next to the folder, and names its files
-            target.keep_request(len(lengths), overflows, digests)
+        target.keep_request(len(lengths), overflows, digests, formats.get(target.format).checked_files)
         place = target.place()
         if place != target.root:
             (target.root / FOLDER / LOCK).unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from actshard.formats.report import Report
 from actshard.layers import Layer, plain
 from actshard.location import Location
 from actshard.repeating import equal_examples
-from actshard.request import Digest, Request, joined_digests
+from actshard.request import Digest, Request, checksum, joined_digests
 from actshard.store import Store
 
 _FEW = 8
@@ -119,23 +119,37 @@ def add_findings(
 
 
 def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> None:
-    """Compares the rows with those that actshard wrote, by the digests in the record of the dataset's request."""
+    """Compares files and rows with those that actshard wrote, by checksums and digests in the record of the dataset's request."""
     place = Location.at(store.path)
-    if report.layout is not None or store.contents.whole is not None:
-        return  # other layers, or other examples, than those of the files
+    if store.contents.whole is not None:
+        return  # other examples than those of the files
     try:
         record = Request.read(place)
     except ActshardError as error:
         report.error(error, store.path)
         return
-    if record is None or record.digests is None:
+    if record is None:
         return
+    _compare_files(place, record.checksums or {}, report)
+    if report.layout is not None or record.digests is None:
+        return  # other layers than those of the files
     if len(record.digests) != len(digests):
         report.add("other-rows", place, many(len(digests), "layer"), str(len(record.digests)))
     for layer, written, found in zip(store.layers, record.digests, digests, strict=False):
         if found is not None and written != found:
             what = "the rows of the examples, in another order" if written.total == found.total else "other rows"
             report.add("other-rows", place, what, "the rows that were written", f"layer {plain(layer)}")
+
+
+def _compare_files(place: Location, checksums: Mapping[str, str], report: Report) -> None:
+    """Compares files of columns, lengths and metadata with those that actshard wrote."""
+    for name, expected in checksums.items():
+        file = place.joinpath(*name.split("/"))
+        with report.noting(file):
+            crc = checksum(file) if file.exists() else None
+            if crc != expected:
+                found = "no file" if crc is None else f"bytes of the CRC-32 {crc}"
+                report.add("other-file", file, found, f"those that were written, {expected}")
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:

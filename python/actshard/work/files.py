@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from typing import Any
 import actshard._native as _native
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
 from actshard.location import Location
-from actshard.request import RECORD, Request, files_mark
+from actshard.request import RECORD, Request, checksum, files_mark
+from actshard.work.names import FOLDER, PARTS
 
 _recorded: ContextVar[list[Path] | None] = ContextVar("_recorded", default=None)
 _COMPARED_AT_ONCE = 1 << 20
@@ -87,8 +91,20 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
     sync_folders([path.parent])
 
 
-def keep_request(place: Path, request: Request, *, beside: bool = False) -> None:
-    """Writes the record of a request to the folder of the dataset that it made, or next to it."""
+def keep_request(place: Path, request: Request, files: Sequence[str], *, beside: bool = False) -> None:
+    """Writes the record of a request to the folder of the dataset that it made, or next to it.
+
+    Args:
+        place: the folder.
+        request: the request.
+        files: :mod:`fnmatch` patterns of the files whose checksums are recorded (:attr:`Format.checked_files`).
+        beside: whether the record lies next to the folder.
+    """
+    matches = re.compile("|".join(map(fnmatch.translate, files)) or "(?!)").match
+    names = ((path, path.relative_to(place).as_posix()) for path in files_below(place))
+    work = (f"{FOLDER}/", f"{PARTS}/")
+    checked = sorted((name, path) for path, name in names if matches(name) and not name.startswith(work))
+    request = replace(request, checksums={name: checksum(path) for name, path in checked})
     if beside:
         write_json(
             place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(place))}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard import formats
 from actshard._arguments import many
 from actshard.errors import (
     ActshardError,
@@ -177,7 +178,8 @@ class Sink(SegmentWriter):
                 self.journal.close()
                 with recorded_files() as self._finished:
                     target.finish(AllExamples(lengths, columns))
-                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests)
+                    files = formats.get(target.format).checked_files
+                    target.keep_request(self.committed, self.journal.overflows, self.journal.digests, files)
                 self.journal.finish()
             place = target.place()
             if place != target.root:

@@ -14,6 +14,7 @@ class DeepspecFormat(Format):
     name: ClassVar[str] = "deepspec"
     description: ClassVar[str] = "DeepSpec target caches"
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
+    column_files: ClassVar[tuple[str, ...]] = ("samples.idx",)
     order: ClassVar[int] = 50
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -17,6 +17,7 @@ class SaevFormat(Format):
     name: ClassVar[str] = "saev"
     description: ClassVar[str] = "saev activation shards"
     manifest: ClassVar[tuple[str, ...]] = ("shards.json", "metadata.json")
+    column_files: ClassVar[tuple[str, ...]] = ("labels.bin", "actshard_lengths.bin")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 10
     writes: ClassVar[bool] = True

@@ -17,6 +17,7 @@ class SafetensorsFormat(Format):
     name: ClassVar[str] = "safetensors"
     description: ClassVar[str] = "a folder with a .safetensors file per layer, and a layout.toml"
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
+    column_files: ClassVar[tuple[str, ...]] = ("columns.parquet", "lengths.*", "metadata.json")
     order: ClassVar[int] = 47
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

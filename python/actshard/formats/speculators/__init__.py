@@ -16,6 +16,7 @@ class SpeculatorsFormat(Format):
     name: ClassVar[str] = "speculators"
     description: ClassVar[str] = "vLLM speculators training data"
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
+    column_files: ClassVar[tuple[str, ...]] = ("*.arrow",)
     order: ClassVar[int] = 60
     writes: ClassVar[bool] = True
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
