@@ -224,8 +224,8 @@ class Merger(ABC):
         return plan.path
 
     @abstractmethod
-    def beside(self, plan: Merge) -> tuple[int, int, bool]:
-        """Number and bytes of the files that :meth:`finish` writes, and whether the bytes are exact."""
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
+        """Names, in the dataset's folder, and bytes of the files that :meth:`finish` writes, and whether the bytes are exact."""
 
     def run(self, plan: Merge) -> Path:
         """Merges. Returns the dataset's path."""

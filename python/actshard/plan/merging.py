@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,7 @@ from actshard.work import (
     existing_above,
     look,
     make_folder,
+    names_like,
     sync_folders,
 )
 from actshard.writing.existing import check_written
@@ -163,12 +164,14 @@ def _device(path: Path) -> int:
 def _files(found: Merge, apart: bool) -> list[Assembled]:
     """The files that tasks copy. With ``apart`` all files, because files on another file system cannot be linked."""
     merger = merger_of(found.format)
-    files = list(merger.assembled(found))
-    if apart:
-        for source, target in merger.taken(found):
-            name = target.relative_to(found.path).as_posix()
-            files += [Assembled(f"{name}{below}", ((file, 0, n, 0),), n) for file, below, n in _below(source)]
-    return files
+    return [*merger.assembled(found), *(_taken(found) if apart else ())]
+
+
+def _taken(found: Merge) -> Iterator[Assembled]:
+    """The files that a merge moves or links."""
+    for source, target in merger_of(found.format).taken(found):
+        name = target.relative_to(found.path).as_posix()
+        yield from (Assembled(f"{name}{below}", ((file, 0, n, 0),), n) for file, below, n in _below(source))
 
 
 def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
@@ -210,17 +213,18 @@ def _predicted(
     found: Merge, files: Sequence[Assembled], apart: bool, stores: Sequence[Store], inputs: Sequence[Input]
 ) -> Predicted:
     merger = merger_of(found.format)
-    count, size, exact = merger.beside(found)
-    if found.request is not None:
-        count, size = count + 1, size + len(as_json(found.request.as_dict()))
+    names, size, exact = merger.beside(found)
+    count = len(names)
     memory = process.importing(__name__)
     if files:  # otherwise tasks open no part
         memory = process.importing(__name__, type(merger).__module__, *process.readers(inputs))
         memory += sum(store.rows.table_bytes() for store in stores if store.layers) + _LISTED * len(files)
     copied = sum(file.bytes for file in files)
-    every = list(files)
-    if not apart:
-        every += [Assembled("", ((f, 0, n, 0),), n) for source, _ in merger.taken(found) for f, _, n in _below(source)]
+    every = list(files) if apart else [*files, *_taken(found)]
+    if found.request is not None:
+        names = [*names, *(f.name.partition("/")[2] if merger.names_itself else f.name for f in every)]
+        checksums = dict.fromkeys(names_like(formats.get(found.format).checked_files, names), "0" * 8)
+        count, size = count + 1, size + len(as_json(replace(found.request, checksums=checksums).as_dict()))
     return Predicted(size + sum(f.size for f in every), count + len(every), copied, memory, exact=exact)
 
 

@@ -100,17 +100,20 @@ def keep_request(place: Path, request: Request, files: Sequence[str], *, beside:
         files: :mod:`fnmatch` patterns of the files whose checksums are recorded (:attr:`Format.checked_files`).
         beside: whether the record lies next to the folder.
     """
-    matches = re.compile("|".join(map(fnmatch.translate, files)) or "(?!)").match
-    names = ((path, path.relative_to(place).as_posix()) for path in files_below(place))
-    work = (f"{FOLDER}/", f"{PARTS}/")
-    checked = sorted((name, path) for path, name in names if matches(name) and not name.startswith(work))
-    request = replace(request, checksums={name: checksum(path) for name, path in checked})
+    names = (path.relative_to(place).as_posix() for path in files_below(place))
+    request = replace(request, checksums={name: checksum(place / name) for name in names_like(files, names)})
     if beside:
         write_json(
             place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(place))}
         )
     else:
         write_json(place / RECORD, request.as_dict())
+
+
+def names_like(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names in a dataset's folder that match one of the :mod:`fnmatch` patterns, sorted; without those of unfinished work."""
+    matches = re.compile("|".join(map(fnmatch.translate, patterns)) or "(?!)").match
+    return sorted(name for name in names if matches(name) and not name.startswith((f"{FOLDER}/", f"{PARTS}/")))
 
 
 def is_below(name: str) -> bool:

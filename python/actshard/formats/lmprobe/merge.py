@@ -17,7 +17,7 @@ from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
-from actshard.formats.lmprobe.write import MADE_UP
+from actshard.formats.lmprobe.write import INDEX, MADE_UP
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.tables import IncompatibleTypesError, as_schema, common_schema
 from actshard.location import Location
@@ -230,20 +230,20 @@ class LmprobeMerger(Merger):
         return _Extractions(plan).taken
 
     def finish(self, plan: Merge) -> Path:
-        index = plan.path / "index" / "train-00000-of-00001.parquet"
+        index = plan.path / INDEX
         make_folder(index.parent)
         _native.sync_files([plan.path / "tensors"])
         with whole_file(index) as file:
             _Extractions(plan).write_index(file)
         return plan.path
 
-    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
         import pyarrow as pa
 
         parts = _Extractions(plan)
         total = sum(file.local.stat().st_size for dataset in parts.datasets for file in dataset.parts)
         if total > _COUNTED:
-            return 1, total, False
+            return [INDEX], total, False
         to = pa.BufferOutputStream()
         parts.write_index(to)
-        return 1, to.tell(), True
+        return [INDEX], to.tell(), True

@@ -61,7 +61,7 @@ _ROWS_AT_ONCE = 65_536
 _TOKENS_AT_ONCE = 1 << 23
 """Number of tokens whose addresses are in memory at once."""
 _WORKING = re.compile(r"\.(last|rest)-(-?\d+)-(\d+)\.part")
-_INDEX = "index/train-00000-of-00001.parquet"
+INDEX = "index/train-00000-of-00001.parquet"
 
 
 class LmprobeTarget(Target):
@@ -482,7 +482,7 @@ class LmprobeTarget(Target):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        index = self.root / _INDEX
+        index = self.root / INDEX
         make_folder(index.parent)
         meta = self.spec.metadata
         model = {

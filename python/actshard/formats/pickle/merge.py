@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,5 +82,5 @@ class PickleMerger(Merger):
         _native.sync_files([plan.path])
         return plan.path
 
-    def beside(self, plan: Merge) -> tuple[int, int, bool]:
-        return 1, len(as_json(_planned(plan)[1])), True
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
+        return ["metadata.json"], len(as_json(_planned(plan)[1])), True

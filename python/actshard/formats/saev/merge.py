@@ -203,11 +203,12 @@ class SaevMerger(Merger):
     def place(self, plan: Merge) -> Path:
         return _Shards(plan).place
 
-    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
         shards = _Shards(plan)
         lengths = any((part / LENGTHS).exists() for part in plan.parts)
         listed = len(as_json(shards.listing())) + len(as_json(shards.metadata))
-        return 2 + lengths, listed + lengths * 4 * shards.n, True
+        names = ["shards.json", "metadata.json", *[LENGTHS] * lengths]
+        return names, listed + lengths * 4 * shards.n, True
 
     def run(self, plan: Merge) -> Path:
         shards = _Shards(plan)

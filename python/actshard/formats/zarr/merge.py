@@ -148,17 +148,17 @@ def _one_store(plan: Merge) -> Path:
     return plan.path
 
 
-def _small_files(store: Path) -> tuple[int, int, int]:
-    """Number and bytes of a store's small files, and the bytes of the files with values per example."""
+def _small_files(store: Path) -> tuple[list[str], int, int]:
+    """Names and bytes of a store's small files, and the bytes of the files with values per example."""
     chunks = Path(Member(Location.at(store)).arrays[0].folder)
     found = [
-        (name, Path(folder, name).stat().st_size)
+        (path := Path(folder, name), path.stat().st_size)
         for folder, _, names in os.walk(store)
         for name in names
         if name != RECORD and (Path(folder) != chunks or not name[0].isdigit())
     ]
-    columns = sum(size for name, size in found if name[0].isdigit() or name.endswith(".jsonl"))
-    return len(found), sum(size for _, size in found), columns
+    columns = sum(size for path, size in found if path.name[0].isdigit() or path.suffix == ".jsonl")
+    return [path.relative_to(store).as_posix() for path, _ in found], sum(size for _, size in found), columns
 
 
 def _opened(path: Path) -> Contents:
@@ -209,8 +209,8 @@ class ZarrMerger(Merger):
     def finish(self, plan: Merge) -> Path:
         return _one_store(plan) if plan.options["physical"] else _finish_run(plan)
 
-    def beside(self, plan: Merge) -> tuple[int, int, bool]:
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
         if not plan.options["physical"]:
-            return 1, len(as_json(_manifest(plan.parts))), True
+            return ["manifest.json"], len(as_json(_manifest(plan.parts))), True
         counts = [_small_files(part) for part in plan.parts]
         return counts[0][0], counts[0][1] + sum(columns for _, _, columns in counts[1:]), False
