@@ -235,17 +235,6 @@ def missing_lines(folder: Path, patch: pytest.MonkeyPatch) -> None:
     _ = actshard.open(path).table
 
 
-def mixed_columns(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("actshard.writing.recorded.concatenated", lambda tables: (tables[0], ["x"]))
-    written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [1]})
-
-
-def unknown_lengths(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("actshard.writing.sink.Sink.own_lengths_missing", lambda self: 1)
-    with actshard.create(folder, "saev", layers=[0], d_model=4, tokens_per_example=2, pad=True) as writer:
-        writer.append(np.ones((1, 1, 1, 4), np.float32))
-
-
 def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
 
@@ -310,14 +299,6 @@ def exact_from_far(folder: Path, patch: pytest.MonkeyPatch) -> None:
         assert sum(map(len, store.stream(0, 512, shuffle="exact", tokens="all"))) == 1000
 
 
-def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
-    patch.setattr("actshard.writing.columns.changed_columns", lambda *_: {})
-    with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
-        columns = {"text": ["a"], "shard_index": [1], "num_tokens": [1]}
-        writer.append(np.ones((1, 1, 1, 4), np.float32), columns=columns)
-
-
 def too_long(folder: Path, patch: pytest.MonkeyPatch) -> None:
     with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
         writer.append([np.ones((1, 3, 4), np.float32)])
@@ -340,8 +321,6 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "no-example-chosen": no_example,
     "state-without-dataset": old_state,
     "missing-lines": missing_lines,
-    "mixed-column-types": mixed_columns,
-    "unknown-lengths": unknown_lengths,
     "column-type-changed": changed_column,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,
@@ -353,8 +332,6 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "disk-cache": no_cache,
     "remote-exact": exact_from_far,
     "sequences-too-long": too_long,
-    "column-renamed": renamed,
-    "column-left-out": renamed,
     "examples-left-empty": captured,
     "non-finite-captured": captured,
     "batch-halved": captured,

@@ -413,20 +413,6 @@ CALLS: tuple[Code, ...] = (
         "add the lines, or expect null values",
     ),
     Code(
-        "mixed-column-types",
-        WARNING,
-        "An earlier release appended a column with several types.",
-        "The values of the column are stored as strings.",
-        "cast the column when reading",
-    ),
-    Code(
-        "unknown-lengths",
-        WARNING,
-        "An earlier release padded examples without storing their lengths.",
-        "Rows of padding count as content.",
-        "write the dataset again if any examples were padded",
-    ),
-    Code(
         "column-type-changed",
         WARNING,
         "A format stores the values of a column as another type.",

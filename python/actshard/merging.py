@@ -338,12 +338,7 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
         if place not in (root, root / place.name):
             raise found.error("place", "the dataset's folder")
         found.value["place"] = str(place)
-    before = found.value.get("asked")
-    if before is None:  # begun by an earlier release
-        same = move == (asked.parts is None) and physical == asked.physical
-    else:
-        same = before == asked.as_dict()
-    if not same:
+    if found.value.get("asked") != asked.as_dict():
         of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         remedy = "repeat the same call to finish it" + ("" if move else f", or remove {root} to begin another")
         raise ArgumentError(

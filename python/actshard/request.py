@@ -77,9 +77,9 @@ DigestTexts = tuple[
 """The digests of layers in JSON."""
 
 
-def digests_of(texts: Sequence[str] | None) -> Digests | None:
-    """Digests from their texts; None for None: an earlier release wrote no digests."""
-    return None if texts is None else tuple(Digest(int(text[:16], 16), int(text[16:], 16)) for text in texts)
+def digests_of(texts: Sequence[str]) -> Digests:
+    """Digests from their texts."""
+    return tuple(Digest(int(text[:16], 16), int(text[16:], 16)) for text in texts)
 
 
 def digests_in(fields: Fields) -> Digests | None:
@@ -185,7 +185,7 @@ class Request:
 
     @classmethod
     def read(cls, place: Path | Location) -> Self | None:
-        """The request that made a dataset, by its record; None without one: another program, or an earlier release, wrote it.
+        """The request that made a dataset, by its record; None without one: another program wrote it.
 
         A record next to a folder is ignored if it was written for other files.
         """

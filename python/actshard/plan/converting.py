@@ -462,7 +462,7 @@ class Converting(Verb[_OpenedPlan]):
         over = sum(int(result.value["overflows"]) for result in results)
         lost = _losses(plan.arguments_as(ConvertArguments), target, over)
         # The plan knows the columns of the first examples only, if the others must be decoded.
-        changes = [text for result in results for text in result.value.get("changes", {}).values()]
+        changes = [text for result in results for text in result.value["changes"].values()]
         known = {loss.detail for loss in lost}
         lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in known)
         return Conversion(
@@ -487,8 +487,8 @@ class Converting(Verb[_OpenedPlan]):
         # First, so that a repeated commit knows the dataset as its own.
         lengths = lengths_in(tables, len(target.spec.layers))
         overflows = sum(int(result.value["overflows"]) for result in results)
-        parts = [digests_of(result.value.get("digests")) for result in results]
-        by_layers = None if None in parts else tuple(digest for part in parts for digest in part or ())
+        parts = [digests_of(result.value["digests"]) for result in results]
+        by_layers = tuple(digest for part in parts for digest in part)
         digests = by_layers if "layers" in plan.tasks[0] else joined_digests(parts)
         target.keep_request(len(lengths), overflows, digests, ())
         shared = _shared(results)

@@ -6,7 +6,7 @@ import base64
 import binascii
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -98,10 +98,9 @@ class ConvertArguments:
     config: dict[str, Any]
     request: Mapping[str, Any]
     losses: tuple[tuple[AnyText, AnyText], ...]
+    fillers: tuple[AnyText, ...]
     layout: LayoutValue = None
     numbers: bool | None = None
-    fillers: tuple[AnyText, ...] | None = None
-    """Absent in plans of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,9 @@ class ConvertResult:
     fragments: tuple[Annotated[Fragment, Rule("a range of bytes", lambda piece: piece.begin <= piece.end)], ...]
     overflows: Amount
     bytes: Amount
-    changes: Mapping[str, AnyText] = field(default_factory=dict)
-    """Absent in results of earlier releases."""
+    changes: Mapping[str, AnyText]
+    digests: DigestTexts
     tokens: Any = None
-    digests: DigestTexts | None = None
-    """Absent in results of earlier releases."""
 
 
 def check_plan(plan: Planned, path: Path) -> None:

@@ -53,8 +53,8 @@ class LayerScan:
     infinite_rows: OddRows
     zero_rows: OddRows
     constant_rows: OddRows
-    digests: DigestTexts | None = None
-    """The digest of the layer's rows; absent in results of earlier releases."""
+    digests: DigestTexts
+    """The digest of the layer's rows."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Journal:
         self.lock = Lock(self.folder)
         self.config: dict[str, Any] = {}
         self.request: Request | None = None
-        """The request; None in journals of earlier releases."""
+        """The request; None until the journal is begun or read."""
         self.commits: list[dict[str, Any]] = []
         self.files: set[str] = set()
         """Files that the commits made or continued, relative to the dataset's folder."""
@@ -113,7 +113,7 @@ class Journal:
                         code="metadata",
                     )
                 self.config = record["config"]
-                self.request = None if record.get("record") is None else Request.from_dict(record["record"], self.path)
+                self.request = Request.from_dict(record.get("record"), self.path)
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
@@ -142,7 +142,7 @@ class Journal:
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
         digests_in(Fields(record, self.path, f"line {number}"))
-        examples, table, overflows = record.get("examples"), record.get("table"), record.get("overflows", 0)
+        examples, table, overflows = record.get("examples"), record.get("table"), record.get("overflows")
         for name, right, expected in (
             (
                 "examples",
@@ -151,7 +151,7 @@ class Journal:
             ),
             ("state", isinstance(record.get("state"), dict), "an object"),
             ("overflows", type(overflows) is int and 0 <= overflows < 1 << 62, "a number"),
-            ("table", table is None or (isinstance(table, str) and _TABLE.fullmatch(table)), "examples-NNNNNN.arrow"),
+            ("table", isinstance(table, str) and _TABLE.fullmatch(table), "examples-NNNNNN.arrow"),
         ):
             if not right:
                 raise FormatError(
@@ -167,14 +167,13 @@ class Journal:
         return int(self.commits[-1]["examples"]) if self.commits else 0
 
     @property
-    def overflows(self) -> int | None:
-        """Number of finite values that a conversion stored as infinity; None if an earlier release did not record it."""
-        counts = [record["overflows"] for record in self.commits if "overflows" in record]
-        return sum(counts) if len(counts) == len(self.commits) else None
+    def overflows(self) -> int:
+        """Number of finite values that a conversion stored as infinity."""
+        return sum(record["overflows"] for record in self.commits)
 
     @property
     def digests(self) -> Digests | None:
-        """Digests of the rows of all commits; None if an earlier release did not record them."""
+        """Digests of the rows of all commits; None without commits."""
         return joined_digests(digests_in(Fields(record, self.path)) for record in self.commits)
 
     def commit(self, commit: Commit) -> None:
@@ -202,8 +201,7 @@ class Journal:
     def tables(self) -> Iterator[pa.Table]:
         """Yields the tables of all commits in order, memory-mapped."""
         for record in self.commits:
-            if "table" in record:
-                yield read_table(self.folder / record["table"])
+            yield read_table(self.folder / record["table"])
 
     def remove(self) -> None:
         """Removes the working folder. The caller holds the lock, which is removed last so that no other writer takes it earlier."""

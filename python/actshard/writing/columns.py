@@ -6,7 +6,6 @@ A type that has only had null values, also inside lists and dicts, is still unde
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,9 +66,8 @@ class Decided:
         """Columns that the format stores as another type, with a description."""
         for table in tables:
             own = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
-            with contextlib.suppress(IncompatibleTypesError):  # only in journals of earlier releases
-                self._schema = own.schema if self._schema is None else common_schema(self._schema, own.schema)
-                self._extremes = _extremes_with(self._extremes, own)
+            self._schema = own.schema if self._schema is None else common_schema(self._schema, own.schema)
+            self._extremes = _extremes_with(self._extremes, own)
             if target.unique is not None and target.unique in own.column_names:
                 column = own[target.unique]
                 if pa.types.is_integer(column.type) and not column.null_count:

@@ -19,7 +19,6 @@ from actshard.errors import (
     FormatError,
     MissingFileError,
     from_os,
-    warn,
 )
 from actshard.finding import check_opens
 from actshard.formats.target import AllExamples, Block, Target
@@ -111,13 +110,7 @@ class Sink(SegmentWriter):
     def _agree(self, config: dict[str, Any]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
         target, spec = self.target, self.target.spec
-        if self.journal.request is None:
-            raise FormatError(
-                "line 1: field 'record': expected the request of the writer, found none: an earlier release began this dataset; "
-                "finish it with that release, or write to another folder",
-                path=self.journal.path,
-                code="metadata",
-            )
+        assert self.journal.request is not None
         self._refuse_other(self.journal.request, target.request)
         try:
             target.adopt(config)
@@ -286,16 +279,12 @@ class Sink(SegmentWriter):
             at += len(table)
         return made
 
-    def own_lengths_missing(self) -> int:
-        """Number of committed examples without a length before padding: earlier releases did not record it."""
-        tables = self.journal.tables()
-        return sum(t[OWN].null_count if OWN in t.column_names else len(t) for t in tables)
-
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
         lengths = self._lengths_so_far()
-        every, mixed = columns_in(self.journal.tables())
-        for name in mixed:
-            text = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
-            warn(f"{self.target.root}: {text}", code="mixed-column-types")
-        return lengths, every
+        columns, mixed = columns_in(self.journal.tables())
+        if mixed:
+            raise FormatError(
+                f"column {mixed[0]!r}: expected values of one type, found several", path=self.journal.folder
+            )
+        return lengths, columns

@@ -77,7 +77,6 @@ class Writer:
                 raise
             return
         self._appended = self._sink.committed
-        self._tell_unknown(self._sink)
         if self._sink.journal.closing:
             # Killed while finishing: all shards have their final form, so only finishing remains.
             self.path = self._sink.finish()
@@ -384,18 +383,6 @@ class Writer:
             self.path = sink.finish()
         self.complete = True
         self._sink = None
-
-    def _tell_unknown(self, sink: Sink) -> None:
-        """Warns if an earlier release may have padded examples without recording their lengths."""
-        if not self._pad or self._target.ragged:
-            return
-        missing = sink.own_lengths_missing()
-        if missing:
-            warn(
-                f"{self.path}: pad=True: an earlier release did not record the lengths of {many(missing, 'example')}, so "
-                "their padding counts as content. If any were padded, write the dataset again.",
-                code="unknown-lengths",
-            )
 
     def abort(self) -> None:
         """Stops without finishing. Commits appended examples if possible; ``create(..., resume=True)`` continues after them."""

@@ -17,7 +17,6 @@ class LmprobeFormat(Format):
     description: ClassVar[str] = "lmprobe extractions"
     manifest: ClassVar[tuple[str, ...]] = ("lmprobe_info.json", "index/*.parquet")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
-    calls: ClassVar[tuple[Code, ...]] = codes.CALLS
     order: ClassVar[int] = 20
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

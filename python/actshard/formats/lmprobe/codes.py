@@ -69,20 +69,3 @@ FINDINGS = (
         "cast it when reading",
     ),
 )
-
-CALLS = (
-    Code(
-        "column-renamed",
-        WARNING,
-        "The dataset has a column with a name that lmprobe's format uses itself.",
-        "The column is stored as given_NAME.",
-        "nothing needs to be done",
-    ),
-    Code(
-        "column-left-out",
-        WARNING,
-        "The format computes a column that was given.",
-        "The given values are not stored.",
-        "nothing needs to be done",
-    ),
-)

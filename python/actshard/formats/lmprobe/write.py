@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import name_of
 from actshard._columns import numbers
-from actshard.errors import ArgumentError, FormatError, from_os, warn
+from actshard.errors import ArgumentError, FormatError, from_os
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.logits import is_router, write_logits
 from actshard.formats.tables import as_schema, as_text
@@ -452,24 +452,14 @@ class LmprobeTarget(Target):
             made["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
         if self.full:
             made["token_offset"] = numbers(row)
-        for name in sorted(OWN_COLUMNS & given.keys()):  # accepted by an older release, which checked names only here
-            given[f"given_{name}"] = given.pop(name)
-            self._warn(
-                "column-renamed", f"column {name!r} is stored as 'given_{name}', because lmprobe reserves the name"
-            )
         made |= {name: given[name] for name in sorted(given)}
         return made
-
-    def _warn(self, code: str, message: str) -> None:
-        warn(f"{self.root}: {message}", code=code)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
         """Token counts. For pooled data, the caller's counts or nulls, as lmprobe writes them."""
         import pyarrow as pa
 
         if self.full:
-            if column is not None:
-                self._warn("column-left-out", "column 'num_tokens' is left out: it is computed for full sequences")
             return numbers(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())
@@ -599,8 +589,5 @@ def _label(column: pa.ChunkedArray | None, n: int) -> Any:
     if column is None or pa.types.is_null(column.type):
         return pa.nulls(n, pa.int32())
     if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
-        try:
-            return column.cast(pa.int32())
-        except pa.ArrowInvalid:
-            pass  # accepted by an older release; stored as text, like all labels that are not 32-bit integers
+        return column.cast(pa.int32())
     return as_text(column)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ArgumentError, FormatError
+from actshard.errors import ArgumentError
 from actshard.formats.target import (
     AllExamples,
     Block,
@@ -82,10 +82,7 @@ class ZarrTarget(Target):
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
-        chunk = config["chunk"]
-        if chunk is not None and (type(chunk) is not int or chunk < 1):
-            raise ValueError(f"chunk {chunk!r}")
-        self._chunk, self.created = chunk, config["created"]
+        self._chunk, self.created = _chunk_in(config), config["created"]
 
     def _choose_chunk(self, longest: int) -> int:
         """T_chunk: a power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max.
@@ -127,28 +124,7 @@ class ZarrTarget(Target):
         self.n = len(lengths)
         self.longest = max(int(lengths.max(initial=0)), 0)
         if self._chunk is None and states:
-            chunk = states[-1].get("chunk")
-            self._chunk = chunk if type(chunk) is int and chunk > 0 else self._found_chunk(lengths[:, 0])
-
-    def _found_chunk(self, tokens: NDArray[np.int64]) -> int | None:
-        """T_chunk from the size of existing chunks, because release 0.1 did not record it.
-
-        Raises:
-            FormatError: files have different sizes, because a resumed writer of that release chose another T_chunk.
-        """
-        size, found = self.row_bytes, None
-        for i in np.flatnonzero(tokens > 0).tolist():
-            for layer in range(len(self.spec.layers)):
-                path = self.root / NODE / f"{i}.{layer}.0.0"
-                stored = path.stat().st_size if path.exists() else 0
-                if stored == 0 or stored % size or (found is not None and stored != found):
-                    raise FormatError(
-                        f"expected a chunk of {found or size} bytes, found {stored}: an older release resumed this store with "
-                        "another chunk length; it cannot be continued, start again in another folder",
-                        path=path,
-                    )
-                found = stored
-        return None if found is None else found // size
+            self._chunk = _chunk_in(states[-1])
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
         self._drop_uncounted(len(lengths))
@@ -257,6 +233,14 @@ class ZarrTarget(Target):
             wrote.append(path)
         _native.sync_files(wrote)
         sync_folders([self.root / node])
+
+
+def _chunk_in(values: Mapping[str, Any]) -> int | None:
+    """T_chunk in a journal; None before it is chosen."""
+    chunk = values["chunk"]
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ValueError(f"chunk {chunk!r}")
+    return chunk
 
 
 def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Any]:
