@@ -106,14 +106,13 @@ class Journal:
             if number == 1:
                 if record.get("actshard") != VERSION:
                     raise FormatError("line 1: expected the journal of an actshard writer", path=self.path)
-                if not isinstance(record.get("config"), dict):
-                    raise FormatError(
-                        "line 1: field 'config': expected the writer's settings, found none",
-                        path=self.path,
-                        code="metadata",
-                    )
+                for name, what in (("config", "the writer's settings"), ("record", "the request of the writer")):
+                    if not isinstance(record.get(name), dict):
+                        raise FormatError(
+                            f"line 1: field '{name}': expected {what}, found none", path=self.path, code="metadata"
+                        )
                 self.config = record["config"]
-                self.request = Request.from_dict(record.get("record"), self.path)
+                self.request = Request.from_dict(record["record"], self.path)
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
