@@ -274,6 +274,11 @@ def cache(tmp_path: Path) -> Path:
 
 def test_an_unfinished_run_is_told(cache: Path) -> None:
     (cache / "state.json").unlink()
+    for finding in actshard.verify(cache).findings:
+        assert ".tmp_shards" not in str(finding)
+        assert "Dataset.from_file(FILE)" in str(finding)
+    with pytest.raises(actshard.UnknownFormatError, match=r"The cache of datasets has none: save its files"):
+        actshard.open(cache)
     (cache / ".tmp_shards").mkdir()
     with refuses(actshard.UnfinishedError, cache, "has .tmp_shards and no state.json"):
         actshard.open(cache)

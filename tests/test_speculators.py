@@ -32,6 +32,18 @@ def test_golden_data_read_bit_for_bit(golden: Path, io: str) -> None:
     assert actshard.verify(golden, deep=True).ok
 
 
+@pytest.mark.parametrize("unfinished", [0, -1])
+@pytest.mark.parametrize("size", [0, 5, 60])
+def test_a_request_that_is_being_written_hides_no_others(unfinished: int, size: int, tmp_path: Path) -> None:
+    folder = copied(REQUESTS, tmp_path)
+    files = sorted(folder.glob("*.safetensors"))
+    files[unfinished].write_bytes(files[unfinished].read_bytes()[:size])
+    with pytest.warns(actshard.ActshardWarning):
+        store = actshard.open(folder)
+    assert store.format == "speculators"
+    assert len(store) == len(files)
+
+
 def edit_states(path: Path, **tensors: np.ndarray) -> None:
     """Replaces tensors of a file of hidden states."""
     write(path, read_tensors(path) | tensors)

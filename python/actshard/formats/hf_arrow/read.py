@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 LOOKED_FOR = "a folder with a state.json that lists Arrow files (_data_files) with vectors"
 UNFINISHED = ".tmp_shards"
+_OF_A_CACHE = (
+    "The cache of datasets has none: save its files with "
+    "datasets.concatenate_datasets([datasets.Dataset.from_file(FILE), ...]).save_to_disk(FOLDER)"
+)
 OWN = "actshard"
 """Field of dataset_info.json that lists columns and layers. ``datasets`` ignores it, and drops it when it saves."""
 _SHOWN = 10
@@ -52,7 +56,8 @@ def detect(path: Location) -> Evidence:
     if state.kind() != "file":
         if path.lists and (path / UNFINISHED).kind() == "folder":
             return Evidence(True, LOOKED_FOR, f"{UNFINISHED}, of a run that has not finished")
-        return Evidence(False, LOOKED_FOR, "no state.json")
+        is_cache = path.lists and (path / "dataset_info.json").kind() == "file"
+        return Evidence(False, LOOKED_FOR, f"no state.json. {_OF_A_CACHE}" if is_cache else "no state.json")
     value = read_json(state)
     if not isinstance(value, dict) or "_data_files" not in value:
         return Evidence(False, LOOKED_FOR, "another state.json", near=True)
@@ -100,6 +105,8 @@ class Directory:
         self.path = path
         self.warnings: list[Remark] = []
         if not (path / "state.json").exists():
+            if path.lists and not (path / UNFINISHED).exists():
+                raise MissingFileError(f"expected the list of Arrow files. {_OF_A_CACHE}", path=path / "state.json")
             raise UnfinishedError(
                 f"has {UNFINISHED} and no state.json: the run that writes it is running, or was interrupted. Run it again",
                 path=path,

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
+_LISTED = 4096
+"""Entries of a folder among which request files are looked for."""
+_TRIED = 64
+"""Request files that may be unfinished before the folder is taken for another."""
 _PER_TOKEN = ("input_ids", "loss_mask")
 
 
@@ -57,21 +61,22 @@ def detect(path: Location) -> Evidence:
         if not isinstance(features, dict) or "input_ids" not in features:
             return Evidence(False, _LOOKED_FOR, "a state.json, but no input_ids in dataset_info.json", near=True)
         return Evidence(True, _LOOKED_FOR, "rows of speculators")
-    if _first_request(path):
+    if _has_requests(path):
         return Evidence(True, _LOOKED_FOR, "vLLM's request files")
     return Evidence(False, _LOOKED_FOR, "no state.json")
 
 
-def _first_request(path: Location) -> bool:
-    """Whether the first safetensors file of a folder has the two tensors of a request file."""
-    name = next((entry.name for entry in path.first(4096) if entry.name.endswith(".safetensors")), None)
-    if name is None:
-        return False
-    try:
-        tensors = {name: len(shape) for name, _, shape, _, _ in _native.safetensors_header(path / name)[0]}
-    except ActshardError:
-        return False
-    return tensors.get(STATES) == 3 and tensors.get(IDS) == 1
+def _has_requests(path: Location) -> bool:
+    """Whether the first safetensors file that can be read has the two tensors of a request file, in the order of the names.
+
+    Files that a server is writing just now are empty or short.
+    """
+    names = sorted(entry.name for entry in path.first(_LISTED) if entry.name.endswith(".safetensors"))
+    for name in names[:_TRIED]:
+        with contextlib.suppress(ActshardError):
+            tensors = {name: len(shape) for name, _, shape, _, _ in _native.safetensors_header(path / name)[0]}
+            return tensors.get(STATES) == 3 and tensors.get(IDS) == 1
+    return False
 
 
 def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], options: Options) -> Rows:
