@@ -204,12 +204,19 @@ def test_vectors_are_detected_by_type_or_name(name: str, tmp_path: Path) -> None
 def test_lists_of_floats_without_a_sign_of_vectors_need_a_format(tmp_path: Path) -> None:
     """Scores and loss weights are such lists too."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"scores": pa.array([[0.5, 1.0]] * 3, pa.list_(pa.float64()))}), path)
+    lists = pa.array([[0.5, 1.0]] * 3, pa.list_(pa.float64()))
+    pq.write_table(pa.table({"x": lists}), path)
     with pytest.raises(
-        actshard.UnknownFormatError, match=r"scores, which may be scores or weights \(format= reads them\)"
+        actshard.UnknownFormatError, match=r"in x, which may be scores or weights \(format= reads them\)"
     ):
         actshard.open(tmp_path)
-    assert actshard.open(tmp_path, format="parquet_vectors").gather("scores", 2, 0).tolist() == [[0.5, 1.0]]
+    assert actshard.open(tmp_path, format="parquet_vectors").gather("x", 2, 0).tolist() == [[0.5, 1.0]]
+    pq.write_table(pa.table({"scores": lists}), path)
+    layout = {"layers": ["scores"]}
+    with pytest.raises(actshard.UnknownFormatError, match=r"\(format= and layout={'layers': \['scores'\]} read them\)"):
+        actshard.open(tmp_path)
+    store = actshard.open(tmp_path, format="parquet_vectors", layout=layout)
+    assert store.gather("scores", 2, 0).tolist() == [[0.5, 1.0]]
     (tmp_path / "a.parquet.nla_meta.yaml").write_text("kind: nla_dataset")
     assert actshard.open(tmp_path).layers == ("scores",)
     for other in (GOLDEN / "levanter/prebuilt_weights", GOLDEN / "lmprobe/pooled_f16"):

@@ -19,6 +19,7 @@ class HfArrowFormat(Format):
     order: ClassVar[int] = 45
     writes: ClassVar[bool] = True
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    names_layers: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -13,7 +13,7 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks all headers, the offsets of every batch, all other columns, and the counts in dataset_info.json."""
-    directory = report.faults.parse(root, lambda: Directory(root, report.faults))
+    directory = report.faults.parse(root, lambda: Directory(root, report.faults, report.layout))
     if directory is None:
         return
     contents = directory.contents(Options.of(root))

@@ -24,11 +24,12 @@ from actshard._arguments import many
 from actshard._json import Fields, parse_json, read_json, show
 from actshard._native import Rows
 from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError, UnfinishedError
+from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError, NotStoredError, UnfinishedError
 from actshard.faults import RAISE, Faults
+from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
-from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
+from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, kind_of, pieces_of, vectors_of
 from actshard.layers import Layer, stored
 from actshard.location import Location
 
@@ -101,7 +102,7 @@ def data_files(path: Location, state: Fields) -> list[Location]:
 class Directory:
     """A directory's metadata and the headers of its files."""
 
-    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE, layout: Any = None) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         if not (path / "state.json").exists():
@@ -137,7 +138,7 @@ class Directory:
         """Layer names by column, where they differ from the column's name."""
         self.layers: list[Vectors] = []
         self.pieces: list[list[Piece]] = []
-        self._choose()
+        self._choose(layout)
 
     def _info(self) -> dict[str, Any]:
         path = self.path / "dataset_info.json"
@@ -171,40 +172,47 @@ class Directory:
                 found = None  # a damaged copy is ignored: types are read from the columns
         return found if isinstance(found, dict) else {}
 
-    def _choose(self) -> None:
+    def _choose(self, layout: Any) -> None:
         """Finds the columns that are layers, and their rows."""
         columns = self.files[0].columns if self.files else ()
         candidates = [of for column in columns if (of := vectors_of(column, self.features)) is not None]
         names = [column.name for column in columns]
         if len(set(names)) < len(names):
             raise FormatError("expected columns of different names", path=self.files[0].path)
-        listed = self._listed(candidates)
+        wanted = named_in(layout, [of.column.name for of in candidates])
+        listed = (
+            self._listed(candidates)
+            if wanted is None
+            else [of for name in wanted for of in candidates if of.column.name == name]
+        )
         candidates = candidates if listed is None else listed
+        rank = rank_of if listed is None else lambda name: 1
+        best = max((rank(of.column.name) for of in candidates), default=0)
+        most = max((len(of.levels) for of in candidates if rank(of.column.name) == best), default=0)
         known: dict[str, int] = {}
         found: dict[str, list[Piece]] = {}
-        most = max((len(of.levels) for of in candidates), default=0)
-        failed: list[tuple[Vectors, FormatError]] = []
+        failed: list[FormatError] = []
         for of in [of for of in candidates if len(of.levels) == most]:
             try:
                 found[of.column.name], width = self._pieces(of)
             except FormatError as error:
                 if of.width is not None:
                     raise
-                failed.append((of, error))  # lists of variable length: not a layer if other columns are
+                failed.append(error)  # lists of variable length: not a layer if other columns are
             else:
                 known[of.column.name] = width or 0
         if failed and not found:
-            raise failed[0][1]
-        layers, others = chosen([of for of in candidates if of.column.name in found], known)
-        others += [of for of in candidates if of.column.name not in found]
+            raise failed[0]
+        kinds = {of.column.name: kind_of(of, known[of.column.name]) for of in candidates if of.column.name in found}
+        chosen = choose(kinds, self.path, rank) if kinds else []
+        layers = [of for of in candidates if of.column.name in chosen]
+        others = [of for of in candidates if of.column.name not in chosen]
         if listed is not None and others:
             odd = ", ".join(of.column.name for of in others)
-            raise FormatError(
-                f"field '{OWN}.columns': expected columns of one kind, size and dtype, found {odd} next "
-                f"to {layers[0].column.name}",
-                path=self.path / "dataset_info.json",
-                code="metadata",
-            )
+            what = f"expected columns of one kind, size and dtype, found {odd} next to {layers[0].column.name}"
+            if wanted is not None:
+                raise ArgumentError(f"layout: {what}")
+            raise FormatError(f"field '{OWN}.columns': {what}", path=self.path / "dataset_info.json", code="metadata")
         first = found[layers[0].column.name] if layers else []
         for of in layers:
             pieces = found[of.column.name]
@@ -214,14 +222,8 @@ class Directory:
             else:
                 others.append(of)
         if others:
-            kept = ", ".join(of.column.name for of in self.layers)
-            left = ", ".join(of.column.name for of in others)
-            self.warnings.append(
-                Remark(
-                    "layout",
-                    f"columns {left} differ from {kept} in kind, size, dtype or lengths: they are columns, not layers",
-                )
-            )
+            text = left_out([of.column.name for of in others], [of.column.name for of in self.layers])
+            self.warnings.append(Remark("layout", text))
         self.d_model = known[self.layers[0].column.name] if self.layers else 0
         self._check_claims()
 
@@ -396,4 +398,4 @@ def _opened(path: Location) -> StreamFile:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads state.json, dataset_info.json, the headers of all batches and the offsets of their rows, but no values."""
-    return Directory(path).contents(options)
+    return Directory(path, layout=options.layout).contents(options)

@@ -12,7 +12,6 @@ The offsets of the first row are read here; the core checks the others when it f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,17 +196,6 @@ def _void(
     return np.unique(np.concatenate(found))
 
 
-def chosen(candidates: Sequence[Vectors], known: dict[str, int]) -> tuple[list[Vectors], list[Vectors]]:
-    """Divides columns of vectors into layers and others, such as scores per token.
-
-    Layers have one kind, dtype and width. Preferred are sequences over single vectors, then ``Array2D`` over other lists, then
-    wider over narrower vectors.
-    """
-
-    def kind(of: Vectors) -> tuple[int, bool, int, str]:
-        return len(of.levels), _EXTENSION in of.column.metadata, known.get(of.column.name, 0), of.leaf.type
-
-    if not candidates:
-        return [], []
-    best = max(map(kind, candidates))
-    return [c for c in candidates if kind(c) == best], [c for c in candidates if kind(c) != best]
+def kind_of(of: Vectors, width: int) -> tuple[int, bool, int, str]:
+    """What layers have in common. Better are sequences than single vectors, ``Array2D`` than other lists, then wider vectors."""
+    return len(of.levels), _EXTENSION in of.column.metadata, width, of.leaf.type

@@ -14,6 +14,7 @@ class ParquetVectorsFormat(Format):
     name: ClassVar[str] = "parquet_vectors"
     description: ClassVar[str] = "parquet files with a column of vectors"
     manifest: ClassVar[tuple[str, ...]] = ("*.parquet",)
+    names_layers: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

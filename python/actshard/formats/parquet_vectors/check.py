@@ -11,7 +11,7 @@ from actshard.location import Location
 
 def check(root: Location, report: Report, tell: Tell) -> None:
     """Decodes every row group, and compares NLA's description with the file."""
-    dataset = report.faults.parse(root, lambda: ParquetDataset(root, report.faults))
+    dataset = report.faults.parse(root, lambda: ParquetDataset(root, report.faults, report.layout))
     if dataset is None:
         return
     report.count("files", len(dataset.files))

@@ -128,7 +128,7 @@ class VectorColumn:
     number: int
     """The number of its leaf among the columns of the file."""
     levels: int
-    """1: a vector per row. 2: a sequence."""
+    """1: a vector per row. 2: a sequence. 3: a sequence for each layer."""
     type: str
     width: int | None
     """d_model, if types or features specify it."""
@@ -136,11 +136,13 @@ class VectorColumn:
     """Tokens per row, if types or features specify them."""
     typed: bool = False
     """Whether it is an extension type, or a list of fixed size."""
+    layers: int | None = 1
+    """Sequences per row; None if neither types nor features specify it."""
 
     @property
     def likely(self) -> bool:
         """Whether the type or name suggests activations. Lists of floats may also be scores or loss weights."""
-        return self.typed or self.levels == 2 or _NAMED.search(self.name) is not None
+        return self.typed or self.levels > 1 or _NAMED.search(self.name) is not None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -198,15 +200,16 @@ class ParquetFile:
 
         sizes: list[int | None] = []
         tensor = isinstance(field.type, pa.FixedShapeTensorType)
-        if tensor and (len(field.type.shape) > 2 or (field.type.permutation or [0, 1])[0] != 0):
+        axes = list(field.type.permutation or range(len(field.type.shape))) if tensor else []
+        if len(axes) > 3 or axes != sorted(axes):
             return None
         kind = getattr(field.type, "storage_type", field.type)
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        while _is_list(kind):
             sizes.append(kind.list_size if pa.types.is_fixed_size_list(kind) else None)
             kind = kind.value_type
         if tensor and len(sizes) == 1:
             sizes = list(field.type.shape)
-        if str(kind) not in FLOATS or not 1 <= len(sizes) <= 2:
+        if str(kind) not in FLOATS or not 1 <= len(sizes) <= 3:
             return None
         feature = features.get(field.name)
         shape = feature.get("shape") if isinstance(feature, dict) else None
@@ -216,9 +219,9 @@ class ParquetFile:
             ]
         (number,) = self.leaves[field.name]
         leaf = self.meta.schema.column(number).path
-        tokens = sizes[0] if len(sizes) == 2 else 1
+        tokens, layers = sizes[-2] if len(sizes) > 1 else 1, sizes[0] if len(sizes) == 3 else 1
         typed = hasattr(field.type, "storage_type") or pa.types.is_fixed_size_list(field.type)
-        return VectorColumn(field.name, leaf, number, len(sizes), str(kind), sizes[-1], tokens, typed)
+        return VectorColumn(field.name, leaf, number, len(sizes), str(kind), sizes[-1], tokens, typed, layers)
 
     def group_rows(self, group: int) -> int:
         """Number of rows of a row group."""
@@ -244,22 +247,40 @@ class ParquetFile:
             return file.read_row_group(group, columns=paths).select(names)
 
     def chunks(self, group: int, column: VectorColumn) -> Iterator[pa.Array]:
-        """Decodes a column of a row group, in chunks of fewer than 2^31 values."""
+        """Decodes a column of a row group, in chunks of fewer than 2^31 values: a vector or sequence per row and layer."""
         table = self.read(group, [column.name])
+        done = 0
         for chunk in table.column(0).chunks:
-            yield _nested(getattr(chunk, "storage", chunk), column)
+            yield self._sequences(_nested(getattr(chunk, "storage", chunk), column), column, done)
+            done += len(chunk)
+
+    def _sequences(self, lists: pa.Array, column: VectorColumn, done: int) -> pa.Array:
+        """The sequences of all layers of the rows, one after the other."""
+        if column.levels < 3 or len(lists) == 0 or not _is_list(lists.type.value_type.value_type):
+            return lists  # those of tensors are divided already
+        _refuse_nulls(lists, lambda i: self._refuse(column, done + i, f"{column.layers} layers", "null"))
+        ends = ends_of(lists)
+        if len(bad := np.flatnonzero(np.diff(ends) != column.layers)):
+            raise self._refuse(column, done + int(bad[0]), f"{column.layers} layers", int(np.diff(ends)[bad[0]]))
+        return lists.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
+
+    def _refuse(self, column: VectorColumn, row: int, expected: str, found: Any) -> FormatError:
+        return FormatError(
+            f"row {row} of a row group: column {column.name!r}: expected {expected}, found {found}", path=self.path
+        )
 
     def decode(
         self, group: int, column: VectorColumn, first: int, lengths: int | NDArray[np.int64], width: int
     ) -> NDArray[Any]:
-        """Decodes a row group: ``(rows, tokens, width)``, shorter sequences padded with zeros.
+        """Decodes a row group: ``(rows, layers, tokens, width)``, shorter sequences padded with zeros.
 
         Raises:
             FormatError: a row is null, or its length differs from ``lengths``, the lengths in the first layer. The message
                 contains the row's number, counted from ``first``.
         """
-        n = self.group_rows(group)
-        expected = np.broadcast_to(np.asarray(lengths, np.int64), n)
+        assert column.layers is not None
+        n = self.group_rows(group) * column.layers
+        expected = np.repeat(np.broadcast_to(np.asarray(lengths, np.int64), n // column.layers), column.layers)
         tokens = max(int(expected.max(initial=0)), 1)
         size = n * tokens * width * column.dtype.itemsize
         if size > MOST_GROUP:
@@ -267,18 +288,21 @@ class ParquetFile:
                 f"expected row groups of at most 64 GiB, found {size} bytes in group {group}", path=self.path
             )
         made = (
-            np.zeros((n, tokens, width), column.dtype) if column.levels == 2 else np.empty((n, 1, width), column.dtype)
+            np.zeros((n, tokens, width), column.dtype) if column.levels > 1 else np.empty((n, 1, width), column.dtype)
         )
         done = 0
         for chunk in self.chunks(group, column):
             end = done + len(chunk)
             if end > n:
                 break
-            fill(made[done:end], expected[done:end], chunk, column, first + done, self.path)
+            fill(made[done:end], expected[done:end], chunk, column, first * column.layers + done, self.path)
             done = end
         if done != n:
-            raise FormatError(f"expected {n} rows in row group {group}, found {done}", path=self.path)
-        return made
+            rows = self.group_rows(group)
+            raise FormatError(
+                f"expected {rows} rows in row group {group}, found {done // column.layers}", path=self.path
+            )
+        return made.reshape(-1, column.layers, *made.shape[1:])
 
 
 class _Opened:
@@ -321,6 +345,12 @@ def _count_leaves(kind: pa.DataType) -> int:
     return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields))
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def _nested(lists: pa.Array, column: VectorColumn) -> pa.Array:
     """Converts 2-D tensors that are stored as flat lists of elements to lists of vectors."""
     import pyarrow as pa
@@ -353,14 +383,15 @@ def fill(
     first: int,
     path: Location,
 ) -> None:
-    """Copies the vectors of a chunk of rows to ``made``, ``(rows, tokens, width)``. ``expected`` is the number per row.
+    """Copies the vectors of a chunk of sequences to ``made``, ``(sequences, tokens, width)``. ``expected`` is the number of each.
 
-    Raises FormatError with the row's number for nulls and other numbers of vectors or values.
+    Raises FormatError with the row's number for nulls and other numbers of vectors or values; ``first`` counts sequences, too.
     """
     _, tokens, width = made.shape
 
     def refuse(row: int, expected: str, found: Any) -> FormatError:
-        return FormatError(f"row {first + row}: column {column.name!r}: expected {expected}, found {found}", path=path)
+        row = (first + row) // (column.layers or 1)
+        return FormatError(f"row {row}: column {column.name!r}: expected {expected}, found {found}", path=path)
 
     _refuse_nulls(chunk, lambda i: refuse(i, "vectors", "null"))
     if column.levels == 1:
@@ -391,7 +422,7 @@ def _refuse_nulls(values: pa.Array, error: Callable[[int], FormatError]) -> None
 
 
 def lengths_of(file: ParquetFile, group: int, column: VectorColumn) -> NDArray[np.int64]:
-    """Tokens of each row of a row group. Decodes the group."""
+    """Tokens of each row of a row group, those of its first layer. Decodes the group."""
     with boundary(file.path, "read"):
         parts = [np.diff(ends_of(chunk)) for chunk in file.chunks(group, column)]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    return np.concatenate([np.zeros(0, np.int64), *parts])[:: column.layers]

@@ -12,6 +12,7 @@ Sources: kitft/natural_language_autoencoders 047eb8e, datasets 5.2.0's push_to_h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from actshard._json import read_json
 from actshard._native import Rows
 from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, NotStoredError
+from actshard.errors import ActshardError, ArgumentError, FormatError, NotStoredError
 from actshard.faults import RAISE, Faults
+from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.parquet_vectors.files import (
     FLOATS,
@@ -64,16 +66,16 @@ def detect(path: Location) -> Evidence:
         return Evidence(
             True, LOOKED_FOR, f"column {columns[0].name} in {first.name}, with a description of activations"
         )
-    text = (
-        f"{first.name} with lists of floats in {columns[0].name}, which may be scores or weights (format= reads them)"
-    )
+    name = columns[0].name
+    how = "format= reads them" if rank_of(name) else f"format= and layout={{'layers': [{name!r}]}} read them"
+    text = f"{first.name} with lists of floats in {name}, which may be scores or weights ({how})"
     return Evidence(False, LOOKED_FOR, text, near=True)
 
 
 class ParquetDataset:
     """The files of a dataset and its layers."""
 
-    def __init__(self, path: Location, faults: Faults = RAISE) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE, layout: Any = None) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         paths = parquet_files(path)
@@ -92,7 +94,7 @@ class ParquetDataset:
         self.groups = [(file, g) for file in self.files for g in range(file.meta.num_row_groups) if file.group_rows(g)]
         self.sizes = [file.group_rows(g) for file, g in self.groups]
         self.firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
-        self.columns_found = self._choose()
+        self.columns_found = self._choose(layout)
         self.lengths = self._lengths()
 
     def _described(self, paths: Sequence[Location]) -> dict[str, Any]:
@@ -121,27 +123,42 @@ class ParquetDataset:
             raise FormatError("expected a description, a mapping, found another value", path=path, code="metadata")
         return {str(key): entry for key, entry in value.items()}
 
-    def _choose(self) -> list[VectorColumn]:
-        """The columns that are layers, all of one kind, width and dtype.
+    def _choose(self, layout: Any) -> list[VectorColumn]:
+        """The columns that are layers, all of one kind, width and dtype, by :func:`actshard.formats.candidates.choose`.
 
-        Preferred are columns with a type or name of activations, then sequences, then the widest vectors.
+        Columns without a type or name of activations are only read if there are no others. Better are more axes, then
+        wider vectors.
         """
-        columns = self.files[0].vectors()
-        columns = [column for column in columns if column.likely] or columns
-        found = [(self._width(column), column) for column in columns]
-        if not found:
+        every = self.files[0].vectors()
+        named = named_in(layout, [column.name for column in every])
+        columns = [column for column in every if column.likely] or every
+        if named is not None:
+            columns = [column for column in every if column.name in named]
+        if not columns:
             raise FormatError(f"expected {LOOKED_FOR}, found none", path=self.files[0].path)
-        best = max((c.levels, width, c.type) for width, c in found)
-        chosen = [c for width, c in found if (c.levels, width, c.type) == best]
-        self.d_model = best[1]
-        others = [c.name for width, c in found if (c.levels, width, c.type) != best]
-        if others:
-            kept = ", ".join(column.name for column in chosen)
-            text = (
-                f"columns {', '.join(others)} differ from {kept} in kind, size or dtype: they are columns, not layers"
-            )
-            self.warnings.append(Remark("layout", text))
-        return chosen
+        columns = [self._with_layers(column) for column in columns]
+        widths = {column.name: self._width(column) for column in columns}
+        kinds = {c.name: (c.levels, c.layers, widths[c.name], c.type) for c in columns}
+        names = choose(kinds, self.path, rank_of if named is None and not self.described else lambda name: 1)
+        self.d_model = widths[names[0]]
+        if others := [name for name in kinds if name not in names]:
+            if named is not None:
+                raise ArgumentError(
+                    f"layout: expected columns of one kind, size and dtype, found {', '.join(others)} next to {names[0]}"
+                )
+            self.warnings.append(Remark("layout", left_out(others, names)))
+        by_name = {column.name: column for column in columns}
+        return [by_name[name] for name in (named or names)]
+
+    def _with_layers(self, column: VectorColumn) -> VectorColumn:
+        """The column with its number of layers: from the type or the features, else from the first row."""
+        if column.layers is not None:
+            return column
+        for file, group in self.groups:
+            for chunk in file.read(group, [column.name]).column(0).chunks:
+                if len(sizes := np.diff(ends_of(getattr(chunk, "storage", chunk)))):
+                    return replace(column, layers=max(int(sizes[0]), 1))
+        return replace(column, layers=1)
 
     def _width(self, column: VectorColumn) -> int:
         """d_model: from the type or the features, else from the numbers of values and rows, else from the first row."""
@@ -154,7 +171,7 @@ class ParquetDataset:
                 return share[0]
         for file, group in self.groups:
             for chunk in file.chunks(group, column):
-                sizes = np.diff(ends_of(chunk.flatten() if column.levels == 2 else chunk))
+                sizes = np.diff(ends_of(chunk.flatten() if column.levels > 1 else chunk))
                 if (found := sizes[sizes > 0]).size:
                     return int(found[0])
         return 0
@@ -163,7 +180,7 @@ class ParquetDataset:
         """Tokens of each example, by row group; a single number if all are equal. Sequences of unknown length are decoded once."""
         first = self.columns_found[0]
         fixed = first.tokens
-        each = self.d_model * (fixed or 0)
+        each = self.d_model * (fixed or 0) * (first.layers or 1)
         if fixed is not None and all(file.values(g, first) == file.group_rows(g) * each for file, g in self.groups):
             return fixed
         if fixed is not None and first.levels == 1:
@@ -181,11 +198,20 @@ class ParquetDataset:
         extraction = self.described.get("extraction")
         number = extraction.get("layer_index") if isinstance(extraction, dict) else None
         if len(self.columns_found) == 1:
+            if self.layers_each > 1:
+                return tuple(range(self.layers_each))
             if _is_layer(number):
                 return (number,)
             if (constant := self._constant("activation_layer")) is not None:
                 return (constant,)
+        if self.layers_each > 1:
+            return tuple(f"{column.name}.{i}" for column in self.columns_found for i in range(self.layers_each))
         return tuple(column.name for column in self.columns_found)
+
+    @property
+    def layers_each(self) -> int:
+        """Layers in each column."""
+        return self.columns_found[0].layers or 1
 
     def _constant(self, name: str) -> int | None:
         """The value of an integer column that is constant according to the statistics of the row groups; else None."""
@@ -210,16 +236,17 @@ class ParquetDataset:
         for number, (file, _) in enumerate(self.groups):
             tokens = self.most_tokens(number)
             n = self.sizes[number]
-            shape = [n, len(self.columns_found), tokens, self.d_model]
+            shape = [n, len(self.layers), tokens, self.d_model]
             decode = _Decode(self, number)
             fill = bytes(column.dtype.itemsize)
-            arrays.append((file.path.parent, file.path, "", ".", shape, [n, 1, *shape[2:]], fill, False, decode))
+            chunk = [n, self.layers_each, *shape[2:]]
+            arrays.append((file.path.parent, file.path, "", ".", shape, chunk, fill, False, decode))
         lengths = self.lengths
         return Rows.chunked(
             arrays,
             [(n, [number]) for number, n in enumerate(self.sizes)],
             [lengths if isinstance(lengths, int) else np.concatenate(lengths).astype(np.uint32)],
-            num_groups=len(self.columns_found),
+            num_groups=len(self.layers),
             width=self.d_model,
             dtype=FLOATS[column.type][0],
             decoded_memory=options.decoded_memory,
@@ -322,4 +349,4 @@ class _Decode:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads footers. Decodes row groups only for lengths of sequences that neither types nor features specify."""
-    return ParquetDataset(path).contents(options)
+    return ParquetDataset(path, layout=options.layout).contents(options)

@@ -1,0 +1,66 @@
+"""Which columns of vectors of a table are layers: names decide before kinds and widths, and the caller decides before names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actshard.errors import ArgumentError, FormatError
+from actshard.layers import several
+from actshard.location import Location
+
+_OF_STATES = re.compile(r"hidden|resid|activation|(?<![a-z])acts?(?![a-z])|(?<![a-z])states?(?![a-z])", re.IGNORECASE)
+_OF_OUTPUTS = re.compile(
+    r"logit|log_?prob|prob(s|abilit)|softmax|router|entropy|(?<![a-z])(loss|score|reward|grad)(es|s)?(?![a-z])"
+    r"|(attn|attention)_?(weight|score|prob|pattern|mask)|attentions?$|hook_(pattern|attn_scores)",
+    re.IGNORECASE,
+)
+
+
+def rank_of(name: str) -> int:
+    """2 for the name of hidden states, 0 for one of outputs, scores or attention weights, 1 for any other."""
+    return 0 if _OF_OUTPUTS.search(name) else 2 if _OF_STATES.search(name) else 1
+
+
+def choose(kinds: Mapping[str, Any], path: Location, rank: Callable[[str], int] = rank_of) -> list[str]:
+    """The columns that are layers: those of the kind of the best one, by its name, then by its kind.
+
+    Args:
+        kinds: the kind of each column, such as its axes, width and dtype; better ones are larger.
+        path: the dataset, for messages.
+        rank: 0 for columns that are never layers.
+
+    Raises:
+        FormatError: there are only columns that are never layers.
+    """
+    best = max(kinds, key=lambda name: (rank(name), kinds[name]))
+    if rank(best) == 0:
+        raise FormatError(
+            f"expected a column of activations, found {', '.join(kinds)}, by their names scores or outputs. To read one: "
+            f"layout={{'layers': [{best!r}]}}",
+            path=path,
+        )
+    return [name for name in kinds if kinds[name] == kinds[best] and rank(name)]
+
+
+def named_in(layout: Any, columns: Sequence[str]) -> list[str] | None:
+    """The columns that ``layout={"layers": [...]}`` names; None without it. Raises ArgumentError for others."""
+    if layout is None:
+        return None
+    names = [str(name) for name in several(layout["layers"])]
+    unknown = next((name for name in names if name not in columns), None)
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, columns, 1)
+        hint = f"; do you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"layout: no column of vectors {unknown!r}{hint} There are {', '.join(columns) or 'none'}")
+    return names
+
+
+def left_out(others: Sequence[str], layers: Sequence[str]) -> str:
+    """Text about columns of vectors that are not layers."""
+    return (
+        f"columns {', '.join(others)} differ from {', '.join(layers)} in kind, size, dtype or lengths, or are named as outputs: "
+        f"they are columns, not layers; layout={{'layers': [{others[0]!r}]}} reads them instead"
+    )
