@@ -59,6 +59,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
+    ("foreign",),
     ("contents", "tables", "target", "report", "kept", "options", "numbered", "candidates", "torch_zip", "scales"),
     ("carrying", "merging", "per_token", "draft_examples", "draft_trees"),
     ("draft_columns", "draft_keeping", "token_target"),

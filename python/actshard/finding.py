@@ -30,6 +30,7 @@ from actshard.errors import (
     UnknownFormatError,
 )
 from actshard.formats.contents import Evidence
+from actshard.formats.foreign import explained
 from actshard.location import Location
 from actshard.logs import LOG
 from actshard.storage import Entry, Remote, one_look
@@ -364,6 +365,8 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
         reasons = reasons or ["pass the folder that contains the file"]
     elif entries is not None:
         found = f"a folder with {_summary(entries)}, which no format recognises"
+    if texts := explained(root, entries):
+        return "; ".join([found, *texts])
     if _is_describable(root, entries):
         return f"{'; '.join([found, *reasons])}. {_DESCRIBE}"
     return "; ".join([found, *reasons])

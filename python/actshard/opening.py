@@ -22,6 +22,7 @@ from actshard.errors import (
 )
 from actshard.finding import Place, all_existing, detect, existing_anywhere, find_any, find_in, of_tokens
 from actshard.formats.contents import Options
+from actshard.formats.foreign import tell
 from actshard.formats.format import names_layers
 from actshard.layers import Layer, several, short
 from actshard.location import Location, network_io
@@ -257,8 +258,8 @@ def _opened(
         else:
             contents = chosen.open_several(root.place, [folder.place for folder in together], options)
     except ActshardError as error:
-        if error.path is None:  # some errors of the core name no file
-            error.path = root.place
+        error.path = error.path or root.place  # some errors of the core name no file
+        tell(error)
         raise
     store = Store(
         replace(contents, layout=layout),

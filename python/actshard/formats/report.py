@@ -22,6 +22,7 @@ from actshard.errors import (
     place_of,
 )
 from actshard.faults import Faults
+from actshard.formats.foreign import tell
 from actshard.location import Location
 
 _P = TypeVar("_P", bound=os.PathLike[str])
@@ -178,6 +179,7 @@ class Report:
 
     def fault(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
         """Adds an exception as a finding, unless its message was already reported for the same file."""
+        tell(error)
         where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"
         if (str(where), error.detail) not in self._wrong:
