@@ -328,10 +328,10 @@ def test_a_journal_cannot_name_files_elsewhere_for_removal(name: str, tmp_path: 
     (tmp_path / "d" / "link").symlink_to(mine.parent)
     journal = tmp_path / "d/.actshard/journal.jsonl"
     *lines, commit = journal.read_text().splitlines()
-    changed = {**json.loads(commit), "files": [name]}
+    changed = {**json.loads(commit), "files": {name: 0}}
     journal.write_text("\n".join([*lines, json.dumps(changed)]) + "\n")
     if name != "link/mine":
-        with pytest.raises(actshard.FormatError, match="'files': expected paths below"):
+        with pytest.raises(actshard.FormatError, match="'files': expected sizes of files below"):
             actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, resume=True)
     else:
         writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, resume=True)

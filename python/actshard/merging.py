@@ -350,6 +350,15 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
     if not isinstance(targets, list) or not all(isinstance(name, str) and is_below(name) for name in targets):
         raise found.error("targets", "paths below the dataset's folder")
     request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
+    if (
+        asked.parts is not None
+        and not found.value.get("finished")
+        and _check_alike(_datasets(asked.parts), asked)[1] != request
+    ):
+        raise ArgumentError(
+            "a merge of these parts was begun here, and they have changed since. Merge them into another folder",
+            path=root,
+        )
     parts = tuple(root / name for name in names)
     return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
 

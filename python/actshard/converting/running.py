@@ -37,6 +37,7 @@ from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
+from actshard.inputs import fingerprint
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
@@ -281,6 +282,12 @@ def _write(
     try:
         size = copy_blocks(asked, sink, columns, (begun, total, begun), overflow, done)
         columns.turned |= sink.columns.changes
+        if fingerprint(asked.store) not in target.request.sources:
+            sink.discard()
+            raise FormatError(
+                "was changed while it was converted, so the result would be a mixture, and was removed. Convert again",
+                path=asked.store.path,
+            )
         return sink.finish(), begun, size, sink.journal.overflows
     except (ArgumentError, DtypeError, NumbersMatterError) as error:
         if begun:

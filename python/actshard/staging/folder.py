@@ -20,6 +20,7 @@ from actshard.layers import Layer, listing
 from actshard.location import Location
 from actshard.staging.listing import origin_of, within
 from actshard.staging.marker import Listed, Marker, Staged, read_marker, state_of, write_marker
+from actshard.verifying import verify
 from actshard.work import STAGED, Lock, make_folder, remove, sync_folders, sync_tree
 
 
@@ -208,6 +209,17 @@ def _are_equal(marker: Marker, name: str, new: Path, target: Path) -> bool:
     return near.is_file() and far.is_file() and filecmp.cmp(near, far, shallow=False)
 
 
+def _check_sound(copy: Path, source: str, target: Path) -> None:
+    """Raises FormatError if the new copy is damaged, as its source is: the older one may be the last good one."""
+    errors = verify(copy, progress=None).errors
+    if errors:
+        raise FormatError(
+            f"the source is damaged now, so the older copy is kept: {str(errors[0]).replace(os.fspath(copy), source)}. Stage again "
+            "when the source is mended, or to another folder",
+            path=target,
+        )
+
+
 def _is_taken(new: Path, name: str, above: str) -> bool:
     """Whether the new copy contains ``name``, or a file with the name of a folder that ``name`` needs."""
     return (
@@ -229,6 +241,7 @@ def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new: 
     sync_tree(new)
     if target.exists():
         _check_others(new, target)
+        _check_sound(new / marker.inside, marker.source, target)
         target.replace(old)
     new.replace(target)
     _discard(old, target)

@@ -147,6 +147,12 @@ def files_below(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
+def names_of(path: Path) -> list[Path]:
+    """The names of a file that a writer makes: its own, the one of the complete file, and the temporary one."""
+    whole = path.name.removeprefix(".").removesuffix(".part") if path.name.endswith(".part") else path.name
+    return [path, path.with_name(whole), path.with_name(f".{whole}.part")]
+
+
 def remove_files(root: Path, paths: Iterable[Path]) -> None:
     """Removes files below a folder, also under their temporary names, and then the folders above them that are empty."""
     base = Path(os.path.realpath(root))
@@ -154,10 +160,9 @@ def remove_files(root: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         if base not in (above := Path(os.path.realpath(path.parent)), *above.parents):
             continue  # a link leads out of the folder
-        whole = path.name.removeprefix(".").removesuffix(".part") if path.name.endswith(".part") else path.name
-        for name in (path.name, whole, f".{whole}.part"):
+        for name in names_of(path):
             with contextlib.suppress(OSError):
-                path.with_name(name).unlink()
+                name.unlink()
         folders |= {above for above in path.parents if root in above.parents}
     for folder in sorted(folders, reverse=True):
         with contextlib.suppress(OSError):  # not empty

@@ -41,7 +41,7 @@ class Commit:
         state: the target's state, for resuming.
         overflows: number of finite values that they store as infinity.
         digests: digests of their rows, numbered in the dataset.
-        files: the files that contain them, relative to the dataset's folder.
+        files: sizes in bytes of the files that contain them, by their names relative to the dataset's folder.
     """
 
     examples: int
@@ -49,7 +49,7 @@ class Commit:
     state: dict[str, Any]
     overflows: int
     digests: Digests
-    files: list[str]
+    files: dict[str, int]
 
 
 class Journal:
@@ -63,8 +63,8 @@ class Journal:
         self.request: Request | None = None
         """The request; None until the journal is begun or read."""
         self.commits: list[dict[str, Any]] = []
-        self.files: set[str] = set()
-        """Files that the commits made or continued, relative to the dataset's folder."""
+        self.files: dict[str, int] = {}
+        """Sizes of the files that the commits made or continued, after the last of them, by their names relative to the folder."""
         self.closing = False
         """Whether the writer has begun to finish the dataset: nothing can be appended."""
         self.finished = False
@@ -87,7 +87,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
-        self.request, self.files = None, set()
+        self.request, self.files = None, {}
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -123,20 +123,22 @@ class Journal:
                         f"line {number}: field 'files': expected none, because no examples are committed",
                         path=self.path,
                     )
-                self.files |= self._names(number, record.pop("files", []))
+                self.files |= self._sizes(number, record.pop("files", None))
                 self.commits.append(record)
             self._valid += len(line)
 
-    def _names(self, number: int, names: Any) -> set[str]:
-        """Raises FormatError unless a line lists paths below the dataset's folder."""
-        if not isinstance(names, list) or not all(isinstance(name, str) and is_below(name) for name in names):
+    def _sizes(self, number: int, files: Any) -> dict[str, int]:
+        """Raises FormatError unless a line has the sizes of files below the dataset's folder."""
+        if not isinstance(files, dict) or not all(
+            is_below(name) and type(size) is int and size >= 0 for name, size in files.items()
+        ):
             raise FormatError(
-                f"line {number}: field 'files': expected paths below the dataset's folder, found {names!r:.60}",
+                f"line {number}: field 'files': expected sizes of files below the dataset's folder, found {files!r:.60}",
                 path=self.path,
                 code="metadata",
                 offset=self._valid,
             )
-        return set(names)
+        return files
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
@@ -181,8 +183,8 @@ class Journal:
         record["digests"] = list(map(str, commit.digests))
         record["table"] = f"examples-{len(self.commits):06}.arrow"
         write_table(self.folder / record["table"], commit.table)
-        self._append({**record, "files": [name for name in commit.files if name not in self.files]})
-        self.files.update(commit.files)
+        self._append({**record, "files": commit.files})
+        self.files |= commit.files
         self.commits.append(record)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from actshard.errors import (
     ExistsError,
     FormatError,
     MissingFileError,
+    TruncatedFileError,
     from_os,
 )
 from actshard.finding import check_opens
@@ -28,6 +29,7 @@ from actshard.work import (
     Commit,
     Journal,
     make_folder,
+    names_of,
     recorded_files,
     remove_empty_folders,
     remove_files,
@@ -96,6 +98,8 @@ class Sink(SegmentWriter):
                 path=self.journal.folder,
             )
         if self.journal.commits:
+            if not self.journal.closing:
+                self._check_files()
             try:
                 self.target.restore([c["state"] for c in self.journal.commits], lengths)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -106,6 +110,18 @@ class Sink(SegmentWriter):
                 ) from error
         if not self.journal.closing:
             self.target.forget(lengths)
+
+    def _check_files(self) -> None:
+        """Raises an error if a file is missing, or shorter than when its examples were committed: a scratch disk was cleaned."""
+        for name, size in self.journal.files.items():
+            path = self.target.root / name
+            sizes = [other.stat().st_size for other in names_of(path) if other.exists()]
+            if not sizes or max(sizes) < size:
+                raise TruncatedFileError(
+                    f"expected {many(size, 'byte')} of committed examples, found {max(sizes, default='no file')}: it was changed "
+                    "since. Restore it, or write to another folder",
+                    path=path,
+                )
 
     def _agree(self, config: dict[str, Any]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""

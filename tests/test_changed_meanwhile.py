@@ -1,0 +1,168 @@
+"""What changes between two steps of a verb is told: committed files, parts of a merge, the source of a conversion or of a copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard.formats import merging as format_merging
+from actshard.request import RECORD
+
+FORMATS = ("saev", "lmprobe", "zarr", "pickle", "npy", "safetensors", "hf_arrow")
+MERGED = ("saev", "lmprobe", "zarr", "pickle")
+
+
+def arguments(format: str, n: int = 6, value: float = 1.0, first: int = 0) -> tuple[np.ndarray, dict[str, Any]]:
+    rows = np.full((n, 2, 3, 8), value, np.float32)
+    columns: dict[str, Any] = {} if format == "saev" else {"label": [int(value)] * n}
+    return rows, columns | ({"sample_idx": list(range(first, first + n))} if format == "pickle" else {})
+
+
+def written(path: Path, format: str, value: float = 1.0, first: int = 0, **options: Any) -> Path:
+    with actshard.create(path, format, layers=[0, 1], d_model=8, **options) as writer:
+        rows, columns = arguments(format, value=value, first=first)
+        writer.append(rows, columns=columns)
+    return Path(writer.path)
+
+
+def largest(folder: Path) -> Path:
+    files = [p for p in folder.rglob("*") if p.is_file() and ".actshard" not in p.parts and p.name != RECORD]
+    return max(files, key=lambda p: p.stat().st_size)
+
+
+def half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+DAMAGE: list[Callable[[Path], None]] = [Path.unlink, half]
+
+
+# -- a committed file is removed, or cut, before the writer continues ---------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("part", [None, (0, 1)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_lost_rows_of_an_unfinished_dataset_are_not_zeros(
+    format: str, part: tuple[int, int] | None, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    if part is not None and format not in MERGED:
+        pytest.skip(f"{format} has no parts")
+
+    def begin(**options: Any) -> Any:
+        return actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=8, part=part, **options)
+
+    rows, columns = arguments(format)
+    writer = begin()
+    writer.append(rows, columns=columns)
+    writer.flush()
+    writer.abort()
+    damage(largest(tmp_path / "d"))
+    with pytest.raises(actshard.TruncatedFileError, match=r"expected .* of committed examples, found"):
+        begin(resume=True)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_lost_rows_of_an_unfinished_conversion_are_not_zeros(
+    format: str, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written(tmp_path / "source", "pickle", shard_bytes=200)
+    monkeypatch.setattr("actshard.writing.sink.COMMIT_BYTES", 1)
+
+    def stop(at: int, total: int, size: int) -> None:
+        if at >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        actshard.convert(source, tmp_path / "d", format, progress=stop)
+    damage(largest(tmp_path / "d"))
+    with pytest.raises(actshard.TruncatedFileError, match="of committed examples, found"):
+        actshard.convert(source, tmp_path / "d", format, resume=True)
+
+
+# -- a part is written again after its merge was killed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, None])
+@pytest.mark.parametrize("format", MERGED)
+def test_a_killed_merge_of_parts_that_changed_is_not_finished(
+    format: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [written(tmp_path / name, format, k + 1.0, 100 * k) for k, name in enumerate("ab")]
+    take, finish = format_merging.Merge.take, type(actshard.merging.merger_of(format)).finish
+    taken: list[Path] = []
+
+    class KilledError(BaseException):
+        pass
+
+    def take_some(self: Any, source: Path, target: Path) -> None:
+        if len(taken) == steps:
+            raise KilledError
+        taken.append(target)
+        take(self, source, target)
+
+    def finish_none(self: Any, plan: Any) -> Path:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(format_merging.Merge, "take", take_some)
+        patch.setattr(type(actshard.merging.merger_of(format)), "finish", finish_none)
+        with pytest.raises(KilledError):
+            actshard.merge(tmp_path / "m", parts)
+    assert type(actshard.merging.merger_of(format)).finish is finish
+    for resume in (False, True):  # the same parts finish it
+        shutil.copytree(tmp_path / "m", tmp_path / f"copy{resume}")
+        merged = actshard.merge(tmp_path / f"copy{resume}", parts, resume=resume)
+        assert len(actshard.open(merged)) == 12
+    shutil.rmtree(parts[0].parent if format == "saev" else parts[0])
+    again = written(tmp_path / "a", format, 9.0)
+    assert again == parts[0]
+    for resume in (False, True):
+        with pytest.raises(actshard.ArgumentError, match="they have changed since"):
+            actshard.merge(tmp_path / "m", parts, resume=resume)
+
+
+# -- a source changes while it is read -----------------------------------------------------------------------------------
+
+
+def test_a_source_that_changes_while_it_is_converted_is_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = (written(tmp_path / name, "zarr", value) for name, value in (("a", 1.0), ("b", 2.0)))
+
+    def change(at: int, total: int, size: int) -> None:
+        for file in [p for p in other.rglob("*") if p.is_file() and p.name != RECORD]:
+            (source / file.relative_to(other)).write_bytes(file.read_bytes())
+
+    with pytest.raises(actshard.FormatError, match="was changed while it was converted"):
+        actshard.convert(source, tmp_path / "c", "npy", progress=change)
+    assert not (tmp_path / "c").exists()
+    done = actshard.convert(source, tmp_path / "c", "npy")
+    assert actshard.open(done.path).gather(0, [5], [2])[0].tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_good_copy_is_not_replaced_by_a_damaged_one(
+    format: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    source = written(tmp_path / "s", format, **({"compress": False} if format == "pickle" else {}))
+    copy = actshard.stage(source, tmp_path / "copy").path
+    files = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    file = largest(source)
+    data = file.read_bytes()
+    damage(file)
+    with pytest.raises(actshard.FormatError, match="the source is damaged now, so the older copy is kept") as caught:
+        actshard.stage(source, tmp_path / "copy")
+    assert "actshard-stage" not in str(caught.value), "the working folder is no place for the user"
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == files
+    file.write_bytes(data)
+    assert len(actshard.open(actshard.stage(source, tmp_path / "copy").path)) == 6
