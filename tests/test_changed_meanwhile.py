@@ -20,13 +20,13 @@ MERGED = ("saev", "lmprobe", "zarr", "pickle")
 
 
 def arguments(format: str, n: int = 6, value: float = 1.0, first: int = 0) -> tuple[np.ndarray, dict[str, Any]]:
-    rows = np.full((n, 2, 3, 8), value, np.float32)
+    rows = np.full((n, 2, 3, 256), value, np.float32)
     columns: dict[str, Any] = {} if format == "saev" else {"label": [int(value)] * n}
     return rows, columns | ({"sample_idx": list(range(first, first + n))} if format == "pickle" else {})
 
 
 def written(path: Path, format: str, value: float = 1.0, first: int = 0, **options: Any) -> Path:
-    with actshard.create(path, format, layers=[0, 1], d_model=8, **options) as writer:
+    with actshard.create(path, format, layers=[0, 1], d_model=256, **options) as writer:
         rows, columns = arguments(format, value=value, first=first)
         writer.append(rows, columns=columns)
     return Path(writer.path)
@@ -57,7 +57,7 @@ def test_lost_rows_of_an_unfinished_dataset_are_not_zeros(
         pytest.skip(f"{format} has no parts")
 
     def begin(**options: Any) -> Any:
-        return actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=8, part=part, **options)
+        return actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256, part=part, **options)
 
     rows, columns = arguments(format)
     writer = begin()
@@ -146,7 +146,7 @@ def test_a_source_that_changes_while_it_is_converted_is_no_mixture(
         actshard.convert(source, tmp_path / "c", "npy", progress=change)
     assert not (tmp_path / "c").exists()
     done = actshard.convert(source, tmp_path / "c", "npy")
-    assert actshard.open(done.path).gather(0, [5], [2])[0].tolist() == [2.0] * 8
+    assert actshard.open(done.path).gather(0, [5], [2])[0].tolist() == [2.0] * 256
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
