@@ -13,7 +13,7 @@ import pytest
 
 import actshard
 from actshard.formats import merging as format_merging
-from actshard.request import RECORD
+from actshard.request import RECORD, Request
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle", "npy", "safetensors", "hf_arrow")
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
@@ -166,3 +166,43 @@ def test_a_good_copy_is_not_replaced_by_a_damaged_one(
     assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == files
     file.write_bytes(data)
     assert len(actshard.open(actshard.stage(source, tmp_path / "copy").path)) == 6
+
+
+# -- files of others -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "saev"])
+def test_a_file_that_appears_under_a_final_name_is_not_overwritten(format: str, tmp_path: Path) -> None:
+    checked = Request.read(written(tmp_path / "whole", format)).checksums  # type: ignore[union-attr]  # it has a record
+    assert checked
+    for name in checked:
+        writer = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256)
+        rows, columns = arguments(format)
+        writer.append(rows, columns=columns)
+        file = tmp_path / "d" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        with pytest.raises(actshard.ExistsError, match=f"{name}: was written by another program"):
+            writer.close()
+        assert file.read_text() == "mine"
+        file.unlink()
+        actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256, resume=True).close()
+        assert len(actshard.open(tmp_path / "d")) == 6
+        shutil.rmtree(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [("pickle", "metadata.json"), ("lmprobe", "train-00000-of-00001.parquet"), ("saev", "metadata.json")],
+)
+def test_files_of_others_in_parts_are_kept_whatever_their_names(format: str, name: str, tmp_path: Path) -> None:
+    for part in range(2):
+        written(tmp_path / "d", format, part + 1.0, 100 * part, part=(part, 2))
+    mine = tmp_path / "d/.parts/part-00000-of-00002/my-results" / name
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    merged = actshard.merge(tmp_path / "d")
+    assert len(actshard.open(merged)) == 12
+    kept = [p for p in (tmp_path / "d").rglob("*") if p.is_file() and p.read_bytes() == b"mine"]
+    assert kept == [tmp_path / "d/left-in-parts/part-00000-of-00002/my-results" / name]
+    assert [p.name for p in (tmp_path / "d/left-in-parts").rglob("*") if p.is_file()] == [name]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +217,7 @@ def merged(root: Path, asked: AskedMerge) -> Path:
                 keep_request(place, plan.request, formats.get(plan.format).checked_files)
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
-            _remove_parts(root, merger_of(plan.format).files)
+            _remove_parts(root, frozenset(listed["own"]))
         _leave(root)
         check_opens(place, plan.format)
     finally:
@@ -227,31 +226,43 @@ def merged(root: Path, asked: AskedMerge) -> Path:
     return place
 
 
-def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
+def _remove_parts(root: Path, own: Set[str]) -> None:
     """Removes the parts' folder.
 
-    It is renamed first, because a dataset with remaining parts would look unfinished. Files whose names no writer produces are
-    kept in a folder of the dataset.
+    It is renamed first, because a dataset with remaining parts would look unfinished. Files that the writers did not make are kept
+    in a folder of the dataset. ``own``: names of the others, see :func:`_own_files`.
     """
     gone = root / FOLDER / _GONE
-    _empty(root, gone, made)  # left by a merge that was interrupted at this step
+    _empty(root, gone, own)  # left by a merge that was interrupted at this step
     if (root / PARTS).is_dir():
         rename(root / PARTS, gone)
         _native.sync_files([root])
-        _empty(root, gone, made)
+        _empty(root, gone, own)
 
 
-def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
+def _own_files(root: Path, plan: Merge) -> list[str]:
+    """Files and stores in the parts' folder: those that the merge takes or copies, and those in the records of the parts."""
+    merger = merger_of(plan.format)
+    files = [source for source, _ in merger.taken(plan)]
+    files += [source for file in merger.assembled(plan) for source, *_ in file.pieces]
+    for part in plan.parts:
+        request = Request.read(part)
+        files += [part / name for name in (RECORD, *((request.checksums if request else None) or ()))]
+    return sorted({file.relative_to(root / PARTS).as_posix() for file in files})
+
+
+def _empty(root: Path, gone: Path, own: Set[str]) -> None:
     """Removes a folder of merged parts. Other programs' files in it move to a visible folder."""
     others = False
     for path, below, names in os.walk(gone, topdown=False):
         folder = Path(path)
-        within = folder.relative_to(gone).parts
+        within = folder.relative_to(gone)
         # Writers create files only inside the parts' folders.
-        part = bool(within) and PART.fullmatch(within[0]) is not None
-        ours = made is None or (part and FOLDER in within)
+        is_part = bool(within.parts) and PART.fullmatch(within.parts[0]) is not None
+        is_own = (is_part and FOLDER in within.parts) or any(str(above) in own for above in (within, *within.parents))
         for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
-            if ours or (part and (file.name in (EMPTY, RECORD) or (made is not None and made.fullmatch(file.name)))):
+            name = file.relative_to(gone).as_posix()
+            if is_own or name in own or (is_part and len(within.parts) == 1 and file.name in (EMPTY, RECORD)):
                 with contextlib.suppress(
                     OSError
                 ):  # removed later with the working folder, which stays if that fails too
@@ -346,9 +357,10 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
             f"for another merge: {remedy}",
             path=root,
         )
-    targets = found.value.get("targets", [])
-    if not isinstance(targets, list) or not all(isinstance(name, str) and is_below(name) for name in targets):
-        raise found.error("targets", "paths below the dataset's folder")
+    for field_name in ("targets", "own"):
+        below = found.value.get(field_name)
+        if not isinstance(below, list) or not all(isinstance(name, str) and is_below(name) for name in below):
+            raise found.error(field_name, "paths below the dataset's folder")
     request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
     if (
         asked.parts is not None
@@ -376,6 +388,7 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
         "move": plan.move,
         "physical": asked.physical,
         "targets": [] if plan.move else [target.relative_to(root).as_posix() for target in targets],
+        "own": _own_files(root, plan) if plan.move else [],
     }
     request = None if plan.request is None else plan.request.as_dict()
     write_json(marker, {**written, "asked": asked.as_dict(), "request": request})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -178,8 +177,6 @@ class Merger(ABC):
     """Patterns of the names that a merge creates in the dataset's folder."""
     physical: ClassVar[str | None] = None
     """Plural name of this format's datasets, if a merge can produce a list of them; ``physical=True`` then produces one dataset."""
-    files: ClassVar[re.Pattern[str] | None] = None
-    """Names of files that the format's writers create, in any folder. Only these are removed from a merged part; None: all."""
     names_itself: ClassVar[bool] = False
     """Whether the format chooses the name of the merged dataset's folder, below the given path."""
 

@@ -28,7 +28,9 @@ from actshard.work import (
     EMPTY,
     Commit,
     Journal,
+    files_below,
     make_folder,
+    names_like,
     names_of,
     recorded_files,
     remove_empty_folders,
@@ -176,6 +178,8 @@ class Sink(SegmentWriter):
             )
         if self.committed == 0:
             return self._finish_empty()
+        if not self.journal.closing:
+            self._refuse_others()
         self._stop()
         self._closed = True
         try:
@@ -205,6 +209,19 @@ class Sink(SegmentWriter):
         finally:
             self.journal.lock.release()
         return place
+
+    def _refuse_others(self) -> None:
+        """Raises ExistsError if another program wrote a file whose name the dataset needs."""
+        root = self.target.root
+        names = (path.relative_to(root).as_posix() for path in files_below(root))
+        others = set(names_like(formats.get(self.target.format).checked_files, names)) - self.journal.files.keys()
+        if others:
+            self.abort()
+            raise ExistsError(
+                "was written by another program, and the dataset needs the name. Move the file away; the same call with "
+                "resume=True then completes the dataset",
+                path=root / min(others),
+            )
 
     def _finish_empty(self) -> Path:
         """Finishes a part without examples. Its marker file shows merge that the part exists."""

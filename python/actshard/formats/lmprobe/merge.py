@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,9 +209,6 @@ class LmprobeMerger(Merger):
     """Merges extractions: moves the parts' tensor files and writes a new index."""
 
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
-    files: ClassVar[re.Pattern[str] | None] = re.compile(
-        r"\w+_(shard)?\d{3,}\.safetensors|[\w-]+-\d{5}-of-\d{5}\.parquet"
-    )
 
     def kind(self, contents: Contents) -> dict[str, Any]:
         return {

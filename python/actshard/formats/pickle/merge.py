@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +62,6 @@ class PickleMerger(Merger):
     """Merges pickle shards: they get new names. Each folder of a multi-machine extraction is a part."""
 
     makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
-    files: ClassVar[re.Pattern[str] | None] = re.compile(r"shard_\d{4,}\.pkl(\.gz)?|metadata\.json")
 
     def datasets(self, path: Path) -> list[Path]:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,9 +175,6 @@ class SaevMerger(Merger):
 
     makes: ClassVar[tuple[str, ...]] = (_WORK,)
     names_itself: ClassVar[bool] = True
-    files: ClassVar[re.Pattern[str] | None] = re.compile(
-        rf"acts\d{{6,}}\.bin(\.part)?|labels\.bin|{re.escape(LENGTHS)}|(shards|metadata)\.json"
-    )
 
     def kind(self, contents: Contents) -> dict[str, Any]:
         return {

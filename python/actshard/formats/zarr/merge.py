@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -181,9 +180,6 @@ class ZarrMerger(Merger):
         "text",
         "shards",
         "manifest.json",
-    )
-    files: ClassVar[re.Pattern[str] | None] = re.compile(
-        r"\.z(attrs|group|metadata|array)|config\.json|(prompts|responses|sample_index|extra_metadata)\.jsonl|\d+(\.\d+)*"
     )
     physical: ClassVar[str | None] = "Zarr stores"
 
