@@ -16,9 +16,9 @@ from actshard.errors import ESCAPES, ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
-from actshard.tokens.decoding import DecodedRow, decode_rows, recorded_tokenizer, tokenizer_difference
+from actshard.tokens.decoding import DecodedRow, decode_rows, decoder_of, tokenizer_difference
 from actshard.tokens.looking import summarize
-from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.tokenizer import Tokenizer
 
 _SHOWN = 12
 """Number of values of a row to print."""
@@ -86,13 +86,18 @@ def _padding(row: dict[str, Any]) -> str:
     return f"{row['alone']:.1%} with a document per example, {row['packed']:.1%} packed{cut}"
 
 
+def show_number(value: float) -> str:
+    """Prints an element of a field: an integer with all its digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def tokenizer_of(cache: TokenCache, name: str) -> Tokenizer | None:
     """Returns the named tokenizer, or the ledger's; None if that cannot be loaded on this machine."""
-    if name:
-        return load_tokenizer(name)
     try:
-        return recorded_tokenizer(cache)
+        return decoder_of(cache, name)
     except (ActshardError, MissingExtraError):
+        if name:
+            raise
         return None
 
 
@@ -104,7 +109,7 @@ def decoded(cache: TokenCache, n: int, name: str) -> list[DecodedRow]:
         n: number of rows.
         name: the tokenizer; empty: that of the ledger.
     """
-    tokenizer = load_tokenizer(name) if name else recorded_tokenizer(cache)
+    tokenizer = decoder_of(cache, name)
     if (difference := tokenizer_difference(cache, tokenizer)) is not None:
         print(f"warning: {difference}", file=sys.stderr)
     return decode_rows(cache, n, tokenizer)
@@ -162,7 +167,7 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
         if tokenizer is not None:
             shown.append(one_line(row["text"], 80))
         shown += [
-            " ".join(f"{x:g}" for x in row[name]) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
+            " ".join(map(show_number, row[name])) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
         ]
         cells.append(shown)
     out = console()
