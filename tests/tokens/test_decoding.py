@@ -215,6 +215,13 @@ def test_fields_of_floats_are_not_ids(tmp_path: Path) -> None:
     assert "1.5 1.23457e+06" in command("head", str(tmp_path / "c")).stdout
 
 
+def test_head_decodes_the_beginning_of_long_documents(tmp_path: Path) -> None:
+    written(tmp_path / "c", [{"input_ids": np.arange(5000)}, {"input_ids": []}, {"input_ids": [7]}])
+    rows = json.loads(command("head", str(tmp_path / "c"), "--tokenizer", "passthrough", "--json").stdout)
+    assert [row["text"] for row in rows] == [" ".join(map(str, range(512))), "", "7"]
+    assert [(row["tokens"], row["input_ids"]) for row in rows] == [(5000, list(range(12))), (0, []), (1, [7])]
+
+
 def test_large_ids_are_printed_with_all_digits(tmp_path: Path) -> None:
     written(tmp_path / "c", [{"input_ids": [1234567]}])
     for verb in ("head", "top"):

@@ -16,8 +16,16 @@ from actshard.errors import ESCAPES, ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
-from actshard.tokens.decoding import DecodedRow, decode_rows, decoder_of, tokenizer_difference
+from actshard.tokens.decoding import (
+    SHOWN_TOKENS,
+    DecodedRow,
+    decode_rows,
+    decoder_of,
+    read_beginnings,
+    tokenizer_difference,
+)
 from actshard.tokens.looking import summarize
+from actshard.tokens.processing import MASKS
 from actshard.tokens.tokenizer import Tokenizer
 
 _SHOWN = 12
@@ -137,17 +145,20 @@ def show_texts(cache: TokenCache, n: int, name: str) -> None:
 
 
 def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Returns the first rows: text, if there is a tokenizer, and the first values of each field."""
+    """Returns the first rows: text of the first tokens, if there is a tokenizer, and the first values of each field."""
+    count = min(n, len(cache))
+    if count == 0:
+        return []
+    fields = {name: read_beginnings(cache, name, count, _SHOWN) for name in cache.fields}
+    lengths, ids = read_beginnings(cache, cache.token_field, count, SHOWN_TOKENS)
     made = []
-    for i, row in enumerate(cache.rows(range(min(n, len(cache))))):
-        shown: dict[str, Any] = {"row": i, "tokens": int(row[cache.token_field].size) if row else 0}
+    for i in range(count):
+        shown: dict[str, Any] = {"row": i, "tokens": int(lengths[i])}
         if tokenizer is not None:
-            shown["text"] = tokenizer.decode(row[cache.token_field].reshape(-1).tolist())
-        masks = row.get("assistant_masks")
-        if masks is not None:
-            shown["assistant_tokens"] = int(np.count_nonzero(masks))
-        shown |= {name: values.reshape(-1)[:_SHOWN].tolist() for name, values in row.items()}
-        made.append(shown)
+            shown["text"] = tokenizer.decode(ids[i].tolist())
+        if MASKS in fields:
+            shown["assistant_tokens"] = int(np.count_nonzero(cache.view(MASKS)[i]))
+        made.append(shown | {name: values[i].tolist() for name, (_, values) in fields.items()})
     return made
 
 

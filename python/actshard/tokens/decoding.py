@@ -107,7 +107,7 @@ def decode_rows(
         warn(f"{cache.path}: {difference}", code="cache-settings")
     if count == 0:
         return []
-    lengths, ids = _beginnings(cache, cache.token_field, count, limit)
+    lengths, ids = read_beginnings(cache, cache.token_field, count, limit)
     masks = _masks(cache, lengths, limit)
     return [
         _decoded(cache, number, int(lengths[number]), ids[number], masks[number], decoder) for number in range(count)
@@ -164,7 +164,9 @@ def tokenizer_difference(cache: TokenCache, tokenizer: Tokenizer) -> str | None:
     )
 
 
-def _beginnings(cache: TokenCache, name: str, count: int, limit: int) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
+def read_beginnings(
+    cache: TokenCache, name: str, count: int, limit: int
+) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
     """``(count,)`` int64 lengths of the first rows of a field, and at most ``limit`` elements of each; reads no others."""
     field = cache.field(name)
     bounds = field.bounds(0, count).view(np.int64)
@@ -209,7 +211,7 @@ def _masks(cache: TokenCache, lengths: NDArray[np.int64], limit: int) -> list[ND
     name = next((name for name in (MASKS, weights) if name in cache.fields), None)
     if name is None:
         return [np.zeros(min(length, limit), np.bool_) for length in lengths.tolist()]
-    mask_lengths, rows = _beginnings(cache, name, len(lengths), limit)
+    mask_lengths, rows = read_beginnings(cache, name, len(lengths), limit)
     for row in np.flatnonzero(mask_lengths != lengths):
         raise FormatError(
             f"row {row}: expected {many(int(lengths[row]), 'value')} in '{name}', one for each token, found "
