@@ -324,6 +324,10 @@ def test_a_copy_of_the_hub_knows_its_commit(tmp_path: Path, monkeypatch: pytest.
         assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").fetched == 0
         assert lab.count("resolve") == before
         with monkeypatch.context() as patch:
+            patch.setattr(actshard.staging, "check_digests", lambda *_: sys.exit("killed"))
+            with pytest.raises(SystemExit):
+                actshard.stage("hf://datasets/lab/acts", tmp_path / "other")
+        with monkeypatch.context() as patch:  # the files of the killed call are compared, too
             patch.setattr(actshard._native, "digest_file", lambda path: (0, "0" * 64))
             with pytest.raises(actshard.FormatError, match="expected SHA-256"):
                 actshard.stage("hf://datasets/lab/acts", tmp_path / "other")

@@ -102,7 +102,7 @@ def test_spans_are_the_text_of_their_tokens(
         written(tmp_path_factory.mktemp("c") / "c", [row], **dtypes), tokenizer=loaded, tokens=limit
     )
     expected = {
-        "assistant_masks": [not one for one in mask],
+        "assistant_masks": [True, *(not one for one in mask[1:])][: len(ids)],
         "loss_weights": [True, *(not one for one in mask)][: len(ids)],
         None: [False] * len(ids),
     }[masks]
@@ -165,8 +165,68 @@ def test_another_tokenizer_than_the_caches_is_a_warning(tmp_path: Path) -> None:
         tokens.decode_rows(cache, tokenizer=LEVANTER / GPT2)
     assert [w.message.code for w in warned] == ["cache-settings"]  # type: ignore[union-attr]
     done = command("head", str(tmp_path / "c"), "--text", "--tokenizer", str(LEVANTER / GPT2))
-    assert "warning: the cache was built with another tokenizer" in done.stderr
+    assert "warning: the cache was built with another tokenizer, of " in done.stderr
     assert command("head", str(tmp_path / "c"), "--text").stderr == ""
+    marked = tokens.load_tokenizer(LEVANTER / LLAMA, chat_template="{{ messages }}")
+    with pytest.warns(actshard.ActshardWarning, match="another chat template, which do not change texts"):
+        tokens.decode_rows(cache, tokenizer=marked)
+
+
+def test_caches_that_were_built_without_a_tokenizer_are_decoded_without_a_warning(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6]}])
+    cache = tokens.build_cache(lines, tmp_path / "c", format="prebuilt")
+    for tokenizer in (LEVANTER / LLAMA, LEVANTER / GPT2):
+        assert len(tokens.decode_rows(cache, tokenizer=tokenizer)) == 1
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 12), max_size=20), st.integers(1, 9), st.integers(1, 25))
+def test_only_tokens_to_decode_are_read(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], limit: int, n: int
+) -> None:
+    rows = [{"input_ids": np.arange(k) + 100 * i, "loss_weights": np.arange(k) % 3} for i, k in enumerate(lengths)]
+    cache = written(tmp_path_factory.mktemp("c") / "c", rows, loss_weights=np.float32)
+    reads: list[int] = []
+
+    class Counted:
+        def __init__(self, field: Any) -> None:
+            self._field = field
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "elements":
+                return lambda start, count: reads.append(count) or self._field.elements(start, count)
+            assert name in ("bounds", "descr", "has_shapes"), f"{name} reads whole rows"
+            return getattr(self._field, name)
+
+    cache._fields = {name: Counted(cache.field(name)) for name in cache.fields}  # type: ignore[misc]
+    decoded = tokens.decode_rows(cache, n, "passthrough", tokens=limit)
+    assert [row.text for row in decoded] == [" ".join(map(str, row["input_ids"][:limit])) for row in rows[:n]]
+    assert [row.tokens for row in decoded] == lengths[:n]
+    masked = [[True, *(i % 3 == 0 for i in range(k - 1))][: min(k, limit)] for k in lengths[:n]]
+    assert [[span.masked for span in row.spans for _ in range(span.tokens)] for row in decoded] == masked
+    assert sum(reads) == 2 * sum(min(k, limit) for k in lengths[:n])
+
+
+def test_fields_of_floats_are_not_ids(tmp_path: Path) -> None:
+    with tokens.CacheWriter(tmp_path / "c", {"scores": np.float32}) as writer:
+        writer.append([{"scores": [1.5, 1234567.0]}])
+    with pytest.raises(actshard.NotStoredError, match="which are integers, found scores"):
+        tokens.decode_rows(tokens.open_cache(tmp_path / "c"), tokenizer="passthrough")
+    assert "1.5 1.23457e+06" in command("head", str(tmp_path / "c")).stdout
+
+
+def test_head_decodes_the_beginning_of_long_documents(tmp_path: Path) -> None:
+    written(tmp_path / "c", [{"input_ids": np.arange(5000)}, {"input_ids": []}, {"input_ids": [7]}])
+    rows = json.loads(command("head", str(tmp_path / "c"), "--tokenizer", "passthrough", "--json").stdout)
+    assert [row["text"] for row in rows] == [" ".join(map(str, range(512))), "", "7"]
+    assert [(row["tokens"], row["input_ids"]) for row in rows] == [(5000, list(range(12))), (0, []), (1, [7])]
+
+
+def test_large_ids_are_printed_with_all_digits(tmp_path: Path) -> None:
+    written(tmp_path / "c", [{"input_ids": [1234567]}])
+    for verb in ("head", "top"):
+        assert "1234567" in command(verb, str(tmp_path / "c")).stdout
+    assert "1234567" in command("head", str(tmp_path / "c"), "--text", "--tokenizer", "passthrough").stdout
 
 
 def test_what_cannot_be_decoded_is_refused(tmp_path: Path) -> None:

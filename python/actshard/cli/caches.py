@@ -16,9 +16,17 @@ from actshard.errors import ESCAPES, ActshardError, MissingExtraError
 from actshard.finding import of_tokens
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
-from actshard.tokens.decoding import DecodedRow, decode_rows, recorded_tokenizer, tokenizer_difference
+from actshard.tokens.decoding import (
+    SHOWN_TOKENS,
+    DecodedRow,
+    decode_rows,
+    decoder_of,
+    read_beginnings,
+    tokenizer_difference,
+)
 from actshard.tokens.looking import summarize
-from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.processing import MASKS
+from actshard.tokens.tokenizer import Tokenizer
 
 _SHOWN = 12
 """Number of values of a row to print."""
@@ -86,13 +94,18 @@ def _padding(row: dict[str, Any]) -> str:
     return f"{row['alone']:.1%} with a document per example, {row['packed']:.1%} packed{cut}"
 
 
+def show_number(value: float) -> str:
+    """Prints an element of a field: an integer with all its digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def tokenizer_of(cache: TokenCache, name: str) -> Tokenizer | None:
     """Returns the named tokenizer, or the ledger's; None if that cannot be loaded on this machine."""
-    if name:
-        return load_tokenizer(name)
     try:
-        return recorded_tokenizer(cache)
+        return decoder_of(cache, name)
     except (ActshardError, MissingExtraError):
+        if name:
+            raise
         return None
 
 
@@ -104,7 +117,7 @@ def decoded(cache: TokenCache, n: int, name: str) -> list[DecodedRow]:
         n: number of rows.
         name: the tokenizer; empty: that of the ledger.
     """
-    tokenizer = load_tokenizer(name) if name else recorded_tokenizer(cache)
+    tokenizer = decoder_of(cache, name)
     if (difference := tokenizer_difference(cache, tokenizer)) is not None:
         print(f"warning: {difference}", file=sys.stderr)
     return decode_rows(cache, n, tokenizer)
@@ -132,17 +145,20 @@ def show_texts(cache: TokenCache, n: int, name: str) -> None:
 
 
 def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Returns the first rows: text, if there is a tokenizer, and the first values of each field."""
+    """Returns the first rows: text of the first tokens, if there is a tokenizer, and the first values of each field."""
+    count = min(n, len(cache))
+    if count == 0:
+        return []
+    fields = {name: read_beginnings(cache, name, count, _SHOWN) for name in cache.fields}
+    lengths, ids = read_beginnings(cache, cache.token_field, count, SHOWN_TOKENS)
     made = []
-    for i, row in enumerate(cache.rows(range(min(n, len(cache))))):
-        shown: dict[str, Any] = {"row": i, "tokens": int(row[cache.token_field].size) if row else 0}
+    for i in range(count):
+        shown: dict[str, Any] = {"row": i, "tokens": int(lengths[i])}
         if tokenizer is not None:
-            shown["text"] = tokenizer.decode(row[cache.token_field].reshape(-1).tolist())
-        masks = row.get("assistant_masks")
-        if masks is not None:
-            shown["assistant_tokens"] = int(np.count_nonzero(masks))
-        shown |= {name: values.reshape(-1)[:_SHOWN].tolist() for name, values in row.items()}
-        made.append(shown)
+            shown["text"] = tokenizer.decode(ids[i].tolist())
+        if MASKS in fields:
+            shown["assistant_tokens"] = int(np.count_nonzero(cache.view(MASKS)[i]))
+        made.append(shown | {name: values[i].tolist() for name, (_, values) in fields.items()})
     return made
 
 
@@ -162,7 +178,7 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
         if tokenizer is not None:
             shown.append(one_line(row["text"], 80))
         shown += [
-            " ".join(f"{x:g}" for x in row[name]) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
+            " ".join(map(show_number, row[name])) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
         ]
         cells.append(shown)
     out = console()

@@ -12,7 +12,7 @@ from rich.table import Table
 from actshard._arguments import many
 from actshard.cli._format import console, one_line
 from actshard.cli._layers import of_store
-from actshard.cli.caches import tokenizer_of
+from actshard.cli.caches import show_number, tokenizer_of
 from actshard.errors import ArgumentError
 from actshard.examining import Examined, examine
 from actshard.layers import listing, plain
@@ -141,7 +141,7 @@ def show_row(cache: TokenCache, found: dict[str, Any]) -> None:
     for name in per_token:
         grid.add_column(escape(name), justify="left" if name == "text" else "right", overflow="fold")
     for i in range(len(found["ids"])):
-        cells = [visible(found[name][i]) if name == "text" else f"{found[name][i]:g}" for name in per_token]
+        cells = [visible(found[name][i]) if name == "text" else show_number(found[name][i]) for name in per_token]
         grid.add_row(str(i), *map(escape, cells))
     out.print(grid)
     if len(found["ids"]) < found["tokens"]:

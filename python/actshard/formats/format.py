@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 Tell = Callable[[str, int, int], object]
 """Progress callback, called at intervals with (unit, done, total)."""
 Room = Literal[
-    "detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess", "save", "read_layout"
+    "detect",
+    "open",
+    "open_several",
+    "begun",
+    "target",
+    "check",
+    "check_copy",
+    "merger",
+    "carrying",
+    "guess",
+    "save",
+    "read_layout",
 ]
 """Methods of :class:`Format` that ``rooms`` can implement."""
 
@@ -191,6 +202,18 @@ class Format:
         check = self._in_room("check")
         if check is not None:
             check(Location.at(path), report, tell)
+
+    def check_copy(self, folder: Path | Location, source: Path | Location, names: Collection[str]) -> None:
+        """Compares copied files with the checksums in a dataset; removes all that differ, and raises FormatError for the first.
+
+        Args:
+            folder: the copy, or a folder with some of its files.
+            source: the dataset that is copied.
+            names: names of the files in ``folder``, relative to both.
+        """
+        check = self._in_room("check_copy")
+        if check is not None:
+            check(Location.at(folder), Location.at(source), names)
 
     def remains(self, names: frozenset[str]) -> bool:
         """Whether a folder with entries of these names is a damaged dataset of this format, not recognized by :meth:`detect`."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import actshard._native as _native
-from actshard import _arguments
+from actshard import _arguments, formats
 from actshard._arguments import many
 from actshard._schema import Amount, json_values
 from actshard.converting.predicting import refuse_full
@@ -195,9 +195,19 @@ class Staging(Verb[tuple[Planned, Converting]]):
         span = plan.tasks_as(FilesTask)[task].files
         wanted, base, place = given.listed(*span), folder / FILES, Location.of_any(given.place)
         make_folder(base)
-        link(base, wanted, given.folder, source)
+        unchecked = link(base, wanted, given.folder, source)
         missing = {name: entry for name, entry in wanted.items() if size_of(f"{base}/{name}") != entry[0]}
-        _copy(place, missing, folder, tell, is_hub=given.is_hub)
+        _copy(place, missing, folder, tell)
+        if given.is_hub:
+            check_digests(base, {name: version for name, (_, version) in unchecked.items()})
+        else:
+            # A remote store remembers the version that it read, so this sends no requests.
+            _compare(place, missing)
+        try:
+            formats.get(given.format).check_copy(base, place, wanted)
+        except FormatError:
+            _compare(place, given.listed())  # if the ledger is a newer one, raises ChangedInputError instead
+            raise
         total, fetched = (sum(size for size, _ in files.values()) for files in (wanted, missing))
         return _StageResult(span, total, fetched, len(wanted))
 
@@ -257,8 +267,8 @@ class Staging(Verb[tuple[Planned, Converting]]):
         leave(plan.arguments_as(StageArguments).staging)
 
 
-def _copy(place: Location, missing: Listed, folder: Path, tell: Beat, *, is_hub: bool) -> None:
-    """Copies files of a dataset into a task's folder, and compares their versions."""
+def _copy(place: Location, missing: Listed, folder: Path, tell: Beat) -> None:
+    """Copies files of a dataset into a task's folder."""
     base, parts = folder / FILES, folder / "parts"
     if place.is_local:  # a local source may be written meanwhile, so versions are compared before and after
         _compare(place, missing)
@@ -269,11 +279,6 @@ def _copy(place: Location, missing: Listed, folder: Path, tell: Beat, *, is_hub:
     except (FormatError, MissingFileError):
         _compare(place, missing)  # if a file was truncated or removed, raises ChangedInputError instead
         raise
-    if is_hub:
-        check_digests(base, {name: version for name, (_, version) in missing.items()})
-    else:
-        # A remote store remembers the version that it read, so this sends no requests.
-        _compare(place, missing)
     remove(parts)
 
 

@@ -78,7 +78,7 @@ class StageArguments:
     origin: str | None
     below: _Below
     inside: _Inside
-    format: str | None
+    format: str
     files: Annotated[
         tuple[StagedFile, ...], Rule("different names of files, none of which is a folder of others", _are_apart)
     ]

@@ -15,11 +15,11 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,12 @@ from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard, write_rows
 from actshard.tokens.sources import RowProblem, Source, expand
-from actshard.tokens.tokenizer import PASSTHROUGH, Tokenizer, load_tokenizer
+from actshard.tokens.tokenizer import FILES, PASSTHROUGH, Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
 from actshard.work import FOLDER, make_folder, remove
 
 ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _PIECE = 1 << 20
 """Parquet files up to this number of bytes are not divided."""
 
@@ -273,7 +272,7 @@ class _Travelling:
         if given is None:
             raise ArgumentError(f"format {type} needs a tokenizer")
         by_path = isinstance(given, str | os.PathLike) and given != PASSTHROUGH
-        return cls(load_tokenizer(given), _arguments.local_path(given, "tokenizer") if by_path else None)
+        return cls(shared_tokenizer(given), _arguments.local_path(given, "tokenizer") if by_path else None)
 
     def record(self) -> TokenizerRecord:
         text = None if self.path is not None else json.dumps(self.tokenizer.as_dict(), sort_keys=True)
@@ -285,13 +284,8 @@ class _Travelling:
             return ()
         folder = Location.at(self.path)
         if folder.kind() != "folder":
-            return tuple(Input.at(file) for file in (folder, *(folder.parent / name for name in _TOKENIZER_FILES[1:])))
-        return tuple(Input.at(folder / name) for name in _TOKENIZER_FILES)
-
-
-_loaded: dict[str, Tokenizer] = {}
-"""The tokenizer that this process loaded last, by its digest. Cached because loading takes up to a second."""
-_loading = threading.Lock()
+            return tuple(Input.at(file) for file in (folder, *(folder.parent / name for name in FILES[1:])))
+        return tuple(Input.at(folder / name) for name in FILES)
 
 
 def _tokenizer(record: TokenizerRecord | None) -> Tokenizer | None:
@@ -302,21 +296,17 @@ def _tokenizer(record: TokenizerRecord | None) -> Tokenizer | None:
     """
     if record is None:
         return None
-    with _loading:
-        found = _loaded.get(record.digest)
-        if found is None:
-            found = _unpacked(record.packed or "") if record.path is None else load_tokenizer(record.path)
-            if (digest := found.digest()) != record.digest:
-                raise ChangedInputError(
-                    f"expected the tokenizer with digest {record.digest[:12]}, as when the plan was made, found {digest[:12]}: "
-                    "it was changed, or this machine has another version of the tokenizers library. Make the plan again.",
-                    path=record.path,
-                )
-            _loaded.clear()
-            _loaded[record.digest] = found
-    return replace(found, name=record.name)
+    tokenizer = _unpacked(record.packed or "") if record.path is None else shared_tokenizer(record.path)
+    if (digest := tokenizer.digest()) != record.digest:
+        raise ChangedInputError(
+            f"expected the tokenizer with digest {record.digest[:12]}, as when the plan was made, found {digest[:12]}: "
+            "it was changed, or this machine has another version of the tokenizers library. Make the plan again.",
+            path=record.path,
+        )
+    return replace(tokenizer, name=record.name)
 
 
+@lru_cache(maxsize=1)
 def _unpacked(text: str) -> Tokenizer:
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_BYTES)

@@ -10,12 +10,12 @@ import numpy as np
 from actshard import plot
 from actshard._arguments import many
 from actshard.errors import ActshardError, MissingExtraError
-from actshard.location import Location
 from actshard.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word, quoted, share
 from actshard.stats.advice import Advice, cut
 from actshard.tokens.cache import TokenCache
+from actshard.tokens.decoding import decoder_of
 from actshard.tokens.looking import CacheLook, look
-from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.tokenizer import Tokenizer
 
 _COMMON = 20
 """Commonest tokens in the table."""
@@ -32,7 +32,7 @@ _ENDS = 0.5
 
 def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -> Page:
     """The parts of a report that come from the cache."""
-    decode = given or _own(cache)
+    decode = given or _recorded(cache)
     page = Page(cut(cache.path.name or cache.path, 80), "token cache", [])
     with page.timed("counts of tokens"):
         found = look(cache, progress=lambda done, total: tell("tokens", done, total))
@@ -59,13 +59,10 @@ def page_of(cache: TokenCache, count: int, given: Tokenizer | None, tell: Any) -
     return page
 
 
-def _own(cache: TokenCache) -> Tokenizer | None:
+def _recorded(cache: TokenCache) -> Tokenizer | None:
     """The tokenizer that the ledger names, if it is on this machine."""
-    told = cache.ledger.preprocessor.get("tokenizer")
-    if not isinstance(told, str):
-        return None
     try:
-        return load_tokenizer(told) if Location.at(told).exists() else None
+        return decoder_of(cache)
     except (ActshardError, MissingExtraError):
         return None
 

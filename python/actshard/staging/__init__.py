@@ -81,6 +81,7 @@ def stage(
     Raises:
         ExistsError: the folder contains other files, or a copy of another source or of other layers; or one of your own files in
             it has the name of a file of the new copy; or a file of the copy was changed after it was staged.
+        FormatError: a file was replaced while it was copied, or differs from its checksum in a token cache's ledger or on the hub.
         DiskFullError: there is not enough free space. No file was downloaded.
         UnsupportedError: the URL is on a web server; or ``layers`` is given for a format that actshard does not write.
         Errors of :func:`actshard.open`.
@@ -175,15 +176,16 @@ def _download(
         return _convert(place, name, marker, old, target, work, tell)
     base = work / "new" / inside
     keep(base, wanted, old)
-    link(base, wanted, target, source)
+    unchecked = link(base, wanted, target, source)
     missing = {n: size for n, (size, _) in wanted.items() if size_of(f"{base}/{n}") != size}
     LOG.info("%s: reading %d of %d files; the copy has the others", source, len(missing), len(wanted))
     check_space(target, sum(missing.values()))
     write_marker(work / "plan.json", marker)
     copy(place, missing, base, work / "parts", tell)
     if str(source).startswith("hf://"):
-        check_digests(base, {n: wanted[n][1] for n in missing})
+        check_digests(base, {n: version for n, (_, version) in unchecked.items()})
     check_versions(again, base, marker.below, {n: wanted[n] for n in missing})
+    formats.get(name).check_copy(base, place, wanted)
     files = {n: size for n, (size, _) in wanted.items()}
     return put(marker, files, sum(missing.values()), target, work / "new", work / "old")
 

@@ -46,14 +46,20 @@ def keep(base: Path, wanted: Listed, plan: Marker | None) -> None:
                 remove(path)
 
 
-def link(base: Path, wanted: Listed, target: Path, source: Location) -> None:
-    """Hard-links unchanged files from the copy to be replaced. Files are replaced, never modified, so both copies may be open."""
+def link(base: Path, wanted: Listed, target: Path, source: Location) -> Listed:
+    """Hard-links unchanged files from the copy to be replaced. Files are replaced, never modified, so both copies may be open.
+
+    Returns the other files, which must be checked: also those that an interrupted call copied.
+    """
+    others = dict(wanted)
     for name, near in unchanged(wanted, target, source).items():
         far = base / name
         if not far.exists():
             make_folder(far.parent)
             with contextlib.suppress(OSError):
                 os.link(near, far)
+                del others[name]
+    return others
 
 
 def unchanged(wanted: Listed, target: Path, source: Location) -> dict[str, str]:
@@ -137,11 +143,11 @@ def check_versions(again: Callable[[], Location], base: Path, below: str, copied
 
 
 def check_digests(base: Path, tags: Mapping[str, str]) -> None:
-    """Compares files of the hub with their SHA-256, if that is their tag (large files)."""
-    for name, tag in tags.items():
-        digest = re.search(r"\b[0-9a-f]{64}\b", tag)
-        if digest and _native.digest_file(base / name)[1] != digest.group():
-            remove(base / name)
-            raise FormatError(
-                f"expected SHA-256 {digest.group()}, found another. Stage again", path=base / name, code="checksum"
-            )
+    """Compares files of the hub with their SHA-256, if that is their tag (large files). Removes all that differ."""
+    digests = {name: digest.group() for name, tag in tags.items() if (digest := re.search(r"\b[0-9a-f]{64}\b", tag))}
+    wrong = [name for name, digest in digests.items() if _native.digest_file(base / name)[1] != digest]
+    for name in wrong:
+        remove(base / name)
+    if wrong:
+        what = f"expected SHA-256 {digests[wrong[0]]}, found another. Stage again"
+        raise FormatError(what, path=base / wrong[0], code="checksum")

@@ -35,7 +35,7 @@ from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
-from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage
 from actshard.walking import refuse_taken
 from actshard.work import locked, look, remove, write_json
@@ -235,7 +235,7 @@ class Build:
         if not isinstance(self.format, PrebuiltFormat):
             if tokenizer is None:
                 raise ArgumentError(f"format {self.format.type} needs a tokenizer")
-            self.tokenizer = load_tokenizer(tokenizer)
+            self.tokenizer = shared_tokenizer(tokenizer)
         self.options = options.of_rows()
         self.process: Processor = processor_of(self.format, self.tokenizer, self.options)
         # One version of each file for the whole build: it is in the ledger, and compared when the file was read.

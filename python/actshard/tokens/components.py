@@ -190,7 +190,7 @@ class DatasetComponent:
         source: None: the caches must exist.
         cache_dir: folder of its caches; default: its name below the configuration's ``cache_dir``.
         format: how records become rows.
-        pack: documents per example; see :func:`dataset_for_component`.
+        pack: documents per example; no effect on prebuilt rows, each of which is an example, as in Levanter.
         tags: as in Levanter.
         split: as in Levanter.
         flat_cache: ``cache_dir`` is itself the cache of the training split.

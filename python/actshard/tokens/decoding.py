@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard._arguments import many
-from actshard.errors import ArgumentError, FormatError, MissingFileError, warn
+from actshard.errors import ArgumentError, FormatError, MissingFileError, NotStoredError, warn
 from actshard.location import Location
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.processing import MASKS, WEIGHTS
@@ -84,7 +83,8 @@ def decode_rows(
     """Decodes the first documents of a cache.
 
     A token is masked if its ``assistant_masks`` value is 0; or if the loss weight of the position before it, which predicts it, is
-    0; then the first token of a document is masked, too. Without masks and weights no token is masked.
+    0. The first token of a document, which nothing in the document predicts, is masked, too. Without masks and weights no token
+    is masked. Only the tokens to decode are read.
 
     Args:
         cache: an open cache.
@@ -96,38 +96,47 @@ def decode_rows(
         At most ``n`` documents.
 
     Raises:
+        NotStoredError: the cache has no ids of tokens.
         ArgumentError: the ledger names no tokenizer.
         MissingFileError: it names one that is not on this machine.
         FormatError: the tokenizer has no token of an id; or masks have other row lengths than the tokens.
     """
-    count, limit = _arguments.whole(n, "n", 1), _arguments.whole(tokens, "tokens", 1)
-    if tokenizer is None:
-        tokenizer = recorded_tokenizer(cache)
-    elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
-    if (difference := tokenizer_difference(cache, tokenizer)) is not None:
+    count, limit = min(_arguments.whole(n, "n", 1), len(cache)), _arguments.whole(tokens, "tokens", 1)
+    decoder = decoder_of(cache, tokenizer)
+    if (difference := tokenizer_difference(cache, decoder)) is not None:
         warn(f"{cache.path}: {difference}", code="cache-settings")
-    rows = cache.rows(range(min(count, len(cache))))
-    return [_decoded(cache, number, row, tokenizer, limit) for number, row in enumerate(rows)]
+    if count == 0:
+        return []
+    lengths, ids = read_beginnings(cache, cache.token_field, count, limit)
+    masks = _masks(cache, lengths, limit)
+    return [
+        _decoded(cache, number, int(lengths[number]), ids[number], masks[number], decoder) for number in range(count)
+    ]
 
 
-def recorded_tokenizer(cache: TokenCache) -> Tokenizer:
-    """Loads the tokenizer that a cache's ledger names.
+def decoder_of(cache: TokenCache, tokenizer: Tokenizer | str | os.PathLike[str] | None = None) -> Tokenizer:
+    """Loads a tokenizer to decode a cache with; None or an empty name: the one that the cache's ledger names.
 
     Raises:
-        ArgumentError: it names none.
+        NotStoredError: the cache has no ids of tokens.
+        ArgumentError: the ledger names no tokenizer.
         MissingFileError: it is not on this machine.
         Errors of :func:`load_tokenizer`.
     """
+    if cache.fields and cache.dtype(cache.token_field).kind not in "iu":
+        fields = ", ".join(f"{name} ({cache.dtype(name)})" for name in cache.fields)
+        raise NotStoredError(f"expected a field of token ids, which are integers, found {fields}", path=cache.path)
     options = cache.ledger.preprocessor
-    name, size = options.get("tokenizer"), options.get("vocab_size")
+    name, size = tokenizer or options.get("tokenizer"), options.get("vocab_size")
+    if isinstance(name, str) and name == PASSTHROUGH:
+        return load_tokenizer(PASSTHROUGH, vocab_size=size if isinstance(size, int) and size > 0 else 1 << 32)
+    if tokenizer:
+        return load_tokenizer(tokenizer)
     if not isinstance(name, str) or not name:
         raise ArgumentError(
             "tokenizer: the cache's ledger names none; pass tokenizer= (--tokenizer), the one that made its ids",
             path=cache.path,
         )
-    if name == PASSTHROUGH:
-        return load_tokenizer(PASSTHROUGH, vocab_size=size if isinstance(size, int) else None)
     if not Location.at(name).exists():
         raise MissingFileError(
             f"expected the cache's tokenizer {name!r} at this path, found none; pass tokenizer= (--tokenizer), the folder of its "
@@ -139,19 +148,44 @@ def recorded_tokenizer(cache: TokenCache) -> Tokenizer:
 
 def tokenizer_difference(cache: TokenCache, tokenizer: Tokenizer) -> str | None:
     """A text if a cache was built with another tokenizer; None if it was not, or if its ledger has no digest."""
+    options = cache.ledger.preprocessor
     # A prebuilt cache was made with none: its ids may come from any.
-    if not cache.ledger.preprocessor.get("tokenizer") or not tokenizer_differs(cache.ledger, tokenizer.digest()):
+    if not options.get("tokenizer") or not tokenizer_differs(cache.ledger, tokenizer.digest()):
         return None
-    name = tokenizer.name or "this one"
-    return f"the cache was built with another tokenizer than {name}, or other special tokens or chat template: texts may be wrong"
+    name, size = tokenizer.name or "this one", options.get("vocab_size")
+    if isinstance(size, int) and size != tokenizer.vocab_size:
+        return (
+            f"the cache was built with another tokenizer, of {many(size, 'token')}, than {name}, of "
+            f"{many(tokenizer.vocab_size, 'token')}: texts may be wrong"
+        )
+    return (
+        f"the cache was built with another tokenizer than {name}: with another vocabulary, so that texts are wrong; or with other "
+        "special tokens or another chat template, which do not change texts"
+    )
+
+
+def read_beginnings(
+    cache: TokenCache, name: str, count: int, limit: int
+) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
+    """``(count,)`` int64 lengths of the first rows of a field, and at most ``limit`` elements of each; reads no others."""
+    field = cache.field(name)
+    bounds = field.bounds(0, count).view(np.int64)
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    ends = starts + np.minimum(lengths, limit)
+    # Rows up to one that is cut are contiguous.
+    firsts = [0, *(np.flatnonzero(lengths > limit) + 1).tolist()]
+    rows: list[NDArray[Any]] = []
+    for first, end in zip(firsts, [*firsts[1:], count], strict=True):
+        if first < end:
+            flat = field.elements(int(starts[first]), int(ends[end - 1] - starts[first]))
+            rows += np.split(flat, starts[first + 1 : end] - starts[first])
+    return lengths, rows
 
 
 def _decoded(
-    cache: TokenCache, number: int, row: Mapping[str, NDArray[Any]], tokenizer: Tokenizer, limit: int
+    cache: TokenCache, number: int, tokens: int, ids: NDArray[Any], masked: NDArray[np.bool_], tokenizer: Tokenizer
 ) -> DecodedRow:
-    ids = row[cache.token_field].reshape(-1)
-    masked = _masked(cache, number, row)[:limit]
-    shown = [int(i) for i in ids[:limit]]
+    shown: list[int] = ids.tolist()
     _check_ids(shown, number, tokenizer, cache.path)
     ends = [*(np.flatnonzero(np.diff(masked)) + 1).tolist(), len(shown)] if shown else []
     text, spans = tokenizer.decode(shown), []
@@ -161,7 +195,7 @@ def _decoded(
         stop = len(text) if end == len(shown) else max(begin, _common_length(text, tokenizer.decode(shown[:end])))
         spans.append(TextSpan(text[begin:stop], end - first, bool(masked[first])))
         first, begin = end, stop
-    return DecodedRow(number, len(ids), tuple(spans))
+    return DecodedRow(number, tokens, tuple(spans))
 
 
 def _common_length(text: str, other: str) -> int:
@@ -170,21 +204,26 @@ def _common_length(text: str, other: str) -> int:
     return next(differing, min(len(text), len(other)))
 
 
-def _masked(cache: TokenCache, number: int, row: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
-    """Whether each token of a row has no loss; see :func:`decode_rows`."""
-    count = row[cache.token_field].size
+def _masks(cache: TokenCache, lengths: NDArray[np.int64], limit: int) -> list[NDArray[np.bool_]]:
+    """Whether each of the first tokens of the first rows has no loss; see :func:`decode_rows`."""
     recorded = cache.ledger.preprocessor.get("loss_weights_key")
     weights = recorded if isinstance(recorded, str) else WEIGHTS
-    name = next((name for name in (MASKS, weights) if name in row), None)
+    name = next((name for name in (MASKS, weights) if name in cache.fields), None)
     if name is None:
-        return np.zeros(count, np.bool_)
-    is_zero = row[name].reshape(-1) == 0
-    if len(is_zero) != count:
+        return [np.zeros(min(length, limit), np.bool_) for length in lengths.tolist()]
+    mask_lengths, rows = read_beginnings(cache, name, len(lengths), limit)
+    for row in np.flatnonzero(mask_lengths != lengths):
         raise FormatError(
-            f"row {number}: expected {many(count, 'value')} in '{name}', one for each token, found {len(is_zero):,}",
+            f"row {row}: expected {many(int(lengths[row]), 'value')} in '{name}', one for each token, found "
+            f"{int(mask_lengths[row]):,}",
             path=cache.path,
         )
-    return is_zero if name == MASKS else np.concatenate([np.ones(min(count, 1), np.bool_), is_zero[:-1]])
+    masks = [row == 0 for row in rows]
+    if name != MASKS:  # a weight is of the position before a token, which predicts it
+        masks = [np.roll(mask, 1) for mask in masks]
+    for mask in masks:
+        mask[:1] = True
+    return masks
 
 
 def _check_ids(ids: list[int], number: int, tokenizer: Tokenizer, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -134,8 +134,18 @@ def checksums_in(folder: Location, ledger: Ledger) -> dict[str, str]:
     arrays = [folder / name / part for name in sorted(ledger.field_counts) for part in _PARTS]
     present = (array for array in arrays if array.kind() == "folder")  # only rows of several axes have shapes
     files = [file for array in present for file, _ in array.files() if file.name != "zarr.json"]
+    return {file.relative_to(folder): crc for file, crc in zip(files, checksums_of(files), strict=True)}
+
+
+def summed_shards(ledger: Ledger) -> tuple[str, ...]:
+    """The shards whose ledgers contain the checksums of files of a cache. Those left in a consolidated cache do not."""
+    return ledger.finished_shards if ledger.layout == SHARDED and ledger.checksums else ()
+
+
+def checksums_of(files: Sequence[Location]) -> list[str]:
+    """CRC-32 of each file."""
     with ThreadPoolExecutor(_READING_THREADS) as pool:
-        return {file.relative_to(folder): crc for file, crc in zip(files, pool.map(_crc, files), strict=True)}
+        return list(pool.map(_crc, files))
 
 
 def _crc(file: Location) -> str:

@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import re
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 
 from actshard._arguments import is_file_url, local_path
 from actshard._json import read_json, show
-from actshard.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, warn
+from actshard.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, boundary, warn
 from actshard.location import Location
 
 PASSTHROUGH = "passthrough"
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""The files of a tokenizer in a folder; the first may have another name."""
 _LONGEST_RUN = 25_000
 """Runs of white space, or of other characters, from this length on are split: encoding time is quadratic in a run's length."""
 _LONG_RUNS = re.compile(rf"\s{{{_LONGEST_RUN},}}|\S{{{_LONGEST_RUN},}}")
@@ -165,6 +168,8 @@ def load_tokenizer(
         ArgumentError: an unsupported object, or the vocabulary lacks a given special token.
     """
     made = _load(tokenizer, vocab_size, needs_template=chat_template is None)
+    if made is not tokenizer:
+        _warn_of_truncation(made)
     if chat_template is not None:
         made = replace(made, chat_template=chat_template)
     for name, token in (("bos", bos_token), ("eos", eos_token)):
@@ -176,6 +181,43 @@ def load_tokenizer(
     return made
 
 
+def shared_tokenizer(tokenizer: Any) -> Tokenizer:
+    """As :func:`load_tokenizer`, but this process reads unchanged files once.
+
+    For builds and plans, which neither change the library's object nor return it: a change by one caller would be one for all.
+    """
+    if not isinstance(tokenizer, str | os.PathLike) or tokenizer == PASSTHROUGH:
+        return load_tokenizer(tokenizer)
+    name, file = _find_files(tokenizer)
+    # Before they are read: a change in between is noticed by the next call.
+    states = tuple(_state_of(path) for path in (file, *map(file.with_name, FILES[1:])))
+    if max(max(state[:2]) for state in states) > time.time_ns() - _CLOCK_STEP:
+        return load_tokenizer(tokenizer)
+    shared = _load_once(name, file.absolute(), states)
+    _warn_of_truncation(shared)
+    return shared
+
+
+@lru_cache(
+    maxsize=2
+)  # one of 129,280 tokens takes 70 MB; this holds no lock while it loads, so that processes may be forked
+def _load_once(name: str, file: Path, states: tuple[tuple[int, int, str], ...]) -> Tokenizer:
+    return _read_files(name, file, needs_template=True)
+
+
+_CLOCK_STEP = 2_000_000_000
+"""A file may change without a new time in this number of nanoseconds after its last change (FAT: 2 s)."""
+
+
+def _state_of(file: Path) -> tuple[int, int, str]:
+    """Times of change of a file and of its entry, which programs cannot set, and its version; zeros without a file."""
+    stat = Location.at(file).found()
+    if stat is None:
+        return 0, 0, ""
+    with boundary(file, "look into"):
+        return stat.modified, file.stat().st_ctime_ns, stat.version
+
+
 def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -184,7 +226,7 @@ def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> To
             raise ArgumentError("the passthrough tokenizer needs vocab_size=, at least 1")
         return Tokenizer(PASSTHROUGH, vocab_size)
     if isinstance(tokenizer, str | os.PathLike):
-        return _from_path(tokenizer, needs_template=needs_template)
+        return _read_files(*_find_files(tokenizer), needs_template=needs_template)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # transformers
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
@@ -201,28 +243,33 @@ def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> To
     )
 
 
-def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokenizer:
+def _find_files(given: str | os.PathLike[str]) -> tuple[str, Path]:
+    """The name to record, and the path of the ``tokenizer.json``."""
     found = local_path(given, "tokenizer")  # rejects strings that cannot be file names
     if is_file_url(given):
         given = found
     path = Path(given).expanduser()
     is_folder = Location.at(path).kind() == "folder"
-    file = path / "tokenizer.json" if is_folder else path
+    file = path / FILES[0] if is_folder else path
     if Location.at(file).kind() != "file":
         hint = "" if is_folder or path.is_absolute() else "; download tokenizers of the Hugging Face hub first"
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
+    return os.fspath(given), file
+
+
+def _read_files(name: str, file: Path, *, needs_template: bool) -> Tokenizer:
     try:
         backend = _library().from_file(str(file))
     except MissingExtraError:
         raise
     except Exception as error:
         raise FormatError(f"the tokenizers library cannot read this file: {error}", path=file) from error
-    config_file = file.parent / "tokenizer_config.json"
+    config_file = file.with_name(FILES[1])
     config = read_json(config_file) if Location.at(config_file).kind() == "file" else {}
     if not isinstance(config, dict):
         raise FormatError(f"expected an object, found {show(config)}", path=config_file)
     template = config.get("chat_template")
-    own = Location.at(file.parent / "chat_template.jinja")
+    own = Location.at(file.with_name(FILES[2]))
     if not template and own.kind() == "file":
         template = own.read_utf8()
     if isinstance(template, list):  # named templates; a tokenizer without a default one has no template
@@ -234,7 +281,7 @@ def _from_path(given: str | os.PathLike[str], *, needs_template: bool) -> Tokeni
             f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
             path=config_file,
         )
-    return _made(backend, os.fspath(given), _token(config, "bos_token"), _token(config, "eos_token"), template)
+    return _made(backend, name, _token(config, "bos_token"), _token(config, "eos_token"), template)
 
 
 def _token(config: dict[str, Any], name: str) -> str | None:
@@ -243,13 +290,17 @@ def _token(config: dict[str, Any], name: str) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
-    if backend.truncation is not None:
+def _warn_of_truncation(tokenizer: Tokenizer) -> None:
+    truncation = None if tokenizer.backend is None else tokenizer.backend.truncation
+    if truncation is not None:
         warn(
-            f"{name or 'the tokenizer'} truncates texts to {backend.truncation.get('max_length')} tokens (truncation in its "
+            f"{tokenizer.name or 'the tokenizer'} truncates texts to {truncation.get('max_length')} tokens (truncation in its "
             "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
             code="tokenizer-truncates",
         )
+
+
+def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
     if backend.padding is not None:  # rows would depend on their batch
         backend = _library().from_str(backend.to_str())
         backend.no_padding()

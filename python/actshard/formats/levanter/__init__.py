@@ -21,6 +21,7 @@ class LevanterFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "check": ".check:check",
+        "check_copy": ".copying:check_copy",
     }
 
 

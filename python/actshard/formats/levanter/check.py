@@ -46,11 +46,8 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
 def _checksums(cache: TokenCache, report: Report) -> None:
     """Compares the files with the checksums of the ledger, or of the ledgers of shards."""
     root, ledger = Location.at(cache.path), cache.ledger
-    parts = [(root, ledger)]
-    if ledger.layout == ledgers.SHARDED:
-        shards = [root / shard for shard in ledger.finished_shards if ledger.checksums]
-        parts += [(shard, ledgers.read(shard)) for shard in shards]
-    for folder, part in parts:
+    shards = [root / shard for shard in ledgers.summed_shards(ledger)]
+    for folder, part in [(root, ledger), *((shard, ledgers.read(shard)) for shard in shards)]:
         stored = part.checksums
         actual = ledgers.checksums_in(folder, part) if stored else {}
         for path in sorted(path for path in stored.keys() | actual.keys() if stored.get(path) != actual.get(path)):
