@@ -137,7 +137,7 @@ _LOOKED_AT = 4
 
 
 def kind_of_bytes(name: str, data: bytes) -> FileKind | None:
-    """What a file is by its first bytes; None if it is unknown, or if its extension says so."""
+    """What a file is by its first bytes; None if it is unknown, or if this is its extension."""
     kinds = (None if name.lower().endswith(endings) else kind for is_kind, endings, kind in _BYTES if is_kind(data))
     return next(kinds, None)
 
@@ -169,7 +169,7 @@ def explained(root: Location, entries: Sequence[Entry] | None) -> list[str]:
 
 
 def _of_file(file: Location) -> str | None:
-    """What a file is, and what to do; None if it is unknown, or if its extension says so."""
+    """What a file is, and what to do; None if it is unknown, or if this is its extension."""
     with contextlib.suppress(ActshardError):
         kind = kind_of_bytes(file.name, file.read(0, min(_FIRST, file.regular().size)))
         return None if kind is None else f"{kind.name}: {kind.remedy.replace('PATH', file.name)}"
