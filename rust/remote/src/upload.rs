@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use actshard_core::location::Location;
-use actshard_core::threads::{Stop, interrupted, is_abandoned};
+use actshard_core::threads::{ForkSafe, Stop, interrupted, is_abandoned};
 use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::future::try_join_all;
@@ -26,7 +26,7 @@ use crate::client::Puts;
 use crate::client::pace::Pace;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
-use crate::runtime::{ForkLock, reserve, wait, wait_at_most};
+use crate::runtime::{reserve, wait, wait_at_most};
 
 /// Larger files are sent in parts of at least this many bytes.
 const PART: u64 = 8 << 20;
@@ -89,7 +89,7 @@ pub struct Uploader<'a> {
     pace: Pace,
     name: &'a (dyn Fn(&str) -> Location + Sync),
     /// Keys of uploads in parts that were begun, with their names once those are known.
-    begun: ForkLock<Vec<(String, Option<String>)>>,
+    begun: ForkSafe<Vec<(String, Option<String>)>>,
     gate: Semaphore,
     sent: &'a AtomicU64,
 }
@@ -175,7 +175,7 @@ impl<'a> Uploader<'a> {
         name: &'a (dyn Fn(&str) -> Location + Sync),
         sent: &'a AtomicU64,
     ) -> Uploader<'a> {
-        let (pace, begun) = (Pace::default(), ForkLock::default());
+        let (pace, begun) = (Pace::default(), ForkSafe::default());
         Uploader { puts, limits, pace, name, begun, gate: Semaphore::new(UNITS as usize), sent }
     }
 

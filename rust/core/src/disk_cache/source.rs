@@ -23,9 +23,8 @@ use crate::location::Location;
 use crate::memory::zeroed;
 use crate::source::descriptors::Share;
 use crate::source::{RangeRead, Source, Version};
-use crate::threads::Stop;
-use crate::threads::fork::SharedLock;
 use crate::threads::shared::SharedBytes;
+use crate::threads::{SharedLock, Stop};
 
 /// Largest read of the inner source.
 const LARGEST: u64 = BLOCK;

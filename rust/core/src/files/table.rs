@@ -4,7 +4,7 @@
 //! are cached within a process-wide budget of descriptors, and beyond it opened for a single call; for forks see `Slots`.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -16,7 +16,7 @@ use crate::location::Location;
 use crate::source::local::Local;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Version, Wishes, replaced};
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, ForkSafe, Stop, Watch};
 
 /// The position of rows in a file.
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ pub struct FileTable {
 /// same file. The lock is only tried, not waited for: a child forked while another thread held it parses the header again.
 #[derive(Debug, Default)]
 struct Headers {
-    found: Mutex<HashMap<u64, (Version, Option<FoundRows>)>>,
+    found: ForkSafe<HashMap<u64, (Version, Option<FoundRows>)>>,
     #[cfg(test)]
     parsed: std::sync::atomic::AtomicUsize,
 }
@@ -219,7 +219,7 @@ impl FileTable {
     /// The rows that were found in a file when it was opened before. Fails if it was another file then.
     fn recall(&self, number: u64, source: &dyn Source) -> Result<Option<FoundRows>> {
         let (Access::Kept, Some(version)) = (self.access, source.version()) else { return Ok(None) };
-        let Ok(mut found) = self.headers.found.try_lock() else { return Ok(None) };
+        let Some(mut found) = self.headers.found.try_lock() else { return Ok(None) };
         let (first, rows) = found.entry(number).or_insert_with(|| (version.clone(), None));
         if !first.has_content_of(&version) {
             return Err(replaced(source.location(), "its version differs from that of the first read"));
@@ -232,7 +232,7 @@ impl FileTable {
         #[cfg(test)]
         self.headers.parsed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let rows = finder.find(source, &self.row)?;
-        if let Ok(mut found) = self.headers.found.try_lock()
+        if let Some(mut found) = self.headers.found.try_lock()
             && let Some((_, known)) = found.get_mut(&number)
         {
             *known = Some(rows);

@@ -7,8 +7,8 @@ mod found;
 mod look;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 pub use self::found::{Oddity, Scan};
 use self::look::{Look, RowsHash};
@@ -22,7 +22,7 @@ use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::memory::zeroed;
 use crate::rows::Rows;
-use crate::threads::{self, Stop, Turns, Watch, make_ahead};
+use crate::threads::{self, Lock, Stop, Turns, Watch, make_ahead};
 
 /// Bytes per part.
 const PART: u64 = 2 << 20;
@@ -150,8 +150,8 @@ impl Group<'_> {
         let bytes = u128::from(seen) * u128::from(all) / u128::from(some.max(1));
         let past_cache = bytes > u128::from(memory_limit() / 2);
         let first = first.unwrap_or_default();
-        let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
-        let lock = || spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let (turns, spare) = (Turns::new(threads::num_threads()), Lock::new(vec![]));
+        let lock = || spare.lock();
         let scan_part = |part: Result<(Arc<Wave>, Range<usize>)>, stop: &Stop| -> Result<Scan> {
             let (wave, part) = part?;
             let taken = lock().pop();

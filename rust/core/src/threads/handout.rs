@@ -1,11 +1,10 @@
 //! Parts of one piece of work, handed out to threads in order. [`pool`](super::pool) and [`waiting`](super::waiting)
 //! provide the threads.
 
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use super::sync::{Condvar, Mutex};
+use super::sync::{Lock, Signal};
 use crate::error::{Error, Kind, Result};
 
 /// Interval at which a waiting caller calls its watch.
@@ -46,18 +45,18 @@ pub struct Handout<'a> {
     next: AtomicUsize,
     stop: Stop,
     interrupted: AtomicBool,
-    failed: Mutex<Option<(usize, Error)>>,
+    failed: Lock<Option<(usize, Error)>>,
     /// Threads at work, without the caller.
-    running: Mutex<usize>,
-    finished: Condvar,
+    running: Lock<usize>,
+    finished: Signal,
 }
 
 /// A registered thread; deregistered on drop, also during unwinding.
-pub struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
+pub struct Leave<'a>(&'a Lock<usize>, &'a Signal);
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *self.0.lock() -= 1;
         self.1.notify_all();
     }
 }
@@ -70,21 +69,21 @@ impl<'a> Handout<'a> {
             next: AtomicUsize::new(0),
             stop: Stop::default(),
             interrupted: AtomicBool::new(false),
-            failed: Mutex::new(None),
-            running: Mutex::new(0),
-            finished: Condvar::new(),
+            failed: Lock::new(None),
+            running: Lock::new(0),
+            finished: Signal::new(),
         }
     }
 
     /// Registers a thread, before it starts.
     pub fn enter(&self) -> Leave<'_> {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *self.running.lock() += 1;
         Leave(&self.running, &self.finished)
     }
 
     /// Whether only the caller is at work.
     pub fn is_alone(&self) -> bool {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) == 0
+        *self.running.lock() == 0
     }
 
     /// Takes the next part and does it; false if none is left.
@@ -94,7 +93,7 @@ impl<'a> Handout<'a> {
             return false;
         }
         if let Err(error) = (self.work)(part, &self.stop) {
-            let mut first = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut first = self.failed.lock();
             // A part that was stopped because another one failed is not the cause, however low its number. An exception that a
             // callback raised, KeyboardInterrupt too, is one.
             let rank = |part: usize, error: &Error| (error.kind == Kind::Interrupted && error.carried.is_none(), part);
@@ -116,15 +115,15 @@ impl<'a> Handout<'a> {
 
     /// Waits until all registered threads have left.
     pub fn wait(&self, watch: Watch<'_>) {
-        let mut left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = self.running.lock();
         while *left > 0 {
-            let (guard, timeout) = self.finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
+            let (guard, timeout) = self.finished.wait_timeout(left, LOOK);
             left = guard;
-            if timeout.timed_out() && *left > 0 {
+            if timeout && *left > 0 {
                 // Not under the lock: a watch may run arbitrary code.
                 drop(left);
                 self.look(&mut *watch);
-                left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+                left = self.running.lock();
             }
         }
     }
@@ -134,7 +133,7 @@ impl<'a> Handout<'a> {
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(interrupted());
         }
-        match self.failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match self.failed.into_inner() {
             Some((_, error)) => Err(error),
             None => Ok(()),
         }
@@ -162,7 +161,7 @@ mod models {
         }
         handout.wait(watch);
         other.join().map_err(|_| Error::new(Kind::Internal, "a thread died"))?;
-        match handout.failed.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+        match handout.failed.lock().clone() {
             _ if handout.interrupted.load(Ordering::Relaxed) => Err(interrupted()),
             Some((_, error)) => Err(error),
             None => Ok(()),

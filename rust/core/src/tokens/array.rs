@@ -6,8 +6,8 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
@@ -28,7 +28,7 @@ use crate::kernels::prefetch;
 use crate::location::Location;
 use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, ByteRange, Ready, Source, Store};
-use crate::threads::Watch;
+use crate::threads::{ForkSafe, Watch};
 
 /// A cache of decoded blocks, shared by arrays.
 pub type BlockCache = Cache<Planes, UnitKey>;
@@ -55,7 +55,7 @@ pub struct TokenFile {
     seen: Arc<[AtomicU8]>,
     /// Frame headers fetched from a slow store, by inner chunk; `None` for other stores. The lock is only tried, not waited
     /// for: a child forked while another thread held it reads the header again.
-    headers: Option<Arc<Mutex<HashMap<usize, FrameHeader>>>>,
+    headers: Option<Arc<ForkSafe<HashMap<usize, FrameHeader>>>>,
 }
 
 type FrameHeader = [u8; HEADER];
@@ -73,12 +73,12 @@ impl TokenFile {
     }
 
     fn header(&self, chunk: usize) -> Option<FrameHeader> {
-        self.headers.as_ref()?.try_lock().ok()?.get(&chunk).copied()
+        self.headers.as_ref()?.try_lock()?.get(&chunk).copied()
     }
 
     /// Caches the header of an inner chunk's frame.
     pub(super) fn keep_header(&self, chunk: usize, header: FrameHeader) {
-        if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock().ok()) {
+        if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock()) {
             headers.insert(chunk, header);
         }
     }

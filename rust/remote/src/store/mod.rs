@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicU64;
 use actshard_core::disk_cache::{DiskCache, PAGE};
 use actshard_core::location::Location;
 use actshard_core::source::{Access, LinkPace, Source, Store, Wishes};
-use actshard_core::threads::{Stop, interrupted};
+use actshard_core::threads::{ForkSafe, Renewed, Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
 use sha2::{Digest, Sha256};
 
@@ -27,7 +27,7 @@ use crate::object::{Head, LARGEST, SHORT_PARALLEL};
 use crate::offline;
 use crate::options::Options;
 use crate::reading::Link;
-use crate::runtime::{ForkLock, Renewed, wait};
+use crate::runtime::wait;
 use crate::state::State;
 use crate::upload::{UploadJob, Uploaded, Uploader, hex};
 
@@ -55,7 +55,7 @@ pub struct RemoteStore {
     url: crate::options::Secret,
     options: Options,
     link: Arc<Link>,
-    heads: ForkLock<Heads>,
+    heads: ForkSafe<Heads>,
     cache: Option<DiskCache>,
 }
 
@@ -70,7 +70,10 @@ impl RemoteStore {
     pub fn over(self, client: Box<dyn Client>) -> RemoteStore {
         let (pace, limits) = (Arc::clone(&self.link.pace), self.link.limits.clone());
         let known = self.link.known.with(std::mem::take);
-        RemoteStore { link: Arc::new(Link { client, pace, limits, known: Renewed::new(known) }), ..self }
+        RemoteStore {
+            link: Arc::new(Link { client, pace, limits, known: Renewed::new(known, Known::default()) }),
+            ..self
+        }
     }
 
     fn with(url: &str, options: Options, revision: Option<String>, known: Known) -> Result<RemoteStore> {
@@ -84,9 +87,9 @@ impl RemoteStore {
             Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
             Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
         };
-        let link = Arc::new(Link { client, pace, limits, known: Renewed::new(known) });
+        let link = Arc::new(Link { client, pace, limits, known: Renewed::new(known, Known::default()) });
         let url = crate::options::Secret(url.to_string());
-        Ok(RemoteStore { address, url, options, link, heads: ForkLock::default(), cache: None })
+        Ok(RemoteStore { address, url, options, link, heads: ForkSafe::default(), cache: None })
     }
 
     /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.

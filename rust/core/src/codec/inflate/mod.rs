@@ -14,7 +14,6 @@ mod libdeflate;
 mod parallel;
 
 use std::io::Read;
-use std::sync::{Mutex, PoisonError};
 
 use flate2::{Decompress, FlushDecompress, Status};
 
@@ -24,7 +23,7 @@ use crate::error::{Error, Finding, Kind, Result};
 use crate::memory;
 use crate::memory::buffer::Buffer;
 use crate::source::Source;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Lock, Stop, Watch};
 
 /// The maximum ratio of deflate (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
@@ -96,16 +95,16 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
             None => inflate(gz, limit),
         };
     }
-    let made: Mutex<Option<Buffer>> = Mutex::default();
+    let made: Lock<Option<Buffer>> = Lock::default();
     let work = |part: usize, stop: &Stop| match part {
         0 => beside(&mut || stop.is_set()),
         _ => {
-            *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(inflate(gz, limit)?);
+            *made.lock() = Some(inflate(gz, limit)?);
             Ok(())
         }
     };
     threads::run(2, &work, watch)?;
-    let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let made = made.into_inner();
     made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
 

@@ -13,7 +13,6 @@
 //! whole: if they or anything else differ, the result is `None` and one thread inflates the file from the start.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
 
@@ -22,7 +21,7 @@ use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
 use crate::error::Result;
 use crate::memory;
 use crate::memory::buffer::Buffer;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Lock, Stop, Watch};
 
 /// Compressed bytes per stretch: small relative to a cache, large relative to the cost of searching for a block.
 const STRETCH: usize = 3 << 20;
@@ -86,7 +85,7 @@ pub fn inflate(
         beside(watch)?;
         return Ok(None);
     };
-    let ordered = Mutex::new(Ordered {
+    let ordered = Lock::new(Ordered {
         next: 0,
         rest: out.bytes_mut(),
         window: vec![],
@@ -95,16 +94,16 @@ pub fn inflate(
         waiting: BTreeMap::new(),
         failed: false,
     });
-    let spare: Mutex<Vec<Buffer>> = Mutex::default();
+    let spare: Lock<Vec<Buffer>> = Lock::default();
     let usual = (STRETCH as u64 * size / gz.len() as u64 * 5 / 4) as usize + (1 << 16);
     let work = |part: usize, stop: &Stop| -> Result<()> {
         let Some(i) = part.checked_sub(1) else { return beside(&mut || stop.is_set()) };
-        if lock(&ordered).failed {
+        if ordered.lock().failed {
             return Ok(());
         }
-        let recycled = lock(&spare).pop();
+        let recycled = spare.lock().pop();
         let made = stretch(gz, &stretches[i], recycled, usual, size as usize);
-        let mut ordered = lock(&ordered);
+        let mut ordered = ordered.lock();
         match made {
             Some(made) => ordered.waiting.insert(i, made),
             None => {
@@ -122,12 +121,12 @@ pub fn inflate(
                 return Ok(());
             }
             ordered.next += 1;
-            lock(&spare).push(block);
+            spare.lock().push(block);
         }
         Ok(())
     };
     threads::run(stretches.len() + 1, &work, watch)?;
-    let done = ordered.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let done = ordered.into_inner();
     let trailer: [u8; 8] = gz.last_chunk().copied().unwrap_or_default();
     let [a, b, c, d, ..] = trailer;
     let whole = !done.failed
@@ -135,10 +134,6 @@ pub fn inflate(
         && done.rest.is_empty()
         && done.crc.finalize() == u32::from_le_bytes([a, b, c, d]);
     Ok(whole.then_some(out))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Bytes of a stretch's output that belong to its window.

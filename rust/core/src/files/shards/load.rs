@@ -1,8 +1,8 @@
 //! Reads, verifies, inflates, indexes and caches shards.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock, TryLockError};
 
 use super::ahead::NextShard;
 use super::index::{ShardIndex, TYPES, class_of};
@@ -22,7 +22,7 @@ use crate::source::fetch::{SCRATCH, read_all};
 use crate::source::local::Local;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, RangeRead, Source, Store, Version, Wishes};
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, SharedLock, Stop, Watch};
 
 /// A shard that is loaded.
 #[derive(Clone, Debug)]
@@ -81,7 +81,7 @@ pub struct Shards {
     /// Whether files are mapped, and views allowed.
     pub(super) maps: bool,
     pub(super) slots: Slots<OpenFile>,
-    known: Vec<RwLock<Option<KnownShard>>>,
+    known: Vec<SharedLock<Option<KnownShard>>>,
     /// By shard; shards without decoded bytes are not cached.
     decoded: Cache<Loaded, usize>,
     /// For compressed shards of a slow store: the inflated size that they claim plus one, or 0 before it is known.
@@ -139,7 +139,7 @@ impl Shards {
         }
         let mut shards = Shards {
             slots: Slots::new(specs.len() as u64 * 2),
-            known: specs.iter().map(|_| RwLock::new(None)).collect(),
+            known: specs.iter().map(|_| SharedLock::new(None)).collect(),
             claims: specs.iter().map(|_| AtomicU64::new(0)).collect(),
             wishes: store.wishes(),
             store,
@@ -247,43 +247,25 @@ impl Shards {
         self.firsts.partition_point(|first| *first <= example).saturating_sub(1)
     }
 
-    /// The index of a shard, if it is known. The lock is only tried, not waited for: in a forked child, a thread that does not
-    /// exist there may hold it, and the child indexes the shard again.
+    /// The index of a shard, if it is known. A forked child that cannot lock it indexes the shard again.
     pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Option<Version>)> {
-        // Writers hold the lock for nanoseconds.
-        for _ in 0..1000 {
-            match self.known[s].try_read() {
-                Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone())),
-                Err(TryLockError::Poisoned(_)) => return None,
-                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
-            }
-        }
-        None
+        let slot = self.known[s].read_briefly(|| ())?;
+        slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone()))
     }
 
     /// Stores the index of a shard. Fails if the shard was indexed before and has changed.
     fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Option<Version>) -> Result<()> {
-        for _ in 0..1000 {
-            let mut slot = match self.known[s].try_write() {
-                Ok(slot) => slot,
-                Err(TryLockError::Poisoned(_)) => return Ok(()),
-                Err(TryLockError::WouldBlock) => {
-                    std::thread::yield_now();
-                    continue;
-                }
-            };
-            if let Some(known) = &*slot {
-                if known.index != *index {
-                    return Err(Error::new(
-                        Kind::Format,
-                        "was replaced or changed after it was indexed, and contains other samples or arrays now; reopen the dataset",
-                    ));
-                }
-                *index = Arc::clone(&known.index);
+        let Some(mut slot) = self.known[s].write_briefly() else { return Ok(()) };
+        if let Some(known) = &*slot {
+            if known.index != *index {
+                return Err(Error::new(
+                    Kind::Format,
+                    "was replaced or changed after it was indexed, and contains other samples or arrays now; reopen the dataset",
+                ));
             }
-            *slot = Some(KnownShard { index: Arc::clone(index), version });
-            return Ok(());
+            *index = Arc::clone(&known.index);
         }
+        *slot = Some(KnownShard { index: Arc::clone(index), version });
         Ok(())
     }
 
