@@ -112,11 +112,11 @@ impl IndexRecords {
             };
             let sizes =
                 RecordSizes { examples: num_examples, record_bytes, files: shards, layers, row_bytes, last, split };
-            let index = detach::detached(py, |_| {
+            let index = detach::detached(py, |watch| {
                 let store = files.first().map(|place| store_of(place, io));
                 let store = store.ok_or_else(|| Error::new(Kind::Internal, "no index file"))?;
                 let locations: Vec<Location> = files.into_iter().map(|place| place.location).collect();
-                RecordIndex::open(&*store, &locations, sizes)
+                store.work(&|context| RecordIndex::open(&*store, &locations, sizes.clone(), context), watch)
             })?;
             Ok(IndexRecords { index: Arc::new(index) })
         })

@@ -169,12 +169,12 @@ mod tests {
 
     #[test]
     fn a_stop_ends_a_wait() {
-        let stop = Stop::default();
+        let stop = Stop::new();
         std::thread::scope(|scope| {
             scope.spawn(|| stop.set());
             assert!(wait(std::future::pending::<()>(), &stop).unwrap().is_none());
         });
-        assert_eq!(wait(async { 7 }, &Stop::default()).unwrap(), Some(7));
+        assert_eq!(wait(async { 7 }, &Stop::new()).unwrap(), Some(7));
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::location::Location;
 use crate::memory;
 use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
-use crate::threads::{self, Watch};
+use crate::threads::{self, Stop, Watch};
 
 /// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
@@ -126,9 +126,13 @@ impl ParsedArray {
     }
 
     /// A whole chunk or shard.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn chunk(&self, store: &dyn Store, indices: &[u64]) -> Result<Option<Elements>> {
         let location = self.location(indices);
-        let file = ChunkFile::open(store.open(&location, Access::Once), ChunkFile::one_unit)?;
+        let file = ChunkFile::open(store.open(&location, Access::Once, Stop::never()), ChunkFile::one_unit)?;
         file.unit(0)?.map(|unit| decode_stored(unit, &self.chain, &location)).transpose()
     }
 
@@ -289,12 +293,16 @@ impl CodedArray {
     }
 
     /// The shard of an inner chunk, from a store that keeps it open.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     pub fn open_shard(&self, store: &dyn Store, indices: &[u64]) -> Result<ChunkFile> {
         let parsed = self.parsed()?;
         let shards = self.shards(parsed).ok_or_else(|| Error::new(Kind::Internal, "an array without shards"))?;
         let outer = shards.codec.outer(indices);
         let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
-        ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept), index)
+        ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept, Stop::never()), index)
     }
 
     /// Its shards, if chunks are the inner chunks of shards.
@@ -304,11 +312,15 @@ impl CodedArray {
     }
 
     /// An inner chunk of a shard.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn inner(&self, parsed: &ParsedArray, shards: &ArrayShards<'_>, indices: &[u64]) -> Result<Option<Elements>> {
         let outer = shards.codec.outer(indices);
         let location = parsed.location(&outer);
         let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
-        let file = ChunkFile::open(self.store.open(&location, Access::Once), index)?;
+        let file = ChunkFile::open(self.store.open(&location, Access::Once, Stop::never()), index)?;
         let unit = file.unit(shards.codec.number(indices))?;
         let chain = &shards.codec.inner;
         unit.map(|unit| decode_stored(unit, chain, &location).map_err(|e| e.byte(unit.offset))).transpose()

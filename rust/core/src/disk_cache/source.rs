@@ -479,7 +479,7 @@ mod tests {
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
         let read = |at: u64, len: usize| {
             let mut into = vec![1; len];
-            source.read(at, &mut into).unwrap();
+            source.read(at, &mut into, &Stop::new()).unwrap();
             assert!(into.iter().all(|byte| *byte == 0));
             calls.swap(0, Ordering::Relaxed)
         };
@@ -501,7 +501,7 @@ mod tests {
         let calls = Arc::<AtomicU64>::default();
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
         let read = |at: u64| {
-            source.read(at, &mut [1; 9]).unwrap();
+            source.read(at, &mut [1; 9], &Stop::new()).unwrap();
             calls.swap(0, Ordering::Relaxed)
         };
         let (long, other) = (cache.folder.lock_patience(), ByteLocks::open(&cache.folder.lock()).unwrap());
@@ -516,7 +516,7 @@ mod tests {
         assert_eq!((read(0), read(0)), (1, 0));
         assert_eq!(cache.folder.lock_patience(), long);
         // A stop ends the wait.
-        let stop = Stop::default();
+        let stop = Stop::new();
         stop.set();
         let other = ByteLocks::open(&cache.folder.lock()).unwrap();
         assert!(other.try_lock(0).unwrap());
@@ -530,7 +530,7 @@ mod tests {
         let cache = DiskCache::open_on(folder.path(), 64 << 20, &|_| true).unwrap();
         let calls = Arc::<AtomicU64>::default();
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
-        (0..2).for_each(|_| source.read(0, &mut [0; 9]).unwrap());
+        (0..2).for_each(|_| source.read(0, &mut [0; 9], &Stop::new()).unwrap());
         assert_eq!(calls.load(Ordering::Relaxed), 2);
         assert!(cache.take_warning().is_some_and(|warning| warning.contains("network file system")));
     }

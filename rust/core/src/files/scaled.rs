@@ -188,9 +188,9 @@ impl ScaledStore {
 
 impl ScaledStore {
     /// The products of an opened file, if it has some.
-    fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>) -> Result<Box<dyn Source>> {
+    fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>, stop: &Stop) -> Result<Box<dyn Source>> {
         match self.arrays.get(at) {
-            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone())?)),
+            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone(), stop)?)),
             None => opened,
         }
     }
@@ -201,7 +201,7 @@ impl Store for ScaledStore {
         let files: Vec<&Location> =
             locations.iter().map(|at| self.arrays.get(*at).map_or(*at, |(file, _)| file)).collect();
         let opened = self.inner.open_many(&files, access, stop);
-        locations.iter().zip(opened).map(|(at, opened)| self.wrap(at, opened)).collect()
+        locations.iter().zip(opened).map(|(at, opened)| self.wrap(at, opened, stop)).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {
@@ -212,9 +212,10 @@ impl Store for ScaledStore {
         self.inner.decodes()
     }
 
+    #[expect(clippy::disallowed_methods, reason = "the scales of one array take a moment")]
     fn decoded(&self, at: &Location) -> Option<Result<Box<dyn Source>>> {
         let file = self.arrays.get(at).map_or(at, |(file, _)| file);
-        Some(self.wrap(at, self.inner.decoded(file)?))
+        Some(self.wrap(at, self.inner.decoded(file)?, Stop::never()))
     }
 
     fn wishes(&self) -> Option<Wishes> {
@@ -240,7 +241,7 @@ struct ScaledRead {
 }
 
 impl ScaledSource {
-    fn new(inner: Box<dyn Source>, array: ScaledArray) -> Result<ScaledSource> {
+    fn new(inner: Box<dyn Source>, array: ScaledArray, stop: &Stop) -> Result<ScaledSource> {
         let (elements, all) = (array.elements(), array.scales_of(&(0..array.elements())).end);
         let in_file = if array.held.is_some() { 0 } else { 4 * all };
         for (at, len) in [(array.codes, elements), (array.scales, in_file)] {
@@ -253,7 +254,7 @@ impl ScaledSource {
         let mut made = ScaledSource { inner, array, fixed };
         if made.fixed.is_none() && !made.array.per[0] {
             let mut fixed = memory::bytes(4 * all).map_err(|e| e.at(made.inner.location()))?;
-            made.inner.read(made.array.scales, &mut fixed)?;
+            made.inner.read(made.array.scales, &mut fixed, stop)?;
             made.fixed = Some(fixed.into());
         }
         Ok(made)
@@ -491,7 +492,7 @@ mod tests {
             let array = ScaledArray::new(&codes, &place(DType::F32, &[3, 1, 1], scales), DType::BF16).unwrap();
             let inner = Arc::new(Local { io: Io::Mmap });
             let store: Arc<dyn Store> = Arc::new(ScaledStore::new(inner, vec![(file.clone(), array)]));
-            let found = store.open(&ScaledStore::name(&file, 0), Access::Kept);
+            let found = store.open(&ScaledStore::name(&file, 0), Access::Kept, &Stop::new());
             assert_eq!(found.unwrap_err().kind, Kind::Truncated);
         }
     }
@@ -519,7 +520,7 @@ mod tests {
             let array = ScaledArray::new(&place(dtype, &shape, 500), &place(DType::F32, &ones, 0), to).unwrap();
             let io = if mapped { Io::Mmap } else { Io::Pread };
             let store: Arc<dyn Store> = Arc::new(ScaledStore::new(Arc::new(Local { io }), vec![(file.clone(), array)]));
-            let source = store.open(&ScaledStore::name(&file, 0), Access::Kept).unwrap();
+            let source = store.open(&ScaledStore::name(&file, 0), Access::Kept, &Stop::new()).unwrap();
             let mut wanted = vec![];
             for t in 0..shape[0] {
                 for l in 0..shape[1] {
@@ -535,7 +536,7 @@ mod tests {
             }
             prop_assert_eq!(source.size(), wanted.len() as u64);
             let mut whole = vec![0; wanted.len()];
-            source.read(0, &mut whole).unwrap();
+            source.read(0, &mut whole, &Stop::new()).unwrap();
             // NaN products differ in their payloads.
             let number = |bytes: &[u8]| match product {
                 Product::F32 => f32::from_le_bytes(bytes.try_into().unwrap()),
@@ -550,7 +551,7 @@ mod tests {
                 buffers.push((at, vec![7; len.min(source.size() - at) as usize]));
             }
             let mut reads: Vec<_> = buffers.iter_mut().map(|(at, into)| RangeRead { at: *at, into }).collect();
-            source.read_many(&mut reads, &Stop::default()).unwrap();
+            source.read_many(&mut reads, &Stop::new()).unwrap();
             for (at, found) in &buffers {
                 prop_assert_eq!(&found[..], &whole[*at as usize..*at as usize + found.len()]);
                 let mut again = vec![1; found.len()];
@@ -559,7 +560,7 @@ mod tests {
                 }
             }
             let mut outside = [0; 1];
-            prop_assert_eq!(source.read(source.size(), &mut outside).unwrap_err().kind, Kind::Truncated);
+            prop_assert_eq!(source.read(source.size(), &mut outside, &Stop::new()).unwrap_err().kind, Kind::Truncated);
         }
     }
 }

@@ -24,6 +24,7 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory;
 use crate::source::{Access, Source, Store};
+use crate::threads::Context;
 
 /// Bytes per token of the three columns.
 pub const COLUMNS: [u64; 3] = [4, 1, 1];
@@ -79,8 +80,8 @@ struct IndexFile {
 }
 
 impl IndexFile {
-    fn open(store: &dyn Store, location: &Location, bytes: u64) -> Result<IndexFile> {
-        let source = store.open(location, Access::Growing)?;
+    fn open(store: &dyn Store, location: &Location, bytes: u64, context: &mut Context<'_>) -> Result<IndexFile> {
+        let source = store.open(location, Access::Growing, context.stop())?;
         let found = source.size();
         if found != bytes {
             let detail = format!("expected an index of {bytes} bytes, found {found}");
@@ -96,7 +97,7 @@ impl IndexFile {
             }
             None => {
                 let mut read = memory::bytes(bytes).map_err(|e| e.at(location))?;
-                source.read(0, &mut read)?;
+                source.read_long(0, &mut read, context)?;
                 Some(read)
             }
         };
@@ -161,7 +162,12 @@ fn long(bytes: &[u8], at: usize) -> u64 {
 
 impl RecordIndex {
     /// Opens index files of one dataset; several only if the states are split. Reads no record from a mapped file.
-    pub fn open(store: &dyn Store, locations: &[Location], sizes: RecordSizes) -> Result<RecordIndex> {
+    pub fn open(
+        store: &dyn Store,
+        locations: &[Location],
+        sizes: RecordSizes,
+        context: &mut Context<'_>,
+    ) -> Result<RecordIndex> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let Some(shape) = RecordShape::of(sizes.record_bytes) else {
             return refuse(format!("expected records of 56, 60 or 64 bytes, found {}", sizes.record_bytes));
@@ -183,7 +189,7 @@ impl RecordIndex {
                 sizes.layers, sizes.row_bytes
             ));
         }
-        let indexes = locations.iter().map(|at| IndexFile::open(store, at, bytes)).collect::<Result<_>>()?;
+        let indexes = locations.iter().map(|at| IndexFile::open(store, at, bytes, context)).collect::<Result<_>>()?;
         Ok(RecordIndex { indexes, shape, sizes })
     }
 
@@ -502,7 +508,8 @@ mod tests {
         for (location, bytes) in locations.iter().zip(indexes) {
             std::fs::write(location.path().unwrap(), bytes).unwrap();
         }
-        RecordIndex::open(&Local { io }, &locations, sizes).map(Arc::new)
+        RecordIndex::open(&Local { io }, &locations, sizes, &mut Context::of_part(&crate::threads::Stop::new()))
+            .map(Arc::new)
     }
 
     /// One record of 5 tokens with one byte changed.

@@ -3,6 +3,7 @@
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::source::Source;
+use crate::threads::Context;
 
 /// The properties that all rows of a dataset share.
 #[derive(Clone, Copy, Debug)]
@@ -111,5 +112,5 @@ pub struct FoundRows {
 /// Finds a dataset's rows in a file by reading its header.
 pub trait FindRows: std::fmt::Debug + Send + Sync {
     /// Finds rows like `row`. Errors name the file.
-    fn find(&self, source: &dyn Source, row: &Row) -> Result<FoundRows>;
+    fn find(&self, source: &dyn Source, row: &Row, context: &mut Context<'_>) -> Result<FoundRows>;
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::source::held::Held;
 use crate::source::{RangeRead, Source};
-use crate::threads::{Stop, Watch, interrupted};
+use crate::threads::Context;
 
 /// Bytes that are read and reordered between two calls of the watch.
 const BLOCK: u64 = 64 << 20;
@@ -100,7 +100,7 @@ impl Region {
 }
 
 /// An array's elements in C order and native byte order.
-pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result<Vec<u8>> {
+pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
     let (Some(bytes), Some(extent)) = (count.and_then(|n| n.checked_mul(item)), extent) else {
@@ -119,20 +119,13 @@ pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result
     let Some(region) = place.inside else {
         let mut elements = memory::bytes(bytes)?;
         if !is_stored {
-            Reordering::new(place, [BLOCK, PIECE])?.fill(source, &mut elements, watch)?;
+            Reordering::new(place, [BLOCK, PIECE])?.fill(source, &mut elements, context)?;
             return Ok(elements);
         }
-        let mut at = place.at;
-        for block in elements.chunks_mut(BLOCK as usize) {
-            source.read(at, block)?;
-            at += block.len() as u64;
-            if watch() {
-                return Err(interrupted());
-            }
-        }
+        source.read_long(place.at, &mut elements, context)?;
         return Ok(elements);
     };
-    let mut content = region.deflated(source).content(&mut *watch)?;
+    let mut content = region.deflated(source).content(context)?;
     let Some(end) = place.at.checked_add(extent).filter(|end| *end <= region.size) else {
         return Err(Error::new(Kind::Format, "an array extends past its deflated record").byte(region.at));
     };
@@ -143,7 +136,7 @@ pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result
     }
     let mut elements = memory::bytes(bytes)?;
     let held = Held::new(source.location().clone(), content.into());
-    Reordering::new(place, [BLOCK, PIECE])?.fill(&held, &mut elements, watch)?;
+    Reordering::new(place, [BLOCK, PIECE])?.fill(&held, &mut elements, context)?;
     Ok(elements)
 }
 
@@ -197,7 +190,7 @@ impl Reordering<'_> {
         (inner, axis.map(|axis| (axis, free.checked_div(axis.stride).map_or(axis.len, |n| axis.len.min(n + 1)))))
     }
 
-    fn fill(&self, source: &dyn Source, elements: &mut [u8], watch: Watch<'_>) -> Result<()> {
+    fn fill(&self, source: &dyn Source, elements: &mut [u8], context: &mut Context<'_>) -> Result<()> {
         // A piece has all of the axes from `inner` on, and `cut` indices of the one before.
         let (inner, cut) = match self.cut(self.sizes[0]) {
             // Few neighbours in the result would be in one block.
@@ -236,7 +229,7 @@ impl Reordering<'_> {
                     .enumerate()
                     .map(|(i, into)| RangeRead { at: first + i as u64 * step, into })
                     .collect();
-                source.read_many(&mut reads, &Stop::default())?;
+                source.read_many(&mut reads, context.stop())?;
                 axes.extend(apart.map(|(_, axis)| Axis { stride: used / self.item, ..axis }));
                 let all = (pieces * used) as usize;
                 let block = match turned.get_mut(..all) {
@@ -249,9 +242,7 @@ impl Reordering<'_> {
                 axes.sort_by_key(|axis| std::cmp::Reverse(axis.dense));
                 let to = (to + offset(|axis| axis.dense)) * self.item;
                 scatter(block, &axes, self.item as usize, &mut elements[to as usize..]);
-                if watch() {
-                    return Err(interrupted());
-                }
+                context.check()?;
             }
             if !advance(&mut index, outer.iter().map(|axis| axis.len)) {
                 return Ok(());
@@ -316,6 +307,7 @@ mod tests {
 
     use super::*;
     use crate::location::Location;
+    use crate::threads::Stop;
 
     /// Elements one by one.
     fn oracle(bytes: &[u8], place: &ArrayPlace) -> Vec<u8> {
@@ -358,11 +350,11 @@ mod tests {
             let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
             let source = Held::new(Location::object("test", "a"), bytes.clone().into());
             let expected = oracle(&bytes, &place);
-            prop_assert_eq!(&read(&source, &place, &mut || false).unwrap(), &expected);
+            prop_assert_eq!(&read(&source, &place, &mut Context::of_part(&Stop::new())).unwrap(), &expected);
             if !expected.is_empty() {
                 let mut elements = vec![0; expected.len()];
                 let reordering = Reordering::new(&place, [sizes.0, sizes.1]).unwrap();
-                reordering.fill(&source, &mut elements, &mut || false).unwrap();
+                reordering.fill(&source, &mut elements, &mut Context::of_part(&Stop::new())).unwrap();
                 prop_assert_eq!(&elements, &expected);
             }
         }
@@ -375,7 +367,10 @@ mod tests {
         for strides in [strides, vec![5, 1]] {
             let place =
                 ArrayPlace { dtype: DType::F32, swapped: false, shape: shape.clone(), strides, at: 0, inside: None };
-            assert_eq!(read(&source, &place, &mut || true).unwrap_err().kind, Kind::Interrupted);
+            assert_eq!(
+                read(&source, &place, &mut Context::of_caller(&mut || true)).unwrap_err().kind,
+                Kind::Interrupted
+            );
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::memory;
 use crate::parse::flatbuffer::{FlatTable, FlatVector};
 use crate::source::Source;
+use crate::threads::{Context, Stop};
 
 /// The largest metadata of one message.
 pub const MAX_METADATA: u64 = 64 << 20;
@@ -110,8 +111,8 @@ fn unsupported(what: impl Into<String>) -> Error {
 }
 
 /// Reads the headers of all messages of a file.
-pub fn read_stream(source: &dyn Source) -> Result<ArrowStream> {
-    let found = walk(&|at, into| source.read(at, into), source.size());
+pub fn read_stream(source: &dyn Source, stop: &Stop) -> Result<ArrowStream> {
+    let found = walk(&|at, into| source.read(at, into, stop), source.size());
     found.map_err(|e: Error| if e.location.is_none() { e.at(source.location()) } else { e })
 }
 
@@ -447,9 +448,9 @@ pub struct ListRows {
 }
 
 impl FindRows for ListRows {
-    fn find(&self, source: &dyn Source, _row: &Row) -> Result<FoundRows> {
+    fn find(&self, source: &dyn Source, _row: &Row, context: &mut Context<'_>) -> Result<FoundRows> {
         for offsets in &self.offsets {
-            offsets.check(source)?;
+            offsets.check(source, context)?;
         }
         Ok(FoundRows { start: self.start, rows: self.rows, swapped: false })
     }
@@ -457,7 +458,7 @@ impl FindRows for ListRows {
 
 impl EvenOffsets {
     /// Compares all offsets with the even ones.
-    fn check(&self, source: &dyn Source) -> Result<()> {
+    fn check(&self, source: &dyn Source, context: &mut Context<'_>) -> Result<()> {
         let size = if self.wide { 8 } else { 4 };
         let end = self.count.checked_mul(size).and_then(|n| n.checked_add(self.at));
         if end.is_none_or(|end| end > source.size()) {
@@ -469,7 +470,8 @@ impl EvenOffsets {
         while done < self.count {
             let n = (self.count - done).min(buffer.len() as u64 / size);
             let block = &mut buffer[..(n * size) as usize];
-            source.read(self.at + done * size, block)?;
+            source.read(self.at + done * size, block, context.stop())?;
+            context.check()?;
             for (i, bytes) in block.chunks_exact(size as usize).enumerate() {
                 let number = done + i as u64;
                 let found = bytes.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte));
@@ -574,9 +576,12 @@ mod tests {
             let source = open_to_jump(&path, Io::Pread).unwrap();
             let even = EvenOffsets { at: 16, count: n, wide, first: 5, step: 3 };
             let size = if wide { 8 } else { 4 };
-            assert_eq!(even.check(&*source).err().and_then(|e| e.offset), wrong.map(|i| 16 + i * size));
+            assert_eq!(
+                even.check(&*source, &mut Context::of_part(&Stop::new())).err().and_then(|e| e.offset),
+                wrong.map(|i| 16 + i * size)
+            );
             let long = EvenOffsets { count: u64::MAX / 2, ..even };
-            assert_eq!(long.check(&*source).unwrap_err().kind, Kind::Truncated);
+            assert_eq!(long.check(&*source, &mut Context::of_part(&Stop::new())).unwrap_err().kind, Kind::Truncated);
         }
     }
 }

@@ -20,6 +20,7 @@ use crate::codec::inflate::DeflatedRange;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::source::Source;
+use crate::threads::Context;
 
 const END: u64 = 22;
 const LOCATOR: u64 = 20;
@@ -76,9 +77,9 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Bytes of a source; the range is within it.
-fn bytes_at(source: &dyn Source, at: u64, len: u64) -> Result<Vec<u8>> {
+fn bytes_at(source: &dyn Source, at: u64, len: u64, context: &mut Context<'_>) -> Result<Vec<u8>> {
     let mut made = memory::bytes(len)?;
-    source.read(at, &mut made)?;
+    source.read_long(at, &mut made, context)?;
     Ok(made)
 }
 
@@ -96,16 +97,16 @@ struct ZipEnd {
 
 impl Archive {
     /// Reads the directory. Reads no record.
-    pub fn read(source: &dyn Source) -> Result<Archive> {
+    pub fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<Archive> {
         let len = source.size();
         let tail_at = len.saturating_sub(END + COMMENT + LOCATOR + END_64);
-        let tail = bytes_at(source, tail_at, len - tail_at)?;
+        let tail = bytes_at(source, tail_at, len - tail_at, context)?;
         let end = find_end(&tail, tail_at)?;
         if end.size > MOST_DIRECTORY || end.count > end.size / ENTRY as u64 {
             let detail = format!("a zip directory of {} records in {} bytes", end.count, end.size);
             return Err(malformed(end.at, detail));
         }
-        let directory = bytes_at(source, end.at, end.size)?;
+        let directory = bytes_at(source, end.at, end.size, context)?;
         let mut records = memory::reserve(end.count)?;
         let mut at = 0usize;
         for _ in 0..end.count {
@@ -283,12 +284,12 @@ fn check_order(records: &mut [ZipRecord], directory: u64) -> Result<()> {
 
 impl ZipRecord {
     /// The offset of the record's data. Reads the local header.
-    pub fn data(&self, source: &dyn Source) -> Result<u64> {
+    pub fn data(&self, source: &dyn Source, context: &mut Context<'_>) -> Result<u64> {
         if let Some(refused) = self.refused {
             return Err(Error::new(Kind::Unsupported, format!("'{}': {refused}", shown(&self.name))).byte(self.local));
         }
         let wanted = LOCAL + self.name.len() as u64;
-        let header = bytes_at(source, self.local, wanted.min(self.end - self.local))?;
+        let header = bytes_at(source, self.local, wanted.min(self.end - self.local), context)?;
         let name = u16_at(&header, 26) as usize;
         let same =
             header.starts_with(b"PK\x03\x04") && name == self.name.len() && header[LOCAL as usize..] == self.name[..];
@@ -307,8 +308,8 @@ impl ZipRecord {
     }
 
     /// The content, of at most `most` bytes.
-    pub fn content(&self, source: &dyn Source, most: u64) -> Result<Vec<u8>> {
-        let at = self.data(source)?;
+    pub fn content(&self, source: &dyn Source, most: u64, context: &mut Context<'_>) -> Result<Vec<u8>> {
+        let at = self.data(source, context)?;
         if self.size > most {
             return Err(malformed(
                 self.local,
@@ -316,10 +317,10 @@ impl ZipRecord {
             ));
         }
         if !self.deflated {
-            return bytes_at(source, at, self.stored);
+            return bytes_at(source, at, self.stored, context);
         }
         let deflated = DeflatedRange { source, at, stored: self.stored, size: self.size };
-        let content = deflated.content(&mut || false);
+        let content = deflated.content(context);
         content.map_err(|e| Error { detail: format!("'{}': {}", shown(&self.name), e.detail), ..e })
     }
 }
@@ -330,6 +331,7 @@ mod tests {
     use super::*;
     use crate::location::Location;
     use crate::source::held::Held;
+    use crate::threads::Stop;
 
     /// An archive of stored records, as (name, content).
     fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
@@ -368,8 +370,12 @@ mod tests {
 
     fn refusal(bytes: Vec<u8>) -> String {
         let source = held(bytes);
-        let all = Archive::read(&source).and_then(|archive| {
-            archive.records.iter().map(|record| record.content(&source, 100)).collect::<Result<Vec<_>>>()
+        let all = Archive::read(&source, &mut Context::of_part(&Stop::new())).and_then(|archive| {
+            archive
+                .records
+                .iter()
+                .map(|record| record.content(&source, 100, &mut Context::of_part(&Stop::new())))
+                .collect::<Result<Vec<_>>>()
         });
         all.unwrap_err().to_string()
     }
@@ -377,10 +383,14 @@ mod tests {
     #[test]
     fn records_are_read_by_the_directory() {
         let source = held(archive(&[("a", b"first"), ("b/c", b""), ("d", b"last")]));
-        let found = Archive::read(&source).unwrap();
-        let read: Vec<_> = found.records.iter().map(|r| (shown(&r.name), r.content(&source, 100).unwrap())).collect();
+        let found = Archive::read(&source, &mut Context::of_part(&Stop::new())).unwrap();
+        let read: Vec<_> = found
+            .records
+            .iter()
+            .map(|r| (shown(&r.name), r.content(&source, 100, &mut Context::of_part(&Stop::new())).unwrap()))
+            .collect();
         assert_eq!(read, [("a".into(), b"first".to_vec()), ("b/c".into(), vec![]), ("d".into(), b"last".to_vec())]);
-        assert!(Archive::read(&held(archive(&[]))).unwrap().records.is_empty());
+        assert!(Archive::read(&held(archive(&[])), &mut Context::of_part(&Stop::new())).unwrap().records.is_empty());
     }
 
     #[test]
@@ -424,7 +434,7 @@ mod tests {
     fn every_truncation_is_refused() {
         let good = archive(&[("a", b"first"), ("b", b"second")]);
         for cut in 0..good.len() {
-            assert!(Archive::read(&held(good[..cut].to_vec())).is_err(), "{cut}");
+            assert!(Archive::read(&held(good[..cut].to_vec()), &mut Context::of_part(&Stop::new())).is_err(), "{cut}");
         }
     }
 }

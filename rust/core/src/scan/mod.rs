@@ -65,6 +65,7 @@ pub struct ScanNeeds {
 
 /// What [`scan`] takes. Plans the same reads, and reads no rows. `total` are bytes of rows of the whole scan, of which this range
 /// may be a sample: they decide about the page cache and the number of threads that read.
+#[expect(clippy::disallowed_methods, reason = "a counting reader reads nothing")]
 pub fn needs(rows: &Rows, group: usize, examples: Range<u64>, total: u64, watch: Watch<'_>) -> Result<ScanNeeds> {
     let row = rows.row();
     let cast = Cast::between(row.dtype, row.dtype)?;
@@ -84,14 +85,14 @@ pub fn needs(rows: &Rows, group: usize, examples: Range<u64>, total: u64, watch:
     }
     let mut mine = ScanningThread::new(row, false)?;
     mine.reader = BlockReader::counting(total > memory_limit() / 2)?;
-    let (turns, stop) = (Turns::new(1), Stop::default());
+    let (turns, stop) = (Turns::new(1), Stop::never());
     for part in group.parts() {
         let (wave, part) = part?;
         group.scan_part(
             &wave,
             part,
             &mut Look::new(row.dtype, row.width, &vec![0; row.bytes])?,
-            (&mut mine, &turns, &stop),
+            (&mut mine, &turns, stop),
         )?;
         if watch() {
             return Err(threads::interrupted());

@@ -90,6 +90,7 @@ pub fn deliver<T: Send>(
 }
 
 /// Hands over ranges that need no network, such as those in a cache on disk; returns the others, in order.
+#[expect(clippy::disallowed_methods, reason = "a few near parts take a moment")]
 fn hand_over_near<T: Send>(
     sources: &[Option<&dyn Source>],
     wanted: Vec<WantedRange<T>>,
@@ -117,7 +118,7 @@ fn hand_over_near<T: Send>(
         0 => return Ok(lacking),
         // Few bytes are read before threads have started; readers of streams are already separate threads.
         1..=NEAR_INLINE => {
-            let here = |part| work(0, part, &Stop::default());
+            let here = |part| work(0, part, Stop::never());
             parts.into_iter().map(here).collect::<Result<Vec<_>>>()?
         }
         _ => threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?,

@@ -165,7 +165,7 @@ mod tests {
         let sources: Vec<Option<&dyn Source>> = cold.iter().map(|source| Some(source as &dyn Source)).collect();
         let hinted = |source: usize| cold[source].1.lock().clone();
         let mut waited = 0;
-        let done = read_all(&sources, ranges, &Stop::default(), |each, wait| {
+        let done = read_all(&sources, ranges, &Stop::new(), |each, wait| {
             waited += usize::from(wait);
             let covers = |hint: &ByteRange| hint.at <= each.1 && each.1 + each.2 <= hint.at + hint.len;
             assert!(!wait || hinted(each.0).iter().any(covers), "{} is waited for without a hint", each.1);

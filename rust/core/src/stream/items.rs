@@ -82,7 +82,8 @@ impl BatchItems {
             Ok(())
         };
         if n <= 2 * IDS {
-            return parts.into_iter().enumerate().try_for_each(|(p, part)| fill(p, part, &Stop::default()));
+            #[expect(clippy::disallowed_methods, reason = "a few thousand numbers")]
+            return parts.into_iter().enumerate().try_for_each(|(p, part)| fill(p, part, Stop::never()));
         }
         threads::for_each(parts, &fill, watch)
     }

@@ -19,10 +19,28 @@ pub fn interrupted() -> Error {
 }
 
 /// A flag that stops the parts of a piece of work.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Stop(AtomicBool);
 
 impl Stop {
+    /// For who will set it. Work that another one may stop is given that one's.
+    #[expect(clippy::new_without_default, reason = "a default would be one that nobody sets")]
+    pub fn new() -> Stop {
+        Stop(AtomicBool::new(false))
+    }
+
+    /// A stop that nobody sets: for work of a moment. clippy.toml demands a reason, because Ctrl-C waits for that work.
+    #[cfg(not(actshard_loom))]
+    pub fn never() -> &'static Stop {
+        static NEVER: Stop = Stop(AtomicBool::new(false));
+        &NEVER
+    }
+
+    #[cfg(actshard_loom)]
+    pub fn never() -> &'static Stop {
+        Box::leak(Box::new(Stop::new()))
+    }
+
     /// Whether the work was stopped: another part failed or the caller's watch returned true.
     #[inline]
     pub fn is_set(&self) -> bool {
@@ -32,6 +50,40 @@ impl Stop {
     /// Stops the work.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Who may stop a piece of work, as one argument: a part's [`Stop`] on any thread, or the caller's watch on the calling one.
+pub struct Context<'a> {
+    stop: &'a Stop,
+    watch: Option<Watch<'a>>,
+}
+
+impl<'a> Context<'a> {
+    /// Of work on another thread, or of a part.
+    pub fn of_part(stop: &'a Stop) -> Context<'a> {
+        Context { stop, watch: None }
+    }
+
+    /// Of work on the calling thread, which calls its watch between two reads of a moment.
+    #[expect(clippy::disallowed_methods, reason = "the watch is called instead")]
+    pub fn of_caller(watch: Watch<'a>) -> Context<'a> {
+        Context { stop: Stop::never(), watch: Some(watch) }
+    }
+
+    /// For reads.
+    pub fn stop(&self) -> &'a Stop {
+        self.stop
+    }
+
+    /// Whether the work is to end.
+    pub fn is_over(&mut self) -> bool {
+        self.stop.is_set() || self.watch.as_mut().is_some_and(|watch| watch())
+    }
+
+    /// Fails if the work is to end.
+    pub fn check(&mut self) -> Result<()> {
+        if self.is_over() { Err(interrupted()) } else { Ok(()) }
     }
 }
 
@@ -67,7 +119,7 @@ impl<'a> Handout<'a> {
             parts,
             work,
             next: AtomicUsize::new(0),
-            stop: Stop::default(),
+            stop: Stop::new(),
             interrupted: AtomicBool::new(false),
             failed: Lock::new(None),
             running: Lock::new(0),

@@ -16,7 +16,7 @@ mod waiting;
 
 pub(crate) use fork::SharedLock;
 pub use fork::{ForkSafe, Renewed};
-pub use handout::{LOOK, Stop, Watch, interrupted};
+pub use handout::{Context, LOOK, Stop, Watch, interrupted};
 pub use parts::{for_each, for_each_waiting, map, map_each, map_each_waiting, wait_for};
 pub use pipeline::{NextResult, Turns, make_ahead, make_weighed_ahead};
 pub use pool::{are_free, in_part, num_threads, run};

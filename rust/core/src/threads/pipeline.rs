@@ -71,7 +71,7 @@ where
 {
     let (jobs, weights, made) = (jobs.peekable(), VecDeque::new(), BTreeMap::new());
     let line = Line { jobs, taken: 0, used: 0, weights, ahead: 0, ended: false, made, threads: 0 };
-    let (line, changed, stop, depth) = (Lock::new(line), Signal::new(), Stop::default(), depth.max(1) as u64);
+    let (line, changed, stop, depth) = (Lock::new(line), Signal::new(), Stop::new(), depth.max(1) as u64);
     let pipeline = Pipeline { line, changed, stop, depth, weigh, make };
     std::thread::scope(|scope| {
         let _end = End(&pipeline);

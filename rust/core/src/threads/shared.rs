@@ -88,7 +88,7 @@ mod tests {
                 let (shared, most) = (&shared, &most);
                 scope.spawn(move || {
                     for n in 0..2_000 {
-                        let _share = shared.take((i + n) % 5 * UNIT + 1, &Stop::default()).unwrap().unwrap();
+                        let _share = shared.take((i + n) % 5 * UNIT + 1, &Stop::new()).unwrap().unwrap();
                         most.fetch_max(shared.taken.load(Ordering::Relaxed) & u64::from(u32::MAX), Ordering::Relaxed);
                     }
                 });
@@ -101,9 +101,9 @@ mod tests {
     #[test]
     fn a_stop_ends_the_wait_and_a_child_begins_anew() {
         let shared = SharedBytes::new(4 * UNIT);
-        let whole = shared.take(100 * UNIT, &Stop::default()).unwrap().unwrap();
-        let other = shared.take(2 * UNIT, &Stop::default()).unwrap().unwrap();
-        let (stop, waited) = (Stop::default(), AtomicBool::new(false));
+        let whole = shared.take(100 * UNIT, &Stop::new()).unwrap().unwrap();
+        let other = shared.take(2 * UNIT, &Stop::new()).unwrap().unwrap();
+        let (stop, waited) = (Stop::new(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 assert!(shared.take(1, &stop).unwrap().is_none());
@@ -115,7 +115,7 @@ mod tests {
         // As if another process had taken them.
         std::mem::forget((whole, other));
         shared.taken.fetch_xor(1 << 32, Ordering::Relaxed);
-        drop(shared.take(2 * UNIT, &Stop::default()).unwrap());
+        drop(shared.take(2 * UNIT, &Stop::new()).unwrap());
         assert_eq!(shared.taken.load(Ordering::Relaxed) & u64::from(u32::MAX), 0);
     }
 }

@@ -276,7 +276,9 @@ mod tests {
                 assert!(back == bytes, "{total} at level {level}");
                 assert_eq!(wrote, digest(&path, &mut || false).unwrap());
                 let stored = std::fs::read(&path).unwrap();
-                let ours = crate::codec::inflate::inflate(&stored, 1 << 30).unwrap();
+                let ours =
+                    crate::codec::inflate::inflate(&stored, 1 << 30, &mut threads::Context::of_part(&Stop::new()))
+                        .unwrap();
                 assert!(ours[..] == bytes[..], "{total} at level {level}, by our reader");
             }
         }

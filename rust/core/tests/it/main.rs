@@ -6,6 +6,7 @@
 mod allocations;
 mod array_meta;
 mod chunked;
+mod contexts;
 mod decodes;
 #[cfg(target_os = "linux")]
 mod disk_cache;

@@ -26,7 +26,7 @@ struct Coming {
 
 impl Coming {
     fn new(shard: usize) -> Coming {
-        let (wanted, dropped) = (Stop::default(), Stop::default());
+        let (wanted, dropped) = (Stop::new(), Stop::new());
         Coming { shard, pid: std::process::id(), wanted, dropped, read: Lock::new(None), done: Signal::new() }
     }
 

@@ -275,12 +275,12 @@ impl Shards {
     }
 
     /// Fails unless an open file is the one that was indexed, or has the same content.
-    pub(super) fn check_same(&self, s: usize, source: &dyn Source) -> Result<()> {
+    pub(super) fn check_same(&self, s: usize, source: &dyn Source, watch: Watch<'_>) -> Result<()> {
         let version = source.version();
         if self.known(s).is_none() || self.is_same(s, version.as_ref()) {
             return Ok(());
         }
-        let fresh = self.fresh(s, self.stored(s, &mut || false)?, &mut || false)?;
+        let fresh = self.fresh(s, self.stored(s, &mut *watch)?, watch)?;
         if fresh.version != version {
             return Err(
                 Error::new(Kind::Format, "the file changes during the read; reopen the dataset").at(source.location())
@@ -298,6 +298,7 @@ impl Shards {
     }
 
     /// The memory that a shard will need: known, or the size that the file claims, limited by its compressed size.
+    #[expect(clippy::disallowed_methods, reason = "four bytes of a near file")]
     fn decoded_guess(&self, s: usize) -> u64 {
         match self.known(s) {
             Some((index, _)) => index.decoded + index.aside,
@@ -306,9 +307,9 @@ impl Shards {
             }
             None if self.specs[s].compressed => {
                 let claimed = || {
-                    let source = self.store.open(&self.specs[s].location, Access::Once).ok()?;
+                    let source = self.store.open(&self.specs[s].location, Access::Once, Stop::never()).ok()?;
                     let mut last = [0; 4];
-                    source.read(source.size().checked_sub(4)?, &mut last).ok()?;
+                    source.read(source.size().checked_sub(4)?, &mut last, Stop::never()).ok()?;
                     Some(self.claimed(s, last, source.size()))
                 };
                 claimed().unwrap_or(0)
@@ -519,7 +520,7 @@ impl Shards {
     fn stored(&self, s: usize, watch: Watch<'_>) -> Result<ShardRead> {
         let spec = &self.specs[s];
         let mut read = || {
-            let source = self.store.open(&spec.location, Access::Once)?;
+            let source = self.store.open_watched(&spec.location, Access::Once, &mut *watch)?;
             self.check_size(s, source.size())?;
             // Taken before the read: a later change gives another version.
             let version = source.version();

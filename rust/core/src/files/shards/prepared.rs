@@ -21,7 +21,7 @@ use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::mmap::Paging;
 use crate::source::{Access, Source, Wishes};
-use crate::threads::Watch;
+use crate::threads::{Stop, Watch};
 
 /// Indexed shards, some with their decoded bytes.
 pub struct Prepared<'a> {
@@ -170,13 +170,14 @@ impl<'a> Prepared<'a> {
     }
 
     /// A view of the rows of a run, if the shard is mapped.
+    #[expect(clippy::disallowed_methods, reason = "a view is of a near file, which opens in a moment")]
     pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
         let (s, aside) = self.shard_at(at.file);
         let mapped = !aside && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
         if !mapped || !self.shards.maps {
             return Ok(None);
         }
-        View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes, Paging::Hinted)
+        View::of(&*self.get(at.file, Stop::never())?, at.row, rows, self.row().bytes, Paging::Hinted)
     }
 
     /// `sample_idx` of every prepared example, in order.
@@ -286,12 +287,15 @@ impl Files for Prepared<'_> {
         self.shards.row_of((file / self.shards.files_per_class()) as usize).bytes as u64
     }
 
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
+    fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
         match self.held(file) {
             Some(held) => Ok(held),
             None => {
                 let spec = self.in_place(file)?;
-                let open = || self.open(file, self.shards.store.open(&spec.location, Access::Kept));
+                let open = || {
+                    let source = self.shards.store.open(&spec.location, Access::Kept, stop);
+                    self.open(file, source, &mut || stop.is_set())
+                };
                 self.shards.slots.get(file, open)
             }
         }
@@ -303,9 +307,9 @@ impl Files for Prepared<'_> {
         let lacking: Vec<usize> = (0..files.len()).filter(|i| found[*i].is_none()).collect();
         let specs: Vec<&ShardSpec> = lacking.iter().map(|i| self.in_place(files[*i])).collect::<Result<_>>()?;
         let locations: Vec<&Location> = specs.into_iter().map(|spec| &spec.location).collect();
-        let opened = self.shards.store.open_together(&locations, Access::Kept, watch)?;
+        let opened = self.shards.store.open_together(&locations, Access::Kept, &mut *watch)?;
         for (i, source) in lacking.into_iter().zip(opened) {
-            found[i] = Some(self.shards.slots.get(files[i], || self.open(files[i], source))?);
+            found[i] = Some(self.shards.slots.get(files[i], || self.open(files[i], source, &mut *watch))?);
         }
         Ok(found.into_iter().flatten().collect())
     }
@@ -340,7 +344,7 @@ impl Prepared<'_> {
     }
 
     /// A newly opened shard whose rows are read from the stored file.
-    fn open(&self, file: u64, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
+    fn open(&self, file: u64, opened: Result<Box<dyn Source>>, watch: Watch<'_>) -> Result<OpenFile> {
         let (s, _) = self.shard_at(file);
         let source = opened?;
         let (len, expected) = (source.size(), self.indexes.get(&s).map_or(0, |index| index.len));
@@ -354,7 +358,7 @@ impl Prepared<'_> {
             .at(source.location())
             .byte(len));
         }
-        self.shards.check_same(s, &*source)?;
+        self.shards.check_same(s, &*source, watch)?;
         Ok(OpenFile::new(Body::Stored(source), self.place(self.class_of(file), len)))
     }
 }
