@@ -21,6 +21,7 @@ use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
@@ -424,10 +425,10 @@ pub fn check_plain(unit: StoredUnit<'_>, len: u64, checked: bool) -> Result<()> 
     let (mut crc, mut at) = (0, 0);
     while at < len {
         let n = CHECKED_AT_ONCE.min(len - at);
-        crc = crc32c::crc32c_append(crc, &unit.part(at as usize, n as usize)?);
+        crc = crc32c::crc32c_append(crc, &unit.part(to_usize(at), to_usize(n))?);
         at += n;
     }
-    let stored = unit.part(len as usize, CRC as usize)?;
+    let stored = unit.part(to_usize(len), to_usize(CRC))?;
     let stored = stored.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
     if stored != crc {
         return Err(bad(format!("expected the checksum (crc32c) {stored:08x}, found {crc:08x}")));

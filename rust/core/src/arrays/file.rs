@@ -7,6 +7,7 @@ use super::failing::Undecodable;
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source, Version};
 use crate::threads::Stop;
@@ -102,7 +103,7 @@ impl<'a> StoredUnit<'a> {
     /// Its bytes, if the file is mapped.
     #[inline]
     pub fn mapped(&self) -> Option<&'a [u8]> {
-        self.source.bytes()?.get(self.offset as usize..(self.offset + self.len) as usize)
+        self.source.bytes()?.get(to_usize(self.offset)..to_usize(self.offset + self.len))
     }
 
     /// All its bytes. Starts read-ahead if they are cold.

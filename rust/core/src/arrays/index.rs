@@ -7,6 +7,7 @@ use super::failing::{Said, Undecodable};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::{ByteRange, Source};
 use crate::threads::Stop;
 
@@ -120,7 +121,7 @@ impl IndexForm {
 
     fn parse_numbers(&self, numbers: Numbers, raw: &[u8]) -> Said<Vec<(u64, u64)>> {
         let (Some((pairs, crc)), true) =
-            (raw.split_at_checked(self.chunks as usize * 16), raw.len() as u64 == self.bytes())
+            (raw.split_at_checked(to_usize(self.chunks) * 16), raw.len() as u64 == self.bytes())
         else {
             return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()).into());
         };

@@ -32,6 +32,7 @@ use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::local::Local;
 use crate::source::mmap::Paging;
 use crate::source::slots::{Opened, Slots};
@@ -259,9 +260,9 @@ impl ChunkFiles {
         let size = self.row.bytes / self.row.width;
         let [_, _, _, ch] = grid.chunk();
         let column = indices[3] * ch;
-        let used = ch.min(self.row.width as u64 - column) as usize * size;
+        let used = to_usize(ch.min(self.row.width as u64 - column)) * size;
         let step = ch * size as u64;
-        Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: column as usize, swapped }
+        Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: to_usize(column), swapped }
     }
 
     fn chunk_bytes(&self, grid: &Grid) -> u64 {

@@ -19,6 +19,7 @@ use crate::kernels::scaled::{self, Product, ScaledCode};
 use crate::kernels::{Stores, prefetch};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
 use crate::threads::Stop;
@@ -136,14 +137,14 @@ impl ScaledArray {
                 [true, ..] => layers * width - (l * width + h),
                 _ => u64::MAX,
             };
-            let n = left.min(elements.end - at) as usize;
+            let n = to_usize(left.min(elements.end - at));
             let mut scale = if self.per[0] { t } else { 0 };
             for (axis, place) in [(1, l), (2, h)] {
                 if self.per[axis] {
                     scale = scale * self.shape[axis] + place;
                 }
             }
-            let (begin, from) = ((at - elements.start) as usize, 4 * (scale - first) as usize);
+            let (begin, from) = (to_usize(at - elements.start), 4 * to_usize(scale - first));
             let size = self.to.size();
             let (codes, out) = (&codes[begin..begin + n], &mut out[begin * size..(begin + n) * size]);
             if self.per[2] {
@@ -296,7 +297,7 @@ impl ScaledSource {
     ) -> Result<()> {
         let wanted = self.array.scales_of(&elements);
         let scales =
-            self.fixed.as_deref().map_or(scales, |all| &all[4 * wanted.start as usize..4 * wanted.end as usize]);
+            self.fixed.as_deref().map_or(scales, |all| &all[4 * to_usize(wanted.start)..4 * to_usize(wanted.end)]);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
             self.array.multiply(elements, codes, scales, into, stores);
             return Ok(());
@@ -311,11 +312,11 @@ impl ScaledSource {
     fn fill_from_memory(&self, read: &mut RangeRead<'_>, stores: Stores<'_>) -> Result<bool> {
         let Some(bytes) = self.inner.bytes() else { return Ok(false) };
         let elements = self.elements(read.at, read.into.len() as u64)?;
-        let [codes, scales] = self.ranges(&elements).map(|r| bytes.get(r.at as usize..(r.at + r.len) as usize));
+        let [codes, scales] = self.ranges(&elements).map(|r| bytes.get(to_usize(r.at)..to_usize(r.at + r.len)));
         let (Some(codes), Some(scales)) = (codes, scales) else {
             return Err(Error::new(Kind::Truncated, "the file became shorter").at(self.location()));
         };
-        let skip = (read.at % self.array.to.size() as u64) as usize;
+        let skip = to_usize(read.at % self.array.to.size() as u64);
         self.fill(elements, skip, codes, scales, read.into, stores)?;
         Ok(true)
     }
@@ -323,7 +324,7 @@ impl ScaledSource {
     fn prepared(&self, at: u64, len: usize) -> Result<ScaledRead> {
         let elements = self.elements(at, len as u64)?;
         let [codes, scales] = self.ranges(&elements).map(|range| memory::bytes(range.len));
-        Ok(ScaledRead { elements, skip: (at % self.array.to.size() as u64) as usize, codes: codes?, scales: scales? })
+        Ok(ScaledRead { elements, skip: to_usize(at % self.array.to.size() as u64), codes: codes?, scales: scales? })
     }
 }
 

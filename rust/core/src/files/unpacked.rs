@@ -11,6 +11,7 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::parse::arrays::{self, ArrayPlace};
 use crate::source::held::Held;
 use crate::source::{Access, Source, Store, Wishes};
@@ -73,7 +74,7 @@ impl Unpacked {
         match &unit.array {
             Some(place) => Ok(arrays::read(&*whole, place, context)?.into()),
             None => {
-                let mut all = Buffer::new(whole.size() as usize)
+                let mut all = Buffer::new(to_usize(whole.size()))
                     .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate memory: {e}")))?;
                 whole.read_long(0, all.bytes_mut(), context)?;
                 Ok(all)

@@ -23,6 +23,7 @@ use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::{Access, Source, Store};
 use crate::threads::Context;
 
@@ -222,7 +223,7 @@ impl RecordIndex {
     fn record(&self, index: usize, example: u64) -> Result<Record> {
         let shape = &self.shape;
         let bytes = self.indexes[index].bytes();
-        let at = example as usize * shape.bytes;
+        let at = to_usize(example) * shape.bytes;
         let bytes = bytes.get(at..at + shape.bytes).unwrap_or_default();
         let file = int(bytes, 8);
         let tokens = int(bytes, 12);
@@ -234,7 +235,7 @@ impl RecordIndex {
             && shape.start.is_none_or(|at| int(bytes, at) == start)
             && shape.held.is_none_or(|at| int(bytes, at) == held)
             && tokens > 0
-            && self.sizes.files.get(file as usize).is_some_and(|size| {
+            && self.sizes.files.get(to_usize(file)).is_some_and(|size| {
                 self.expected(&record, held).is_some_and(|(expected, end)| expected == offsets && end <= *size)
             });
         if fits { Ok(record) } else { Err(self.refused(index, example, bytes, &record)) }
@@ -264,7 +265,7 @@ impl RecordIndex {
             Error::new(Kind::Format, detail).at(location).byte(first + at as u64)
         };
         let (start, held) = self.share(index, record.tokens);
-        let size = self.sizes.files.get(record.file as usize);
+        let size = self.sizes.files.get(to_usize(record.file));
         let fields = [
             (Some(0), "sample_id", example, long(bytes, 0)),
             (self.shape.start, "context_start", start, self.shape.start.map_or(0, |at| int(bytes, at))),
@@ -287,7 +288,8 @@ impl RecordIndex {
             }
         }
         let Some(size) = size else {
-            return refuse(8, "shard_id", format!("a shard, 0 to {}", self.sizes.files.len() as i64 - 1), record.file);
+            let last = self.sizes.files.len().saturating_sub(1);
+            return refuse(8, "shard_id", format!("a shard, 0 to {last}"), record.file);
         };
         let Some((expected, end)) = self.expected(record, held) else {
             return refuse(
@@ -417,7 +419,7 @@ impl Layout for Records {
     fn groups(&self) -> usize {
         match self.rows {
             RecordRows::Column(_) => 1,
-            RecordRows::States => self.index.sizes.layers as usize + usize::from(self.index.sizes.last),
+            RecordRows::States => to_usize(self.index.sizes.layers) + usize::from(self.index.sizes.last),
         }
     }
 

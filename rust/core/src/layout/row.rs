@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::threads::Context;
 
@@ -29,7 +30,7 @@ impl Row {
             .ok_or_else(|| {
                 Error::new(Kind::Format, format!("expected rows of 1 byte to 4 GiB, found {width} x {}", dtype.name()))
             })?;
-        Ok(Row { width: width as usize, dtype, bytes })
+        Ok(Row { width: to_usize(width), dtype, bytes })
     }
 }
 

@@ -6,6 +6,7 @@ use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::held::Held;
 use crate::source::{RangeRead, Source};
 use crate::threads::Context;
@@ -130,8 +131,8 @@ pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) 
         return Err(Error::new(Kind::Format, "an array extends past its deflated record").byte(region.at));
     };
     if is_stored {
-        content.truncate(end as usize);
-        content.drain(..place.at as usize);
+        content.truncate(to_usize(end));
+        content.drain(..to_usize(place.at));
         return Ok(content);
     }
     let mut elements = memory::bytes(bytes)?;
@@ -224,14 +225,14 @@ impl Reordering<'_> {
                 let pieces = apart.map_or(1, |(_, axis)| axis.len);
                 let step = apart.map_or(0, |(_, axis)| axis.stride * self.item);
                 let mut reads: Vec<RangeRead<'_>> = buffer
-                    .chunks_mut(used as usize)
-                    .take(pieces as usize)
+                    .chunks_mut(to_usize(used))
+                    .take(to_usize(pieces))
                     .enumerate()
                     .map(|(i, into)| RangeRead { at: first + i as u64 * step, into })
                     .collect();
                 source.read_many(&mut reads, context.stop())?;
                 axes.extend(apart.map(|(_, axis)| Axis { stride: used / self.item, ..axis }));
-                let all = (pieces * used) as usize;
+                let all = to_usize(pieces * used);
                 let block = match turned.get_mut(..all) {
                     Some(turned) => {
                         self.cast.apply(&buffer[..all], turned);
@@ -241,7 +242,7 @@ impl Reordering<'_> {
                 };
                 axes.sort_by_key(|axis| std::cmp::Reverse(axis.dense));
                 let to = (to + offset(|axis| axis.dense)) * self.item;
-                scatter(block, &axes, self.item as usize, &mut elements[to as usize..]);
+                scatter(block, &axes, to_usize(self.item), &mut elements[to_usize(to)..]);
                 context.check()?;
             }
             if !advance(&mut index, outer.iter().map(|axis| axis.len)) {
@@ -272,11 +273,11 @@ fn scatter(block: &[u8], axes: &[Axis], item: usize, to: &mut [u8]) {
     let mut index = vec![0u64; outer.len()];
     loop {
         let at =
-            |of: fn(&Axis) -> u64| index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>() as usize * item;
+            |of: fn(&Axis) -> u64| to_usize(index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>()) * item;
         let (from, to) = (&block[at(|axis| axis.stride)..], &mut to[at(|axis| axis.dense)..]);
         match item {
             _ if last.stride == 1 && last.dense == 1 => {
-                let n = last.len as usize * item;
+                let n = to_usize(last.len) * item;
                 to[..n].copy_from_slice(&from[..n]);
             }
             1 => copy_apart(from, last, to, 1),
@@ -294,8 +295,8 @@ fn scatter(block: &[u8], axes: &[Axis], item: usize, to: &mut [u8]) {
 /// Copies elements that are apart. Inlined, so that `item` is a constant.
 #[inline(always)]
 fn copy_apart(from: &[u8], axis: Axis, to: &mut [u8], item: usize) {
-    let (stride, dense) = (axis.stride as usize * item, axis.dense as usize * item);
-    for i in 0..axis.len as usize {
+    let (stride, dense) = (to_usize(axis.stride) * item, to_usize(axis.dense) * item);
+    for i in 0..to_usize(axis.len) {
         to[i * dense..i * dense + item].copy_from_slice(&from[i * stride..i * stride + item]);
     }
 }

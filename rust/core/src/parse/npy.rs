@@ -20,6 +20,7 @@ use crate::codec::inflate;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::threads::{Context, Stop};
 
@@ -91,7 +92,7 @@ fn member(source: &dyn Source, record: &ZipRecord, context: &mut Context<'_>) ->
         let stored = record.stored.min(if record.deflated { len + 1024 } else { len });
         let mut front = memory::bytes(stored)?;
         source.read(at, &mut front, context.stop())?;
-        Ok(if record.deflated { inflate::raw_front(&front, len as usize) } else { front })
+        Ok(if record.deflated { inflate::raw_front(&front, to_usize(len)) } else { front })
     };
     let parsed = in_front(record.size, &mut { read }).and_then(|header| header.array(record.size));
     let mut array = parsed.map_err(|e| malformed(format!("'{name}': {}", e.detail)).byte(at))?;
@@ -132,7 +133,7 @@ fn in_front(size: u64, read: &mut dyn FnMut(u64) -> Result<Vec<u8>>) -> Result<N
         return Err(malformed(format!("a header of {len} bytes, but {} bytes follow", size - wide)).byte(8));
     }
     let front = if end > front.len() as u64 { read(end)? } else { front };
-    let text = front.get(wide as usize..end as usize).map(std::str::from_utf8);
+    let text = front.get(to_usize(wide)..to_usize(end)).map(std::str::from_utf8);
     let Some(Ok(text)) = text else { return Err(malformed("the header of the .npy file is not text").byte(wide)) };
     Literal { text, at: 0 }.header(end).map_err(|at| {
         malformed(

@@ -19,6 +19,7 @@ use std::collections::HashSet;
 use crate::codec::inflate::DeflatedRange;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::threads::Context;
 
@@ -64,12 +65,12 @@ fn malformed(at: u64, detail: impl Into<String>) -> Error {
     Error::new(Kind::Format, detail).byte(at)
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u16::from_le_bytes(*b))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from(u32::from_le_bytes(*b)))
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u32::from_le_bytes(*b))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
@@ -125,9 +126,9 @@ impl Archive {
 /// Finds the end record, and the zip64 end record before it.
 fn find_end(tail: &[u8], tail_at: u64) -> Result<ZipEnd> {
     let found = |at: usize| {
-        tail[at..].starts_with(b"PK\x05\x06") && at + END as usize + u16_at(tail, at + 20) as usize == tail.len()
+        tail[at..].starts_with(b"PK\x05\x06") && at + to_usize(END) + usize::from(u16_at(tail, at + 20)) == tail.len()
     };
-    let last = tail.len().checked_sub(END as usize);
+    let last = tail.len().checked_sub(to_usize(END));
     let mut ends = (0..=last.unwrap_or(0)).rev().filter(|at| last.is_some() && found(*at));
     let Some(at) = ends.next() else {
         return Err(Error::new(
@@ -143,10 +144,11 @@ fn find_end(tail: &[u8], tail_at: u64) -> Result<ZipEnd> {
     }
     let place = tail_at + at as u64;
     let (disk, first_disk) = (u16_at(tail, at + 4), u16_at(tail, at + 6));
-    let here = u16_at(tail, at + 8);
-    let mut end = ZipEnd { count: u16_at(tail, at + 10), size: u32_at(tail, at + 12), at: u32_at(tail, at + 16) };
+    let here = u64::from(u16_at(tail, at + 8));
+    let [size, begin] = [12, 16].map(|field| u64::from(u32_at(tail, at + field)));
+    let mut end = ZipEnd { count: u64::from(u16_at(tail, at + 10)), size, at: begin };
     let mut stop = place;
-    if let Some(locator) = at.checked_sub(LOCATOR as usize).filter(|at| tail[*at..].starts_with(b"PK\x06\x07")) {
+    if let Some(locator) = at.checked_sub(to_usize(LOCATOR)).filter(|at| tail[*at..].starts_with(b"PK\x06\x07")) {
         let (wide, begins) = end_64(tail, tail_at, locator)?;
         let same = |narrow: u64, all: u64, wide: u64| narrow == all || narrow == wide;
         if !same(end.count, 0xffff, wide.count)
@@ -196,13 +198,14 @@ fn entry(directory: &[u8], at: usize, base: u64, records: &mut Vec<ZipRecord>) -
     if rest.len() < ENTRY || !rest.starts_with(b"PK\x01\x02") {
         return Err(malformed(place, "expected a record of the zip directory, found other bytes"));
     }
-    let (name, extra, comment) = (u16_at(rest, 28) as usize, u16_at(rest, 30) as usize, u16_at(rest, 32) as usize);
+    let (name, extra, comment) =
+        (usize::from(u16_at(rest, 28)), usize::from(u16_at(rest, 30)), usize::from(u16_at(rest, 32)));
     let whole = ENTRY + name + extra + comment;
     let Some(body) = rest.get(ENTRY..whole) else {
         return Err(malformed(place, "a record of the zip directory extends past the directory"));
     };
     let (name, extra) = (&body[..name], &body[name..name + extra]);
-    let mut numbers = [u32_at(rest, 24), u32_at(rest, 20), u32_at(rest, 42)];
+    let mut numbers = [24, 20, 42].map(|at| u64::from(u32_at(rest, at)));
     widen(&mut numbers, extra).map_err(|e| malformed(place, format!("'{}': {e}", shown(name))))?;
     let [size, stored, local] = numbers;
     let (flags, method) = (u16_at(rest, 8), u16_at(rest, 10));
@@ -212,7 +215,7 @@ fn entry(directory: &[u8], at: usize, base: u64, records: &mut Vec<ZipRecord>) -
         0 | 8 => None,
         _ => Some("expected a stored or deflated record, found another compression"),
     };
-    let crc = u32_at(rest, 16) as u32;
+    let crc = u32_at(rest, 16);
     let name = name.to_vec();
     records.push(ZipRecord { name, deflated: method == 8, stored, size, crc, local, end: 0, refused });
     Ok(whole)
@@ -225,7 +228,7 @@ fn widen(numbers: &mut [u64; 3], mut extra: &[u8]) -> Result<(), &'static str> {
         let Some((head, rest)) = extra.split_first_chunk::<4>() else {
             return Err("expected a zip64 extra field, found none");
         };
-        let (id, len) = (u16_at(head, 0), u16_at(head, 2) as usize);
+        let (id, len) = (u16_at(head, 0), usize::from(u16_at(head, 2)));
         let Some(field) = rest.get(..len) else { return Err("an extra field that is longer than all of them") };
         if id == 1 {
             let values = field.chunks_exact(8).map(|value| u64_at(value, 0));
@@ -290,14 +293,14 @@ impl ZipRecord {
         }
         let wanted = LOCAL + self.name.len() as u64;
         let header = bytes_at(source, self.local, wanted.min(self.end - self.local), context)?;
-        let name = u16_at(&header, 26) as usize;
+        let name = usize::from(u16_at(&header, 26));
         let same =
-            header.starts_with(b"PK\x03\x04") && name == self.name.len() && header[LOCAL as usize..] == self.name[..];
+            header.starts_with(b"PK\x03\x04") && name == self.name.len() && header[to_usize(LOCAL)..] == self.name[..];
         if !same || u16_at(&header, 6) & 1 != 0 || (u16_at(&header, 8) == 8) != self.deflated {
             let detail = format!("expected the local header of '{}', found another", shown(&self.name));
             return Err(malformed(self.local, detail));
         }
-        let start = self.local + wanted + u16_at(&header, 28);
+        let start = self.local + wanted + u64::from(u16_at(&header, 28));
         match start.checked_add(self.stored) {
             Some(end) if end <= self.end => Ok(start),
             _ => Err(malformed(

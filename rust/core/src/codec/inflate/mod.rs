@@ -22,6 +22,7 @@ use self::parallel::Beside;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::threads::{self, Context, Lock, Stop, Watch};
 
@@ -121,7 +122,7 @@ pub fn inflate(gz: &[u8], limit: u64, context: &mut Context<'_>) -> Result<Buffe
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::NoMemory, format!("cannot allocate memory to inflate into: {e}"));
     // A truncated file ends in data, so the guess may be any number; it decides only the first size of the buffer.
-    let mut out = Buffer::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
+    let mut out = Buffer::new(to_usize(guess(gz).min(most).max(1))).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
     let (mut read, mut made, mut last) = (0usize, 0usize, 0usize);
     while read < gz.len() {
@@ -137,7 +138,7 @@ pub fn inflate(gz: &[u8], limit: u64, context: &mut Context<'_>) -> Result<Buffe
         }
         let (member, space) = (&gz[read..], &mut out.bytes_mut()[made..]);
         // In a file of many members, the next one is probably as short as the last.
-        let is_short = member.len().max(space.len()) as u64 <= MEMBER || (1..=MEMBER as usize).contains(&last);
+        let is_short = member.len().max(space.len()) as u64 <= MEMBER || (1..=to_usize(MEMBER)).contains(&last);
         let outcome = if is_short { inflater.member(member, space) } else { in_steps(member, space, context)? };
         match outcome {
             Outcome::Done { read: r, made: m } => {
@@ -151,7 +152,7 @@ pub fn inflate(gz: &[u8], limit: u64, context: &mut Context<'_>) -> Result<Buffe
                 if next <= out.len() as u64 {
                     return Err(too_large(limit));
                 }
-                let mut larger = Buffer::new(next as usize).map_err(no_memory)?;
+                let mut larger = Buffer::new(to_usize(next)).map_err(no_memory)?;
                 larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }
@@ -248,7 +249,7 @@ impl DeflatedRange<'_> {
         let (mut packed, mut piece) = (memory::bytes(self.stored.min(STEP as u64))?, memory::bytes(STEP as u64)?);
         let (mut fed, mut ended) = (0, false);
         while fed < self.stored {
-            let n = packed.len().min((self.stored - fed) as usize);
+            let n = packed.len().min(to_usize(self.stored - fed));
             self.source.read(self.at + fed, &mut packed[..n], context.stop())?;
             fed += n as u64;
             let mut rest = &packed[..n];
@@ -256,18 +257,18 @@ impl DeflatedRange<'_> {
                 let before = (inflater.total_in(), inflater.total_out());
                 let status = inflater.decompress(rest, &mut piece, FlushDecompress::None);
                 let (read, made) = (inflater.total_in() - before.0, inflater.total_out() - before.1);
-                rest = &rest[read as usize..];
+                rest = &rest[to_usize(read)..];
                 if ended || status.is_err() || inflater.total_out() > self.size {
                     return Err(self.damaged());
                 }
-                sink(&piece[..made as usize]);
+                sink(&piece[..to_usize(made)]);
                 context.check()?;
                 ended = matches!(status, Ok(Status::StreamEnd));
                 if ended && !rest.is_empty() {
                     return Err(self.damaged());
                 }
                 // A full piece may not be all that the bytes read so far inflate to.
-                if ended || (rest.is_empty() && (made as usize) < piece.len()) || (read == 0 && made == 0) {
+                if ended || (rest.is_empty() && to_usize(made) < piece.len()) || (read == 0 && made == 0) {
                     break;
                 }
             }

@@ -21,6 +21,7 @@ use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
 use crate::error::Result;
 use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::threads::{self, Lock, Stop, Watch};
 
 /// Compressed bytes per stretch: small relative to a cache, large relative to the cost of searching for a block.
@@ -81,7 +82,7 @@ pub fn inflate(
     beside: Beside<'_>,
     watch: Watch<'_>,
 ) -> Result<Option<Buffer>> {
-    let Ok(mut out) = Buffer::new(size as usize) else {
+    let Ok(mut out) = Buffer::new(to_usize(size)) else {
         beside(watch)?;
         return Ok(None);
     };
@@ -102,7 +103,7 @@ pub fn inflate(
             return Ok(());
         }
         let recycled = spare.lock().pop();
-        let made = stretch(gz, &stretches[i], recycled, usual, size as usize);
+        let made = stretch(gz, &stretches[i], recycled, usual, to_usize(size));
         let mut ordered = ordered.lock();
         match made {
             Some(made) => ordered.waiting.insert(i, made),
@@ -147,7 +148,7 @@ impl Ordered<'_> {
             let made: Vec<u8> = warm
                 .values
                 .iter()
-                .map(|v| if *v < MARK { Some(*v as u8) } else { self.window.get(usize::from(*v - MARK)).copied() })
+                .map(|v| u8::try_from(*v).ok().or_else(|| self.window.get(usize::from(v.checked_sub(MARK)?)).copied()))
                 .collect::<Option<_>>()?;
             // Marks count from the oldest byte of a full window; in the first 32 KiB of the file they would be wrong.
             if self.window.len() < WINDOW {
@@ -243,19 +244,24 @@ fn stretch(
     if let Some(warm) = &stretch.warm {
         // A stored block that is not the last: three zero bits, padding, its length, and the length's complement.
         input.push(0);
-        input.extend_from_slice(&(WINDOW as u16).to_le_bytes());
-        input.extend_from_slice(&(!(WINDOW as u16)).to_le_bytes());
-        input.extend(warm.values[warm.values.len() - WINDOW..].iter().map(|v| *v as u8));
+        let len = u16::try_from(WINDOW).ok()?;
+        input.extend_from_slice(&len.to_le_bytes());
+        input.extend_from_slice(&(!len).to_le_bytes());
+        // No marks are in it: what follows does not refer to the unknown window.
+        let window = warm.values[warm.values.len() - WINDOW..].iter().map(|v| u8::try_from(*v).ok());
+        for byte in window {
+            input.push(byte?);
+        }
     }
     shift_copy(gz, stretch.begin, bits, &mut input);
     if !stretch.last {
         // An empty last block of the fixed code: bits 1, 1, 0, and seven zeros.
         let used = bits % 8;
-        let end = 3u32 << used;
+        let [low, high] = (3u16 << used).to_le_bytes();
         match input.last_mut() {
             Some(byte) if used > 0 => {
-                *byte = (*byte & ((1 << used) - 1)) | end as u8;
-                input.extend_from_slice(&[(end >> 8) as u8, 0]);
+                *byte = (*byte & ((1 << used) - 1)) | low;
+                input.extend_from_slice(&[high, 0]);
             }
             _ => input.extend_from_slice(&[3, 0]),
         }
@@ -284,7 +290,7 @@ fn stretch(
 /// Appends `bits` bits starting at bit `begin`; the first becomes the lowest of a byte.
 fn shift_copy(bytes: &[u8], begin: u64, bits: u64, out: &mut Vec<u8>) {
     let (first, shift) = ((begin / 8) as usize, begin % 8);
-    let n = bits.div_ceil(8) as usize;
+    let n = to_usize(bits.div_ceil(8));
     if shift == 0 {
         out.extend_from_slice(&bytes[first..(first + n).min(bytes.len())]);
         return;

@@ -17,6 +17,7 @@ use crate::files::open::OpenFile;
 use crate::layout::row::Row;
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::parse::pickle::{Tree, machine};
 use crate::source::fetch::{SCRATCH, read_all};
 use crate::source::local::Local;
@@ -227,8 +228,8 @@ impl Shards {
 
     /// The first example of a shard that has samples.
     pub fn first_of(&self, s: usize) -> Result<i64> {
-        match (self.specs.get(s), self.firsts.get(s)) {
-            (Some(spec), Some(first)) if spec.samples > 0 => Ok(*first as i64),
+        match (self.specs.get(s), self.firsts.get(s).map(|first| i64::try_from(*first))) {
+            (Some(spec), Some(Ok(first))) if spec.samples > 0 => Ok(first),
             _ => Err(Error::new(Kind::Internal, format!("shard {s} of {} has no samples", self.specs.len()))),
         }
     }
@@ -292,7 +293,7 @@ impl Shards {
     /// The number of these shards that may be decoded concurrently.
     pub(super) fn at_once(&self, which: &[usize]) -> usize {
         let largest = which.iter().map(|s| self.decoded_guess(*s)).max().unwrap_or(0);
-        let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, |n| n as usize);
+        let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, to_usize);
         // More than the number of threads, so that threads do not wait for the slowest shard of each round.
         fit.clamp(1, threads::num_threads() * 4)
     }

@@ -19,6 +19,7 @@ use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::mmap::Paging;
 use crate::source::{Access, Source, Wishes};
 use crate::threads::{Stop, Watch};
@@ -197,13 +198,13 @@ impl<'a> Prepared<'a> {
 
     fn find(&self, group: usize, example: u64) -> Option<Spot> {
         let s = self.shards.shard_of(example);
-        self.indexes.get(&s)?.spot(group, (example - self.shards.first(s)) as usize)
+        self.indexes.get(&s)?.spot(group, to_usize(example - self.shards.first(s)))
     }
 
     fn spot(&self, group: usize, example: u64) -> Result<(usize, Spot)> {
         check_group(group, self.groups())?;
         let s = self.shards.shard_of(example);
-        let local = (example - self.shards.first(s)) as usize;
+        let local = to_usize(example - self.shards.first(s));
         let Some(index) = self.indexes.get(&s) else {
             // Indices are read twice: to prepare their shards, and to read their rows.
             return Err(Error::new(
@@ -284,7 +285,7 @@ impl Files for Prepared<'_> {
     }
 
     fn stride(&self, file: u64) -> u64 {
-        self.shards.row_of((file / self.shards.files_per_class()) as usize).bytes as u64
+        self.shards.row_of(to_usize(file / self.shards.files_per_class())).bytes as u64
     }
 
     fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
@@ -330,7 +331,7 @@ impl Prepared<'_> {
     }
 
     fn class_of(&self, file: u64) -> usize {
-        (file / self.shards.files_per_class()) as usize
+        to_usize(file / self.shards.files_per_class())
     }
 
     /// The shard of a file whose rows are read from the stored file.

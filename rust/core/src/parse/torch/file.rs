@@ -6,6 +6,7 @@ use super::super::arrays::{ArrayPlace, Region};
 use super::super::pickle::{Node, NumpyArray, SavedStorage, SavedTensor, Tree};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::source::held::Held;
 use crate::threads::Context;
@@ -93,7 +94,7 @@ fn update(crc: &mut crc32fast::Hasher, source: &dyn Source, region: &Region, con
     let mut piece = memory::bytes(region.stored.min(PIECE))?;
     let mut done = 0;
     while done < region.stored {
-        let n = piece.len().min((region.stored - done) as usize);
+        let n = piece.len().min(to_usize(region.stored - done));
         source.read(region.at + done, &mut piece[..n], context.stop())?;
         crc.update(&piece[..n]);
         done += n as u64;
