@@ -150,10 +150,7 @@ impl Source for RemoteObject {
             }
             Ok(())
         };
-        match wait(all, stop)? {
-            Some(Err((at, failure))) => Err(self.error(&failure, at)),
-            Some(Ok(())) | None => Ok(()),
-        }
+        wait(all, stop)?.map_err(|(at, failure)| self.error(&failure, at))
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {

@@ -69,23 +69,19 @@ fn build() -> Option<Runtime> {
     Builder::new_multi_thread().worker_threads(WORKERS).thread_name("actshard-io").enable_all().build().ok()
 }
 
-/// Runs a future on the calling thread until it is done; `None` if `stop` was set before, an error if the caller no
-/// longer waits for this thread. Dropping a request closes its connection.
-pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
+/// Runs a future on the calling thread until it is done; fails once `stop` is set or the caller no longer waits for this
+/// thread. Dropping a request closes its connection.
+pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<F::Output> {
     let runtime = io().made.get_or_init(build).as_ref();
     let runtime = runtime.ok_or_else(|| Error::new(Kind::Access, "cannot start the threads for network requests"))?;
     runtime.block_on(async {
         let mut future = pin!(future);
-        while !stop.is_set() {
-            if is_abandoned() {
-                // An error, because the caller expects `None` only after its own stop.
-                return Err(interrupted());
-            }
+        while !stop.is_set() && !is_abandoned() {
             if let Ok(made) = tokio::time::timeout(LOOK, future.as_mut()).await {
-                return Ok(Some(made));
+                return Ok(made);
             }
         }
-        Ok(None)
+        Err(interrupted())
     })
 }
 
@@ -172,9 +168,9 @@ mod tests {
         let stop = Stop::new();
         std::thread::scope(|scope| {
             scope.spawn(|| stop.set());
-            assert!(wait(std::future::pending::<()>(), &stop).unwrap().is_none());
+            assert_eq!(wait(std::future::pending::<()>(), &stop).unwrap_err().kind, Kind::Interrupted);
         });
-        assert_eq!(wait(async { 7 }, &Stop::new()).unwrap(), Some(7));
+        assert_eq!(wait(async { 7 }, &Stop::new()).unwrap(), 7);
     }
 
     #[test]
@@ -183,7 +179,7 @@ mod tests {
         assert_eq!(wait_at_most(std::future::pending::<()>(), LOOK), None);
         let undone = AtomicBool::new(false);
         let work = |_: usize, stop: &Stop| {
-            assert!(!wait(std::future::pending::<()>(), stop).is_ok_and(|made| made.is_some()));
+            assert!(wait(std::future::pending::<()>(), stop).is_err());
             undone.store(wait_at_most(async { true }, LOOK) == Some(true), Ordering::Relaxed);
             Err(interrupted())
         };

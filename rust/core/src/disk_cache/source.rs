@@ -115,9 +115,7 @@ impl DiskSource {
         let (mut waits, mut pause) = (None, 200);
         while !parts.is_empty() {
             parts.sort_by_key(|part| part.at);
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             let rest = parts.split_off(wave(&parts));
             let end = match self.lockable(stop) {
                 Some((object, locks)) => self.fill_wave(parts, &object, &locks, scan, stop)?,
@@ -257,7 +255,7 @@ impl DiskSource {
     ) -> Result<()> {
         let (ranges, range_of) = self.ranges(&parts);
         let bytes = ranges.iter().map(|range| range.end - range.start).sum();
-        let Some(_held) = DOWNLOADED.take(bytes, stop)? else { return Ok(()) };
+        let _held = DOWNLOADED.take(bytes, stop)?;
         let buffers: Result<Vec<Vec<u8>>> =
             ranges.iter().map(|range| zeroed((range.end - range.start) as usize)).collect();
         let Ok(mut buffers) = buffers else {
@@ -268,9 +266,6 @@ impl DiskSource {
         let mut reads: Vec<_> =
             ranges.iter().zip(&mut buffers).map(|(range, into)| RangeRead { at: range.start, into }).collect();
         self.inner.read_many(&mut reads, stop)?;
-        if stop.is_set() {
-            return Ok(());
-        }
         if let Some(StorePlace { object, last: Some(last) }) = place
             && self.inner.version().as_ref() == Some(&self.version)
         {
@@ -388,9 +383,7 @@ impl Source for DiskSource {
         let (object, scan) = (self.object(), self.in_order(reads));
         let mut parts = vec![];
         for read in reads.iter_mut().filter(|read| !read.into.is_empty()) {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             match &object {
                 Some(object) if object.read(read.at, read.into) => {
                     self.folder.hits.fetch_add(1, Ordering::Relaxed);

@@ -498,6 +498,29 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_opening_or_read_that_was_stopped_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let scales: Vec<u8> = [2f32; 3].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        std::fs::write(&path, [scales, vec![5; 24]].concat()).unwrap();
+        let file = Location::from(path.as_path());
+        let stopped = Stop::new();
+        stopped.set();
+        for scales in [&[1, 1, 1][..], &[3, 1, 1]] {
+            let array = ScaledArray::new(&place(DType::I8, &[3, 2, 4], 12), &place(DType::F32, scales, 0), DType::F32);
+            let inner = Arc::new(Local { io: Io::Pread });
+            let store: Arc<dyn Store> = Arc::new(ScaledStore::new(inner, vec![(file.clone(), array.unwrap())]));
+            let products = |stop: &Stop| {
+                let source = store.open(&ScaledStore::name(&file, 0), Access::Kept, stop)?;
+                let mut products = vec![0; to_usize(source.size())];
+                source.read(0, &mut products, stop).map(|()| products)
+            };
+            assert_eq!(products(&stopped).unwrap_err().kind, Kind::Interrupted);
+            assert_eq!(products(&Stop::new()).unwrap(), [10f32.to_le_bytes(); 24].concat());
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(128))]
         /// Any range of bytes of the product file, for all kinds of scales, mapped or not.

@@ -150,9 +150,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             seen.sort_unstable_by_key(|e| (e.file, e.src));
             let mut blocks = &seen[..];
             while let Some((first, _)) = blocks.split_first() {
-                if stop.is_set() {
-                    return Ok(());
-                }
+                stop.check()?;
                 let (block, others) = blocks.split_at(block_len(blocks));
                 blocks = others;
                 let open = &files[first.file as usize];

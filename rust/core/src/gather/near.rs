@@ -100,9 +100,6 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         while !rest.is_empty() {
             let Cut { files, mut seen, mut read, filled, done } = self.cut(rest, first, out.is_dense(), stop)?;
             rest = &rest[done..];
-            if stop.is_set() {
-                return Ok(());
-            }
             for extent in &filled {
                 self.fill(&files[extent.file as usize], self.target(extent, out));
             }
@@ -138,9 +135,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         for run in fresh.chunk_by(|a, b| a.file == b.file) {
             let Some(warmth) = warmth_of(&run[0]) else { continue };
             for block in run.chunks(BLOCK) {
-                if stop.is_set() {
-                    return Ok(());
-                }
+                stop.check()?;
                 // Few ranges are not worth the timing.
                 let (way, timed) = if block.len() < BLOCK / 2 { (warmth.faster(), false) } else { warmth.next_way() };
                 let before = Instant::now();
@@ -195,9 +190,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         let mut scratch = vec![];
         let mut scout = Scout::new(&sources, extents);
         for (at, block) in extents.chunks(BLOCK).enumerate() {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             scout.run_ahead_of(at * BLOCK);
             let before = Instant::now();
             for (i, extent) in block.iter().enumerate() {

@@ -1,7 +1,8 @@
 //! Claims on the caller's memory: two concurrent reads into the same bytes would mix their rows silently.
 
-use crate::threads::ForkSafe;
 use std::sync::{Arc, Weak};
+
+use crate::threads::ForkSafe;
 
 /// Address ranges that reads are writing to, each with its process id: a forked child inherits the list, but not the
 /// threads that would release their ranges.
@@ -33,20 +34,24 @@ impl Claims {
         Claims { list: ForkSafe::new(vec![]) }
     }
 
-    /// Claims `len` bytes starting at an address; `None` if they overlap a claimed range. If the list cannot be locked (its
-    /// owner may have disappeared in a fork), the claim succeeds without being listed.
+    /// Claims `len` bytes starting at an address; `None` if they overlap a claimed range. In a child whose list was locked when
+    /// it was forked, every claim succeeds.
     pub fn claim(&self, from: usize, len: usize) -> Option<Claimed> {
         let (pid, to, held) = (std::process::id(), from + len, Arc::new(()));
-        if len > 0
-            && let Some(mut list) = self.list.lock_briefly()
-        {
+        let add = |list: &mut Vec<Listed>| {
             list.retain(|other| other.pid == pid && other.held.strong_count() > 0);
-            if list.iter().any(|other| other.from < to && from < other.to) {
-                return None;
+            let is_free = !list.iter().any(|other| other.from < to && from < other.to);
+            if is_free {
+                list.push(Listed { pid, from, to, held: Arc::downgrade(&held) });
             }
-            list.push(Listed { pid, from, to, held: Arc::downgrade(&held) });
-        }
-        Some(Claimed { _held: held })
+            is_free
+        };
+        let is_claimed = len == 0
+            || match self.list.try_lock() {
+                Some(mut list) => add(&mut list), // usually; `with` asks for the process once more, 0.2 us of a row's 2.5
+                None => self.list.with(add).unwrap_or(true),
+            };
+        is_claimed.then_some(Claimed { _held: held })
     }
 }
 

@@ -252,9 +252,6 @@ impl Group<'_> {
                     let tokens: Vec<i64> = (from..count.min(from + at_once)).collect();
                     let pick = Pick::Tokens { examples: Ints::One(wave.ids[e]), tokens: Ints::Each(&tokens) };
                     let bytes = mine.read(self, pick, tokens.len(), tokens.len(), stop)?;
-                    if stop.is_set() {
-                        return Ok(());
-                    }
                     let Some(bytes) = bytes else { continue };
                     turns.take(|| wide(|| look.rows(wave.ids[e] as u64, from as u64, bytes, &mut hash)));
                 }
@@ -271,9 +268,6 @@ impl Group<'_> {
             let present: Vec<i64> = (e..end).filter(|i| wave.counts[*i] > 0).map(|i| wave.ids[i]).collect();
             let pick = Pick::Whole { examples: Ints::Each(&present) };
             let bytes = mine.read(self, pick, present.len(), rows as usize, stop)?;
-            if stop.is_set() {
-                return Ok(());
-            }
             let first = std::mem::replace(&mut e, end);
             let Some(bytes) = bytes else { continue };
             turns.take(|| {

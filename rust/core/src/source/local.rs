@@ -161,9 +161,7 @@ impl Source for Positioned {
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for read in reads {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             pread::read_exact_at(&self.file, read.into, read.at).map_err(|e| self.failed(&e, read))?;
         }
         Ok(())

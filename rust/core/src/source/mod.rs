@@ -179,8 +179,8 @@ pub trait Source: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Fills all buffers; waits until that is done or `stop` is set. Buffers for bytes that follow each other should be
-    /// neighbours in `reads`: a slow source makes one request for them.
+    /// Fills all buffers, or fails: once `stop` is set, with [`Kind::Interrupted`], so that nobody keeps a buffer that was not
+    /// filled. Buffers for bytes that follow each other should be neighbours in `reads`: a slow source makes one request for them.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 
     /// Fills a buffer with bytes that are read once, without taking room in the page cache for them, if that is possible: the
@@ -234,9 +234,11 @@ impl dyn Source + '_ {
         self.read_many(&mut [RangeRead { at, into }], stop)
     }
 
-    /// Reads one long range in pieces, between which the context is asked whether to go on.
+    /// Reads one long range, a near one in pieces, between which the context is asked whether to go on. A far read ends at its
+    /// stop, and one of the whole range makes more requests at once.
     pub fn read_long(&self, mut at: u64, into: &mut [u8], context: &mut Context<'_>) -> Result<()> {
-        for piece in into.chunks_mut(LONG) {
+        let most = if self.is_near(at) { LONG } else { into.len().max(1) };
+        for piece in into.chunks_mut(most) {
             self.read(at, piece, context.stop())?;
             at += piece.len() as u64;
             context.check()?;

@@ -79,9 +79,7 @@ pub fn read_all<T: Ranged>(
     let mut can_ask = true;
     let mut hints = Hints::new(sources);
     for each in ranges {
-        if stop.is_set() {
-            return Ok(());
-        }
+        stop.check()?;
         if can_ask {
             match read(each, false)? {
                 Ready::Yes => continue,
@@ -103,9 +101,7 @@ pub fn read_all<T: Ranged>(
     }
     hints.flush();
     for each in coming {
-        if stop.is_set() {
-            return Ok(());
-        }
+        stop.check()?;
         read(each, true)?;
     }
     Ok(())

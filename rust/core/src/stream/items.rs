@@ -178,7 +178,8 @@ pub fn convert_rows(
         Ok(())
     };
     let work = |p: usize, out: &mut [u8], stop: &Stop| {
-        if stop.is_set() { Ok(()) } else { kernels::storing(stream, |stores| fill(p, out, stores)) }
+        stop.check()?;
+        kernels::storing(stream, |stores| fill(p, out, stores))
     };
     threads::for_each(out.chunks_mut(at_once * to), &work, watch)
 }

@@ -14,6 +14,8 @@ use std::{
 use std::sync::atomic::AtomicU32;
 
 use super::sync::atomic::{AtomicBool, Ordering};
+#[cfg(not(actshard_loom))]
+use super::sync::attempt;
 use super::sync::{ConstMutex, LockGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// A value behind a lock that survives a fork: it can be tried ([`ForkSafe::try_lock`]), tried for some milliseconds
@@ -35,7 +37,7 @@ impl<T> ForkSafe<T> {
     /// The value if it is free now: where work without it costs little.
     #[cfg(not(actshard_loom))]
     pub fn try_lock(&self) -> Option<LockGuard<'_, T>> {
-        attempt(self.value.try_lock()).ok()
+        attempt(self.value.try_lock())
     }
 
     /// The value, or `None` if it is not free within a few milliseconds: where nobody holds it for longer, but a fork may
@@ -52,11 +54,10 @@ impl<T> ForkSafe<T> {
         let pid = std::process::id();
         let (mut tried, mut unknown) = (0, 0);
         loop {
-            if let Ok(mut value) = attempt(self.value.try_lock()) {
+            if let Some(mut value) = attempt(self.value.try_lock()) {
                 self.holder.store(pid, Ordering::Relaxed);
-                let done = work(&mut value);
-                self.holder.store(0, Ordering::Relaxed);
-                return Some(done);
+                let _holding = Holding(&self.holder);
+                return Some(work(&mut value));
             }
             match self.holder.load(Ordering::Relaxed) {
                 holder if holder == pid => unknown = 0,
@@ -75,6 +76,17 @@ impl<T> ForkSafe<T> {
     pub(crate) fn lose(&self) {
         std::mem::forget(self.try_lock());
         self.holder.store(NOBODY, Ordering::Relaxed);
+    }
+}
+
+/// While it lives, a thread works on the value; it ends also by a panic.
+#[cfg(not(actshard_loom))]
+struct Holding<'a>(&'a AtomicU32);
+
+#[cfg(not(actshard_loom))]
+impl Drop for Holding<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Relaxed);
     }
 }
 
@@ -162,7 +174,8 @@ impl<T: Default> Renewed<T> {
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         let mut left = Some(work);
         let mut once = |value: &mut T| left.take().map(|work| work(value));
-        let done = self.first.with(&mut once).or_else(|| {
+        let first = if self.is_lost() { None } else { self.first.with(&mut once) };
+        let done = first.or_else(|| {
             self.lose_in_child();
             self.spare.with(&mut once)
         });
@@ -190,27 +203,27 @@ impl<T> SharedLock<T> {
     /// The value for reading, if it is free now.
     #[cfg(not(actshard_loom))]
     pub(crate) fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
-        attempt(self.value.try_read()).ok()
+        attempt(self.value.try_read())
     }
 
     /// The value for changing it, if it is free now.
     #[cfg(not(actshard_loom))]
     pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
-        attempt(self.value.try_write()).ok()
+        attempt(self.value.try_write())
     }
 
     /// The value for reading, if it is free within a few milliseconds. Calls `waits` if it is not free at once.
     #[cfg(not(actshard_loom))]
     pub(crate) fn read_briefly(&self, waits: impl FnOnce()) -> Option<RwLockReadGuard<'_, T>> {
-        let attempt = || match self.passing.load(Ordering::Relaxed) {
+        let lock = || match self.passing.load(Ordering::Relaxed) {
             true => Err(TryLockError::WouldBlock),
             false => self.value.try_read(),
         };
-        if let Ok(guard) = attempt() {
+        if let Some(guard) = attempt(lock()) {
             return Some(guard);
         }
         waits();
-        briefly(attempt)
+        briefly(lock)
     }
 
     /// The value for changing it, if it is free within a few milliseconds.
@@ -259,19 +272,14 @@ const BRIEF: usize = 100;
 #[cfg(not(actshard_loom))]
 const UNKNOWN: usize = 20_000;
 
-/// A panic of another holder is no reason to stop.
-#[cfg(not(actshard_loom))]
-fn attempt<G>(tried: TryLockResult<G>) -> Result<G, ()> {
-    match tried {
-        Ok(guard) => Ok(guard),
-        Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(()),
-    }
-}
-
 #[cfg(not(actshard_loom))]
 fn briefly<G>(mut lock: impl FnMut() -> TryLockResult<G>) -> Option<G> {
-    (0..BRIEF).find_map(|tried| attempt(lock()).map_err(|()| pause(tried)).ok())
+    (0..BRIEF).find_map(|tried| {
+        attempt(lock()).or_else(|| {
+            pause(tried);
+            None
+        })
+    })
 }
 
 #[cfg(not(actshard_loom))]
@@ -341,5 +349,15 @@ mod tests {
         assert!(value.is_lost());
         value.spare.lose();
         assert_eq!(value.with(|value| value.clone()), [0; 0], "as a child of that child");
+    }
+
+    #[test]
+    fn a_child_that_gave_up_a_value_never_returns_to_it() {
+        let mut value = Renewed::new(1, 2);
+        value.fork();
+        let held = value.first.try_lock();
+        assert_eq!(value.lock_briefly().map(|value| *value), Some(2));
+        drop(held);
+        assert_eq!((value.with(|value| *value), value.is_lost()), (2, true));
     }
 }

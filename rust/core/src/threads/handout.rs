@@ -47,6 +47,11 @@ impl Stop {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Fails if the work was stopped.
+    pub fn check(&self) -> Result<()> {
+        if self.is_set() { Err(interrupted()) } else { Ok(()) }
+    }
+
     /// Stops the work.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);

@@ -4,7 +4,7 @@
 
 #![allow(clippy::disallowed_types, reason = "the types that others use instead are made of these")]
 
-use std::sync::PoisonError;
+use std::sync::{PoisonError, TryLockError, TryLockResult};
 use std::time::Duration;
 
 #[cfg(not(actshard_loom))]
@@ -46,7 +46,7 @@ impl<T> Lock<T> {
 
     /// The value if it is free now.
     pub fn try_lock(&self) -> Option<LockGuard<'_, T>> {
-        self.0.try_lock().ok()
+        attempt(self.0.try_lock())
     }
 
     /// The value, by its only owner.
@@ -57,6 +57,15 @@ impl<T> Lock<T> {
     /// The value without its lock.
     pub fn into_inner(self) -> T {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The guard of a lock that is free. A panic of another holder is no reason to stop.
+pub(super) fn attempt<G>(tried: TryLockResult<G>) -> Option<G> {
+    match tried {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
     }
 }
 

@@ -138,7 +138,7 @@ impl RemoteStore {
     /// A digest of the properties that distinguish servers whose objects have equal URLs: endpoint and account. Makes
     /// no request.
     pub fn origin(&self, stop: &Stop) -> Result<String> {
-        let origin = wait(async { self.link.client.origin() }, stop)?.ok_or_else(interrupted)?;
+        let origin = wait(async { self.link.client.origin() }, stop)?;
         origin.map(|text| hex(&Sha256::digest(text))).map_err(|failure| self.link.error(&failure, &self.root()))
     }
 
@@ -216,7 +216,7 @@ impl RemoteStore {
 
     /// Everything below the URL, as it is now.
     pub fn everything(&self, stop: &Stop) -> Result<Vec<ListedObject>> {
-        let listing = wait(self.link.client.list(&self.address.key, true), stop)?.ok_or_else(interrupted)?;
+        let listing = wait(self.link.client.list(&self.address.key, true), stop)?;
         Ok(listing.map_err(|failure| failure.at(&self.root()))?.objects)
     }
 
@@ -272,7 +272,7 @@ impl RemoteStore {
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
         let from_root = self.address.provider == Provider::Hub && self.is_in_root(key);
         let from = if from_root { self.address.key.as_str() } else { key };
-        let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
+        let listing = wait(self.link.client.list(from, deep), stop)?;
         let listing = listing.map_err(|failure| {
             // Public objects in a bucket whose names are not public; without credentials, Google returns 401.
             let anonymous = self.address.provider == Provider::Gcs && failure.status() == Some(401);
@@ -317,7 +317,7 @@ impl RemoteStore {
     /// example, whose absence the requests report.
     fn cache_from(&self, stop: &Stop) -> Option<(&DiskCache, String)> {
         let cache = self.cache.as_ref()?;
-        let origin = wait(async { self.link.client.origin() }, stop).ok()??.ok()?;
+        let origin = wait(async { self.link.client.origin() }, stop).ok()?.ok()?;
         Some((cache, origin))
     }
 

@@ -68,7 +68,7 @@ impl RemoteStore {
             return Ok(Standing::Absent);
         }
         let access = if is_metadata { Access::Once } else { Access::Kept };
-        match wait(self.probe_twice(key, access), stop)?.ok_or_else(interrupted)?? {
+        match wait(self.probe_twice(key, access), stop)?? {
             Ok((facts, head)) => {
                 if let Some(head) = head.filter(|_| is_metadata) {
                     self.keep_head(key, head);
@@ -132,13 +132,13 @@ impl RemoteStore {
         match self.look_up(key) {
             KnownName::Newer => Err(Failure::changed(NEWER).at(location)),
             KnownName::Object(facts) => {
-                let still = wait(self.is_still(key, facts), stop)?.ok_or_else(interrupted)?;
+                let still = wait(self.is_still(key, facts), stop)?;
                 still.map_err(|failure| if failure.cause == Cause::Gone { missing() } else { failure.at(location) })
             }
             // A commit does not change.
             KnownName::Folder if self.address.provider == Provider::Hub => Ok(()),
             KnownName::Folder => {
-                let listing = wait(self.link.client.list(key, false), stop)?.ok_or_else(interrupted)?;
+                let listing = wait(self.link.client.list(key, false), stop)?;
                 let listing = listing.map_err(|failure| failure.at(location))?;
                 let is_there = !(listing.objects.is_empty() && listing.folders.is_empty());
                 is_there.then_some(()).ok_or_else(missing)

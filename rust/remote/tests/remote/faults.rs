@@ -195,7 +195,8 @@ fn a_stop_ends_every_wait() {
             stop.set();
         });
         let mut into = vec![0; 10];
-        assert!(source.read_many(&mut [RangeRead { at: 0, into: &mut into }], &stop).is_ok());
+        let error = source.read_many(&mut [RangeRead { at: 0, into: &mut into }], &stop).unwrap_err();
+        assert_eq!(error.kind, Kind::Interrupted);
         let error = store.scan(&store.location("elsewhere"), false, &stop).unwrap_err();
         assert_eq!(error.kind, Kind::Interrupted);
         let other = store.location("elsewhere/b");

@@ -339,8 +339,8 @@ impl Shards {
             let (len, mut last) = (source.size(), [0; 4]);
             let Some(at) = len.checked_sub(4) else { return Ok(()) };
             let claimed = match source.read_many(&mut [RangeRead { at, into: &mut last }], stop) {
-                Ok(()) if stop.is_set() => return Ok(()),
                 Ok(()) => self.claimed(s, last, len),
+                Err(error) if error.kind == Kind::Interrupted => return Err(error),
                 // It may inflate to the allowed maximum; the others are read by their claimed sizes.
                 Err(_) => self.limit(s, len),
             };

@@ -105,9 +105,7 @@ impl Picked<'_> {
                 reading.take(|| Ok((BlockReader::new(past_cache)?, zeroed::<u8>(part_bytes)?)))?;
             let (examples, tokens) = self.read(picks, &mut raw, &mut reader, stop)?;
             let made = turns.take(|| {
-                if stop.is_set() {
-                    return Err(threads::interrupted());
-                }
+                stop.check()?;
                 let mut summer = summing.take(|| Summer::new(row))?;
                 let made = summer.sum(&raw[..examples.len() * row.bytes], (&examples, &tokens));
                 summing.put(summer);

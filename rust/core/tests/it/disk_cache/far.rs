@@ -110,9 +110,7 @@ impl Source for Far {
         }
         server.waiting.fetch_sub(1, Ordering::SeqCst);
         for read in reads {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             let broken = server.broken.load(Ordering::SeqCst);
             let n = if broken { read.into.len() / 2 } else { read.into.len() };
             oracle(self.number, read.at, &mut read.into[..n]);

@@ -111,11 +111,13 @@ fn a_failed_or_stopped_download_leaves_nothing() {
     server.broken.store(false, Ordering::SeqCst);
     let stop = Stop::new();
     stop.set();
-    source.read_many(&mut [RangeRead { at: 7, into: &mut into }], &stop).unwrap();
+    let read =
+        |into: &mut [u8], stop: &Stop| source.read_many(&mut [RangeRead { at: 7, into }], stop).unwrap_err().kind;
+    assert_eq!(read(&mut into, &stop), Kind::Interrupted);
     server.held.store(true, Ordering::SeqCst);
     let stop = Stop::new();
     std::thread::scope(|scope| {
-        scope.spawn(|| source.read_many(&mut [RangeRead { at: 7, into: &mut into }], &stop).unwrap());
+        scope.spawn(|| assert_eq!(read(&mut into, &stop), Kind::Interrupted));
         while server.waiting.load(Ordering::SeqCst) == 0 {
             std::thread::yield_now();
         }
@@ -147,7 +149,7 @@ fn a_stop_ends_the_wait_for_another_reader() {
         let waits = scope.spawn(|| second.read_many(&mut [RangeRead { at: 0, into: &mut [0; 9] }], &stop));
         std::thread::sleep(Duration::from_millis(20));
         stop.set();
-        waits.join().unwrap().unwrap();
+        assert_eq!(waits.join().unwrap().unwrap_err().kind, Kind::Interrupted);
         assert_eq!(server.waiting.load(Ordering::SeqCst), 1);
         server.held.store(false, Ordering::SeqCst);
     });
