@@ -28,6 +28,7 @@ use actshard_core::source::local::Local;
 use actshard_core::source::{Io, Store};
 use actshard_core::stream::order::Permutation;
 use actshard_core::stream::rescale::{Convert, Scale, Scratch};
+use actshard_core::threads::{Context, Stop};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use half::{bf16, f16};
 
@@ -306,10 +307,12 @@ fn inflate_gzip(c: &mut Criterion) {
     let mut encoder = flate2::write::GzEncoder::new(vec![], flate2::Compression::new(1));
     encoder.write_all(&plain).unwrap();
     let gz = encoder.finish().unwrap();
-    assert!(*inflate(&gz, 1 << 30).unwrap() == plain[..]);
+    assert!(*inflate(&gz, 1 << 30, &mut Context::of_part(&Stop::new())).unwrap() == plain[..]);
     let mut group = c.benchmark_group("inflate, 4 MiB");
     group.throughput(Throughput::Bytes(plain.len() as u64));
-    group.bench_function("ours (libdeflate)", |b| b.iter(|| inflate(&gz, 1 << 30).unwrap()));
+    group.bench_function("ours (libdeflate)", |b| {
+        b.iter(|| inflate(&gz, 1 << 30, &mut Context::of_part(&Stop::new())).unwrap())
+    });
     group.bench_function("flate2 (zlib-rs)", |b| {
         b.iter(|| {
             let mut out = Vec::with_capacity(plain.len());

@@ -3,8 +3,9 @@
 //! The modules form levels. Each level uses only those above it in this list, and imports of files form no cycle
 //! (`tests/it/floors.rs` checks both).
 //!
-//! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`kernels`]: vector code. [`dtype`]:
-//!    element types and casts. [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out work.
+//! 1. [`number`]: conversions. [`location`]: the name of a file or object. [`error`]: the error type. [`kernels`]: vector code.
+//!    [`dtype`]: element types and casts. [`threads`]: one thread pool, one way of handing out work, locks that survive a fork.
+//!    [`memory`]: reused blocks.
 //! 2. [`source`]: byte sources behind one trait: local files (mapped or read with `pread`), or any other store. [`disk_cache`]:
 //!    far sources kept on the local disk. [`codec`]: decoding, with one cache of decoded units. [`arrays`]: arrays in chunk
 //!    files and shards, under 4-D stores and token arrays.
@@ -38,6 +39,7 @@ pub mod kernels;
 pub mod layout;
 pub mod location;
 pub mod memory;
+pub mod number;
 pub mod parse;
 pub mod rows;
 pub mod scan;

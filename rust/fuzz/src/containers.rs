@@ -8,6 +8,7 @@ use actshard_core::parse::pickle::Node;
 use actshard_core::parse::{npy, torch};
 use actshard_core::source::Source;
 use actshard_core::source::held::Held;
+use actshard_core::threads::{Context, Stop};
 
 use crate::memory::counted;
 
@@ -21,7 +22,7 @@ fn check(source: &dyn Source, place: &ArrayPlace) {
     let size = place.inside.map_or(source.size(), |region| region.size);
     assert!(extent == 0 || place.at + extent <= size);
     // Not counted: many arrays of one storage are larger than the file, and a reader has one of them at a time.
-    match arrays::read(source, place, &mut || false) {
+    match arrays::read(source, place, &mut Context::of_part(&Stop::new())) {
         Ok(bytes) => assert_eq!(Some(bytes.len() as u64), place.count().map(|n| n * place.item())),
         Err(error) => refused(&error),
     }
@@ -29,7 +30,7 @@ fn check(source: &dyn Source, place: &ArrayPlace) {
 
 pub fn containers(bytes: &[u8]) {
     let source = Held::new(Location::object("fuzz", "file"), bytes.to_vec().into());
-    match counted(|| torch::read(&source, 1 << 20)) {
+    match counted(|| torch::read(&source, 1 << 20, &mut Context::of_part(&Stop::new()))) {
         Ok(file) => {
             let inner: &dyn Source = file.held.as_ref().map_or(&source, |held| held);
             for node in file.tree.nodes() {
@@ -41,17 +42,17 @@ pub fn containers(bytes: &[u8]) {
             }
             let (stored, used) = file.sizes();
             assert!(used <= stored);
-            if let Err(error) = counted(|| file.damaged(inner, &mut || false)) {
+            if let Err(error) = counted(|| file.damaged(inner, &mut Context::of_part(&Stop::new()))) {
                 refused(&error);
             }
         }
         Err(error) => refused(&error),
     }
-    match counted(|| npy::read(&source)) {
+    match counted(|| npy::read(&source, &Stop::new())) {
         Ok(array) => check(&source, &array.place),
         Err(error) => refused(&error),
     }
-    match counted(|| npy::read_archive(&source)) {
+    match counted(|| npy::read_archive(&source, &mut Context::of_part(&Stop::new()))) {
         Ok(members) => members.iter().for_each(|(_, array)| check(&source, &array.place)),
         Err(error) => refused(&error),
     }

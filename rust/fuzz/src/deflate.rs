@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 
 use actshard_core::codec::inflate::{self, blocks};
+use actshard_core::threads::{Context, Stop};
 
 use crate::memory::counted;
 
@@ -32,7 +33,7 @@ fn usual_headers(gz: &[u8]) -> bool {
 }
 
 fn same(gz: &[u8]) {
-    let ours = counted(|| inflate::inflate(gz, LIMIT));
+    let ours = counted(|| inflate::inflate(gz, LIMIT, &mut Context::of_part(&Stop::new())));
     if let Err(error) = &ours {
         assert!(!error.to_string().contains(['\n', '\r']), "{error:?}");
     }
@@ -53,7 +54,7 @@ pub fn deflate(bytes: &[u8]) {
     let mut encoder = flate2::GzBuilder::new().write(vec![], flate2::Compression::new(u32::from(level % 10)));
     encoder.write_all(data).expect("a vector");
     let gz = encoder.finish().expect("a vector");
-    let ours = counted(|| inflate::inflate(&gz, LIMIT)).expect("an encoder's output");
+    let ours = counted(|| inflate::inflate(&gz, LIMIT, &mut Context::of_part(&Stop::new()))).expect("an encoder's output");
     assert!(ours[..] == *data);
     // The body begins after the ten-byte header. A block found there is real, and its values equal the data.
     let body = &gz[10..gz.len() - 8];

@@ -8,7 +8,7 @@ use actshard_core::layout::records::{COLUMNS, RecordIndex, RecordRows, RecordSiz
 use actshard_core::location::Location;
 use actshard_core::source::held::Held;
 use actshard_core::source::{Access, Source, Store};
-use actshard_core::threads::Stop;
+use actshard_core::threads::{Context, Stop};
 use actshard_core::{Kind, Result};
 
 use crate::memory::counted;
@@ -62,7 +62,7 @@ pub fn index_records(data: &[u8]) {
     }
     let locations: Vec<Location> =
         (0..splits).map(|i| Location::from(std::path::PathBuf::from(format!("/index/{i}")))).collect();
-    let Some(index) = checked(counted(|| RecordIndex::open(&store, &locations, sizes.clone()))) else { return };
+    let Some(index) = checked(counted(|| RecordIndex::open(&store, &locations, sizes.clone(), &mut Context::of_part(&Stop::new())))) else { return };
     let index = Arc::new(index);
     let long = |i: usize, begin: usize| u64::from_le_bytes(store.0[i][begin..begin + 8].try_into().expect("eight bytes"));
     let kinds = [RecordRows::States, RecordRows::Column(0), RecordRows::Column(1), RecordRows::Column(2)];

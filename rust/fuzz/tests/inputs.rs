@@ -1,6 +1,7 @@
 //! Every target over its seeds, over the inputs that failed once, and over the same mutations of both in every run.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_types, reason = "this program does not fork")]
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

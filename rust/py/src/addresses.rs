@@ -1,10 +1,11 @@
 //! Addresses of rows, for Python: tables, and index files.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use actshard_core::layout::records::{RecordIndex, RecordSizes, RecordSplit};
 use actshard_core::layout::table::{Lists, TableBuilder};
 use actshard_core::location::Location;
+use actshard_core::threads::Lock;
 use actshard_core::{Error, Kind};
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
@@ -17,7 +18,7 @@ use crate::{detach, errors};
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Addresses {
     /// The table being built; `None` once a dataset owns it.
-    pub builder: Mutex<Option<TableBuilder>>,
+    pub builder: Lock<Option<TableBuilder>>,
 }
 
 impl Addresses {
@@ -30,7 +31,7 @@ impl Addresses {
         T: Send,
     {
         detach::detached(py, |_| {
-            let mut slot = self.builder.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut slot = self.builder.lock();
             match slot.as_mut() {
                 Some(builder) => work(builder),
                 None => Err(used()),
@@ -48,7 +49,7 @@ pub fn used() -> Error {
 impl Addresses {
     #[new]
     fn new(shards: u32) -> Addresses {
-        Addresses { builder: Mutex::new(Some(TableBuilder::new(shards))) }
+        Addresses { builder: Lock::new(Some(TableBuilder::new(shards))) }
     }
 
     /// Appends examples: addresses of last tokens and, if all tokens are stored, limits and values of the two lists.
@@ -111,11 +112,11 @@ impl IndexRecords {
             };
             let sizes =
                 RecordSizes { examples: num_examples, record_bytes, files: shards, layers, row_bytes, last, split };
-            let index = detach::detached(py, |_| {
+            let index = detach::detached(py, |watch| {
                 let store = files.first().map(|place| store_of(place, io));
                 let store = store.ok_or_else(|| Error::new(Kind::Internal, "no index file"))?;
                 let locations: Vec<Location> = files.into_iter().map(|place| place.location).collect();
-                RecordIndex::open(&*store, &locations, sizes)
+                store.work(&|context| RecordIndex::open(&*store, &locations, sizes.clone(), context), watch)
             })?;
             Ok(IndexRecords { index: Arc::new(index) })
         })

@@ -6,11 +6,11 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::Mutex;
 
 use actshard_core::files::open::View;
 use actshard_core::memory::claims::{Claimed, Claims};
 use actshard_core::memory::output::Output;
+use actshard_core::threads::Lock;
 use actshard_core::{Error, Kind};
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
@@ -35,7 +35,7 @@ const OURS_FROM: usize = 1 << 20;
 #[pyclass(frozen, module = "actshard._native")]
 pub struct OutputMemory {
     // Never read: arrays point into it.
-    _memory: Mutex<Output>,
+    _memory: Lock<Output>,
 }
 
 /// A new uninitialised C-contiguous array.
@@ -69,7 +69,7 @@ pub fn over_output<'py>(
         return Err(PyMemoryError::new_err("an array larger than its memory"));
     }
     let data = bytes.as_mut_ptr();
-    let owner = Bound::new(py, OutputMemory { _memory: Mutex::new(memory) })?;
+    let owner = Bound::new(py, OutputMemory { _memory: Lock::new(memory) })?;
     let flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
     // SAFETY: `data` points to at least `dims` x itemsize bytes (compared above) without other references, writable and
     // aligned for any element. Moving an Output does not move its bytes. They live as long as `owner`, which becomes the

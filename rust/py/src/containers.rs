@@ -13,7 +13,7 @@ use actshard_core::parse::torch::{self, TorchFile};
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::source::local::Local;
 use actshard_core::source::{Access, Io, Source, Store};
-use actshard_core::threads::{self, Stop};
+use actshard_core::threads::{self, Context, Stop, Watch};
 use actshard_core::{Error, Kind, Result};
 use numpy::{PyArrayDescr, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -135,32 +135,15 @@ impl TorchContents {
     /// Offsets of storages whose content differs from their CRC-32.
     fn damaged(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         detach::guarded(py, || {
-            detach::detached(py, |watch| match &self.file.held {
-                Some(held) => self.file.damaged(held, watch),
-                None => {
-                    let store = store_of(&self.place, Io::Pread);
-                    let source = store.open(&self.place.location, Access::Once)?;
-                    self.file.damaged(&*source, watch).map_err(|e| e.at(&self.place.location))
-                }
-            })
+            detach::detached(py, |watch| self.with_source(&|source, context| self.file.damaged(source, context), watch))
         })
     }
 
     /// An array's elements in C order and native byte order.
     fn read<'py>(&self, py: Python<'py>, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
         detach::guarded(py, || {
-            let (file, place) = (&self.file, &self.place);
-            let made = detach::detached(py, |watch| {
-                let opened;
-                let source: &dyn Source = match &file.held {
-                    Some(held) => held,
-                    None => {
-                        opened = store_of(place, Io::Pread).open(&place.location, Access::Once)?;
-                        &*opened
-                    }
-                };
-                arrays::read(source, &array.place, watch).map_err(|e| e.at(&place.location))
-            })?;
+            let read = |source: &dyn Source, context: &mut Context<'_>| arrays::read(source, &array.place, context);
+            let made = detach::detached(py, |watch| self.with_source(&read, watch))?;
             PyByteArray::new_with(py, made.len(), |copy| {
                 copy.copy_from_slice(&made);
                 Ok(())
@@ -169,12 +152,38 @@ impl TorchContents {
     }
 }
 
+impl TorchContents {
+    /// Works on the inflated file, or on the opened one.
+    fn with_source<R: Send>(
+        &self,
+        work: &(dyn Fn(&dyn Source, &mut Context<'_>) -> Result<R> + Sync),
+        watch: Watch<'_>,
+    ) -> Result<R> {
+        match &self.file.held {
+            Some(held) => work(held, &mut Context::of_caller(watch)),
+            None => with_opened(&self.place, work, watch),
+        }
+        .map_err(|e| e.at(&self.place.location))
+    }
+}
+
+/// Works on an opened file, while the caller's watch is called.
+fn with_opened<R: Send>(
+    place: &NamedPlace,
+    work: &(dyn Fn(&dyn Source, &mut Context<'_>) -> Result<R> + Sync),
+    watch: Watch<'_>,
+) -> Result<R> {
+    let store = store_of(place, Io::Pread);
+    let open = |context: &mut Context<'_>| store.open(&place.location, Access::Once, context.stop());
+    store.work(&|context| work(&*open(context)?, context), watch)
+}
+
 /// An array of a file and its name: numbers, `"void"` (bytes of an unknown type) or `"text"`.
 type NamedArray = (String, StoredArray, &'static str);
 /// The arrays of a file, and its metadata.
 type ArraysTuple = (Vec<NamedArray>, Vec<(String, String)>);
 
-fn arrays_in(source: &dyn Source, kind: &str) -> Result<ArraysTuple> {
+fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Result<ArraysTuple> {
     let named = |(name, array): (String, NpyArray)| {
         let kind = match array.elements {
             NpyElements::Numbers => "numbers",
@@ -184,10 +193,10 @@ fn arrays_in(source: &dyn Source, kind: &str) -> Result<ArraysTuple> {
         (name, StoredArray { place: array.place }, kind)
     };
     match kind {
-        "npy" => Ok((vec![named((String::new(), npy::read(source)?))], vec![])),
-        "npz" => Ok((npy::read_archive(source)?.into_iter().map(named).collect(), vec![])),
+        "npy" => Ok((vec![named((String::new(), npy::read(source, context.stop())?))], vec![])),
+        "npz" => Ok((npy::read_archive(source, context)?.into_iter().map(named).collect(), vec![])),
         "safetensors" => {
-            let header = safetensors::read_header(source)?;
+            let header = safetensors::read_header(source, context.stop())?;
             let place = |tensor: &safetensors::Tensor| ArrayPlace {
                 dtype: tensor.dtype,
                 swapped: false,
@@ -209,9 +218,10 @@ fn arrays_in(source: &dyn Source, kind: &str) -> Result<ArraysTuple> {
 #[pyfunction]
 pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str) -> PyResult<Vec<ArraysTuple>> {
     detach::guarded(py, || {
-        let read = |_: usize, place: NamedPlace, _: &Stop| -> Result<ArraysTuple> {
+        let read = |_: usize, place: NamedPlace, stop: &Stop| -> Result<ArraysTuple> {
             let store: Arc<dyn Store> = store_of(&place, Io::Pread);
-            arrays_in(&*store.open(&place.location, Access::Once)?, kind).map_err(|e| e.at(&place.location))
+            arrays_in(&*store.open(&place.location, Access::Once, stop)?, kind, &mut Context::of_part(stop))
+                .map_err(|e| e.at(&place.location))
         };
         detach::detached(py, |watch| threads::map_each_waiting(places, AT_ONCE, &read, watch))
     })
@@ -222,8 +232,8 @@ pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str) -> PyRes
 pub fn read_array<'py>(py: Python<'py>, place: NamedPlace, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
     detach::guarded(py, || {
         let made = detach::detached(py, |watch| {
-            let source = store_of(&place, Io::Pread).open(&place.location, Access::Once)?;
-            arrays::read(&*source, &array.place, watch).map_err(|e| e.at(&place.location))
+            let read = |source: &dyn Source, context: &mut Context<'_>| arrays::read(source, &array.place, context);
+            with_opened(&place, &read, watch).map_err(|e| e.at(&place.location))
         })?;
         PyByteArray::new_with(py, made.len(), |copy| {
             copy.copy_from_slice(&made);
@@ -237,9 +247,10 @@ pub fn read_array<'py>(py: Python<'py>, place: NamedPlace, array: &StoredArray) 
 #[pyfunction]
 pub fn read_torch(py: Python<'_>, places: Vec<NamedPlace>, limit: u64) -> PyResult<Vec<TorchContents>> {
     detach::guarded(py, || {
-        let read = |_: usize, place: NamedPlace, _: &Stop| -> Result<TorchContents> {
+        let read = |_: usize, place: NamedPlace, stop: &Stop| -> Result<TorchContents> {
             let store: Arc<dyn Store> = store_of(&place, Io::Pread);
-            let file = torch::read(&*store.open(&place.location, Access::Once)?, limit)?;
+            let file =
+                torch::read(&*store.open(&place.location, Access::Once, stop)?, limit, &mut Context::of_part(stop))?;
             Ok(TorchContents { file: Arc::new(file), place })
         };
         detach::detached(py, |watch| threads::map_each_waiting(places, AT_ONCE, &read, watch))

@@ -1,13 +1,14 @@
 //! A dataset's rows as one Python object; `rows` adds its methods.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::{Ints, Out, Pick};
 use actshard_core::layout::row::Row;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::source::Io;
+use actshard_core::threads::Lock;
 use actshard_core::{Error, Kind};
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -21,7 +22,7 @@ use crate::{buffer, detach, errors};
 pub struct Rows {
     /// `None` once closed. Locked only under the GIL, and only to copy or take the pointer: no thread waits for it, and
     /// a fork cannot happen while it is locked.
-    rows: Mutex<Option<Arc<Dataset>>>,
+    rows: Lock<Option<Arc<Dataset>>>,
     row: Row,
     examples: u64,
     io: Io,
@@ -72,7 +73,7 @@ fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
 impl Rows {
     pub fn new(py: Python<'_>, rows: Dataset, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
         let (row, examples) = (rows.row(), rows.examples());
-        let made = Rows { rows: Mutex::new(Some(Arc::new(rows))), row, examples, io, descr: descr.clone().unbind() };
+        let made = Rows { rows: Lock::new(Some(Arc::new(rows))), row, examples, io, descr: descr.clone().unbind() };
         let dtype = row.dtype;
         if dtype.size() != Some(descr.itemsize()) {
             return Err(errors::raise(
@@ -100,12 +101,12 @@ impl Rows {
 
     /// Takes the dataset out; later reads raise ClosedError.
     pub fn take(&self) -> Option<Arc<Dataset>> {
-        self.rows.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.rows.lock().take()
     }
 
     /// The dataset, for one read or for a stream's thread; ClosedError after [`Rows::take`].
     pub fn dataset(&self, py: Python<'_>) -> PyResult<Arc<Dataset>> {
-        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let held = self.rows.lock().clone();
         held.ok_or_else(|| errors::raise(py, &Error::new(Kind::Closed, "the store was closed")))
     }
 

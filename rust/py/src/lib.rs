@@ -49,7 +49,7 @@ use actshard_core::dtype::DType;
 use actshard_core::parse::arrow::{self, ArrowField};
 use actshard_core::parse::safetensors;
 use actshard_core::source::{Access, Io, pread};
-use actshard_core::threads::{self, Stop, Watch};
+use actshard_core::threads::{self, Context, Watch};
 use actshard_core::{Finding, Kind};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
@@ -71,9 +71,10 @@ fn safetensors_header(py: Python<'_>, path: NamedPlace) -> PyResult<HeaderTuple>
     detach::guarded(py, || {
         let store = store_of(&path, Io::Pread);
         detach::detached(py, |watch| {
-            let read = |_: &Stop| safetensors::read_header(&*store.open(&path.location, Access::Once)?);
-            if store.wishes().is_none() { read(&Stop::default()) } else { threads::wait_for(&read, watch) }
-                .map(header_tuple)
+            let read = |context: &mut Context<'_>| {
+                safetensors::read_header(&*store.open(&path.location, Access::Once, context.stop())?, context.stop())
+            };
+            store.work(&read, watch).map(header_tuple)
         })
     })
 }
@@ -105,9 +106,10 @@ fn arrow_stream(py: Python<'_>, path: NamedPlace) -> PyResult<ArrowTuple> {
     detach::guarded(py, || {
         let store = store_of(&path, Io::Pread);
         detach::detached(py, |watch| {
-            let read = |_: &Stop| arrow::read_stream(&*store.open(&path.location, Access::Once)?);
-            let found =
-                if store.wishes().is_none() { read(&Stop::default()) } else { threads::wait_for(&read, watch) }?;
+            let read = |context: &mut Context<'_>| {
+                arrow::read_stream(&*store.open(&path.location, Access::Once, context.stop())?, context.stop())
+            };
+            let found = store.work(&read, watch)?;
             let fields = found.schema.fields.into_iter().map(ArrowColumn::of).collect();
             let batches = found.batches.into_iter().map(|b| (b.at, b.rows, b.nodes, b.buffers)).collect();
             Ok((fields, found.schema.metadata, batches, found.ended))

@@ -1,14 +1,14 @@
 //! Remote stores, for Python.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use actshard_core::disk_cache::DiskCache;
 use actshard_core::location::Location;
 use actshard_core::source::{Access, RangeRead, Source, Store, Version, fetch};
-use actshard_core::threads::{self, Watch};
+use actshard_core::threads::{self, Lock, Watch};
 use actshard_core::{Error, Kind};
 use actshard_remote::upload::{UploadBody, UploadJob, Uploaded};
 use pyo3::prelude::*;
@@ -323,10 +323,9 @@ impl RemoteStore {
                 let none = |_| Error::new(Kind::NoMemory, format!("no memory for {len} bytes")).at(source.location());
                 bytes.try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX)).map_err(none)?;
                 bytes.resize(len as usize, 0);
-                let into = Mutex::new(&mut bytes[..]);
-                let read = |stop: &threads::Stop| match into.lock() {
-                    Ok(mut into) => source.read_many(&mut [RangeRead { at: start, into: &mut into }], stop),
-                    Err(_) => Err(Error::new(Kind::Internal, "a read that panicked")),
+                let into = Lock::new(&mut bytes[..]);
+                let read = |stop: &threads::Stop| {
+                    source.read_many(&mut [RangeRead { at: start, into: &mut into.lock() }], stop)
                 };
                 threads::wait_for(&read, watch)?;
                 Ok(bytes)

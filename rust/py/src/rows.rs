@@ -1,7 +1,7 @@
 //! The rows of a dataset, for Python.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use actshard_core::arrays::coded::CodedArray;
 use actshard_core::arrays::naming::Naming;
@@ -157,7 +157,7 @@ impl Rows {
                 let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
                 let file = |(place, key): (NamedPlace, _)| RowFile { location: place.location, rows: in_file(key) };
                 // Another thread may be adding addresses, without the GIL.
-                let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let builder = addresses.builder.lock().take();
                 let table = builder.ok_or_else(used)?.finish(num_groups)?;
                 let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Table(files, table))

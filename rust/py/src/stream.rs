@@ -1,6 +1,6 @@
 //! Streams of batches for Python.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
@@ -11,6 +11,7 @@ use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::sequences::{self, PlacedSequences};
 use actshard_core::stream::{ITEM_BYTES, items_in};
+use actshard_core::threads::Lock;
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -297,8 +298,8 @@ impl Stream {
             let wanted = Wanted { first, every: every.max(1) };
             let ahead = Ahead::start(core, epoch, wanted, supply, ahead).map_err(|e| errors::raise(py, &e))?;
             Ok(Batches {
-                ahead: Mutex::new(Some(Arc::new(ahead))),
-                given: Mutex::new(vec![]),
+                ahead: Lock::new(Some(Arc::new(ahead))),
+                given: Lock::new(vec![]),
                 hold,
                 arrays,
                 descr: self.descr.clone_ref(py),
@@ -329,9 +330,9 @@ impl AsMut<[u8]> for BatchMemory {
 pub struct Batches {
     /// `None` once stopped. Locked only under the GIL, and only to copy or take the pointer: never while waiting for a
     /// batch, when a signal handler on the same thread may stop these batches.
-    ahead: Mutex<Option<Arc<Ahead<BatchMemory>>>>,
+    ahead: Lock<Option<Arc<Ahead<BatchMemory>>>>,
     /// Buffers that the consumer is using.
-    given: Mutex<Vec<Lent>>,
+    given: Lock<Vec<Lent>>,
     /// Whether buffers are returned for reuse by `release`, and not by the next call of `next`.
     hold: bool,
     arrays: Vec<Py<PyUntypedArray>>,
@@ -351,13 +352,9 @@ impl Batches {
     /// The next batch, or None after the last.
     fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<BatchTuple<'py>>> {
         detach::guarded(py, || {
-            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let ahead = self.ahead.lock().clone();
             let Some(ahead) = ahead else { return Ok(None) };
-            let given = if self.hold {
-                vec![]
-            } else {
-                std::mem::take(&mut *self.given.lock().unwrap_or_else(PoisonError::into_inner))
-            };
+            let given = if self.hold { vec![] } else { std::mem::take(&mut *self.given.lock()) };
             let next = detach::detached(py, |watch| {
                 for lent in given {
                     ahead.give_back(BatchMemory::Lent(lent));
@@ -370,7 +367,7 @@ impl Batches {
                 BatchMemory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
                 BatchMemory::Lent(lent) => {
                     let array = self.arrays[lent.number].bind(py).clone();
-                    self.given.lock().unwrap_or_else(PoisonError::into_inner).push(lent);
+                    self.given.lock().push(lent);
                     if array.shape()[0] == len {
                         array.into_any()
                     } else {
@@ -386,7 +383,7 @@ impl Batches {
     /// Whether `next` would return a batch without waiting. False at the end and before an error.
     fn ready(&self, py: Python<'_>) -> PyResult<bool> {
         detach::guarded(py, || {
-            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let ahead = self.ahead.lock().clone();
             Ok(ahead.is_some_and(|ahead| ahead.is_ready()))
         })
     }
@@ -394,11 +391,11 @@ impl Batches {
     /// Returns a held buffer, by its index, for reuse. Does nothing if it is not held.
     fn release(&self, py: Python<'_>, number: usize) -> PyResult<()> {
         detach::guarded(py, || {
-            let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut given = self.given.lock();
             let Some(at) = given.iter().position(|lent| lent.number == number) else { return Ok(()) };
             let lent = given.swap_remove(at);
             drop(given);
-            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let ahead = self.ahead.lock().clone();
             if let Some(ahead) = ahead {
                 ahead.give_back(BatchMemory::Lent(lent));
             }
@@ -409,7 +406,7 @@ impl Batches {
     /// Stops the thread and drops the batches read ahead. A waiting call of `next` returns None.
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
         detach::guarded(py, || {
-            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let ahead = self.ahead.lock().take();
             // Without the GIL: the thread may be decoding through Python.
             detach::detached(py, |watch| ahead.map_or(Ok(()), |ahead| ahead.stop(watch)))
         })
@@ -418,7 +415,7 @@ impl Batches {
 
 impl Drop for Batches {
     fn drop(&mut self) {
-        let ahead = self.ahead.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let ahead = self.ahead.get_mut().take();
         let Some(ahead) = ahead else { return };
         // Not interruptible: an exception raised here would be lost. Only a panic can fail, and it has been reported.
         let _ = Python::attach(|py| detach::detached(py, |_| ahead.stop(&mut || false)));

@@ -24,7 +24,7 @@ fn main() {
     let store = RemoteStore::open(&plain[0], Options::new(options)).unwrap();
     let location = store.root().join(&plain[1]);
     let started = Instant::now();
-    let source = store.open_many(&[&location], Access::Kept, &Stop::default()).pop().unwrap().unwrap();
+    let source = store.open_many(&[&location], Access::Kept, &Stop::new()).pop().unwrap().unwrap();
     println!("open: {:?} {:?}", started.elapsed(), store.counts());
     let (size, wishes) = (source.size(), || store.wishes().unwrap());
 
@@ -68,7 +68,7 @@ fn main() {
     let started = Instant::now();
     let mut one = [0; 4096];
     for i in 0..200u64 {
-        source.read(i * 4096 % (size - 4096), &mut one).unwrap();
+        source.read(i * 4096 % (size - 4096), &mut one, &Stop::new()).unwrap();
     }
     println!("4 KiB, one after another: {:?} each", started.elapsed() / 200);
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use actshard_core::location::Location;
 use actshard_core::source::{ByteRange, RangeRead, Ready, Source, Version};
-use actshard_core::threads::Stop;
+use actshard_core::threads::{ForkSafe, Stop};
 use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -13,7 +13,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use crate::failure::{Cause, Failure};
 use crate::known::ObjectFacts;
 use crate::reading::{Link, Pieces};
-use crate::runtime::{ForkLock, wait};
+use crate::runtime::wait;
 
 /// The longest piece of a read; longer ranges are several requests.
 pub const LARGEST: u64 = 4 << 20;
@@ -71,7 +71,7 @@ pub struct RemoteObject {
     /// The facts about it when it was opened.
     pub(crate) opened: ObjectFacts,
     /// Its first bytes, if they were received when it was opened; dropped by the first read past them.
-    pub(crate) head: ForkLock<Option<Head>>,
+    pub(crate) head: ForkSafe<Option<Head>>,
 }
 
 impl RemoteObject {
@@ -150,10 +150,7 @@ impl Source for RemoteObject {
             }
             Ok(())
         };
-        match wait(all, stop)? {
-            Some(Err((at, failure))) => Err(self.error(&failure, at)),
-            Some(Ok(())) | None => Ok(()),
-        }
+        wait(all, stop)?.map_err(|(at, failure)| self.error(&failure, at))
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {

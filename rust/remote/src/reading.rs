@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use actshard_core::Error;
 use actshard_core::location::Location;
+use actshard_core::threads::Renewed;
 use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, Either, FutureExt, select};
 use tokio::time::{sleep, timeout};
@@ -18,7 +19,7 @@ use crate::clock::Clock;
 use crate::failure::{Cause, Failure};
 use crate::known::{Known, ObjectFacts};
 use crate::options::RequestLimits;
-use crate::runtime::{Renewed, reserve};
+use crate::runtime::reserve;
 
 /// Bytes after which a broken body counts as progress.
 const PROGRESS: usize = 64 << 10;

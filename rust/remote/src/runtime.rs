@@ -5,15 +5,13 @@
 //! keeps connections: [`PerProcess`]. Callers run their own futures on their own thread, so that a body is written
 //! straight into the caller's memory, and check their [`Stop`] every [`LOOK`].
 
-use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use actshard_core::threads::{LOOK, Stop, interrupted, is_abandoned};
+use actshard_core::threads::{ForkSafe, LOOK, Stop, interrupted, is_abandoned};
 use actshard_core::{Error, Kind, Result};
 use crossbeam_utils::atomic::AtomicCell;
 use tokio::runtime::{Builder, Runtime};
@@ -71,23 +69,19 @@ fn build() -> Option<Runtime> {
     Builder::new_multi_thread().worker_threads(WORKERS).thread_name("actshard-io").enable_all().build().ok()
 }
 
-/// Runs a future on the calling thread until it is done; `None` if `stop` was set before, an error if the caller no
-/// longer waits for this thread. Dropping a request closes its connection.
-pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
+/// Runs a future on the calling thread until it is done; fails once `stop` is set or the caller no longer waits for this
+/// thread. Dropping a request closes its connection.
+pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<F::Output> {
     let runtime = io().made.get_or_init(build).as_ref();
     let runtime = runtime.ok_or_else(|| Error::new(Kind::Access, "cannot start the threads for network requests"))?;
     runtime.block_on(async {
         let mut future = pin!(future);
-        while !stop.is_set() {
-            if is_abandoned() {
-                // An error, because the caller expects `None` only after its own stop.
-                return Err(interrupted());
-            }
+        while !stop.is_set() && !is_abandoned() {
             if let Ok(made) = tokio::time::timeout(LOOK, future.as_mut()).await {
-                return Ok(Some(made));
+                return Ok(made);
             }
         }
-        Ok(None)
+        Err(interrupted())
     })
 }
 
@@ -104,48 +98,8 @@ pub async fn reserve(bytes: u64) -> Option<SemaphorePermit<'static>> {
     io().budget.acquire_many(units).await.ok()
 }
 
-/// A lock that survives a fork. In the process that made it, threads wait for it. In a child, whose copy may be locked by a
-/// thread that exists in the parent only, they wait a second once, and then never again: the value is lost there.
-#[derive(Debug)]
-pub struct ForkLock<T> {
-    pid: u32,
-    lost: AtomicBool,
-    value: Mutex<T>,
-}
-
-impl<T: Default> Default for ForkLock<T> {
-    fn default() -> ForkLock<T> {
-        ForkLock::new(T::default())
-    }
-}
-
-impl<T> ForkLock<T> {
-    /// Protects a value.
-    pub fn new(value: T) -> ForkLock<T> {
-        ForkLock { pid: std::process::id(), lost: AtomicBool::new(false), value: Mutex::new(value) }
-    }
-
-    /// Works on the value; `None` in a child that lost it.
-    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
-        if self.pid == std::process::id() {
-            return Some(work(&mut self.value.lock().unwrap_or_else(PoisonError::into_inner)));
-        }
-        for tried in 0..10_000 {
-            match self.value.try_lock() {
-                Ok(mut guard) => return Some(work(&mut guard)),
-                Err(TryLockError::Poisoned(poisoned)) => return Some(work(&mut poisoned.into_inner())),
-                Err(TryLockError::WouldBlock) if self.lost.load(Ordering::Relaxed) => return None,
-                Err(TryLockError::WouldBlock) if tried < 20 => std::hint::spin_loop(),
-                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)),
-            }
-        }
-        self.lost.store(true, Ordering::Relaxed);
-        None
-    }
-}
-
 /// A value that works in the process that made it only, and is made again in a child.
-pub struct PerProcess<T: Clone>(ForkLock<Option<(u32, T)>>);
+pub struct PerProcess<T: Clone>(ForkSafe<Option<(u32, T)>>);
 
 /// Shows no value: clients of the libraries below show their credentials.
 impl<T: Clone> fmt::Debug for PerProcess<T> {
@@ -156,7 +110,7 @@ impl<T: Clone> fmt::Debug for PerProcess<T> {
 
 impl<T: Clone> Default for PerProcess<T> {
     fn default() -> PerProcess<T> {
-        PerProcess(ForkLock::new(None))
+        PerProcess(ForkSafe::new(None))
     }
 }
 
@@ -200,63 +154,23 @@ impl<T: Clone> Drop for PerProcess<T> {
     }
 }
 
-/// As [`ForkLock`], for a value that can begin anew: a child whose copy was locked when it was forked has another one.
-#[derive(Debug)]
-pub struct Renewed<T> {
-    first: ForkLock<T>,
-    again: PerProcess<Arc<Mutex<T>>>,
-}
-
-impl<T: Default> Renewed<T> {
-    /// Protects a value.
-    pub fn new(value: T) -> Renewed<T> {
-        Renewed { first: ForkLock::new(value), again: PerProcess::default() }
-    }
-
-    /// Works on the value, or on the new one of a child that lost it.
-    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        let mut left = Some(work);
-        let mut once = |value: &mut T| left.take().map(|work| work(value));
-        if let Some(done) = self.first.with(&mut once).flatten() {
-            return done;
-        }
-        let own = self.again.get(|| Ok::<_, Infallible>(Arc::default())).unwrap_or_default();
-        let mut value = own.lock().unwrap_or_else(PoisonError::into_inner);
-        match left {
-            Some(work) => work(&mut value),
-            None => unreachable!("the work is done at most once, and then its result was returned"),
-        }
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use actshard_core::threads::run_waiting;
 
     use super::*;
 
     #[test]
-    fn a_child_whose_copy_is_locked_begins_anew() {
-        let mut value = Renewed::new(vec![1, 2]);
-        value.with(|value| value.push(3));
-        assert_eq!(value.with(|value| value.clone()), [1, 2, 3]);
-        value.first.pid += 1; // as in a child
-        assert_eq!(value.with(|value| value.clone()), [1, 2, 3], "not locked");
-        let held = value.first.value.lock().unwrap();
-        value.with(|value| value.push(4));
-        assert_eq!(value.with(|value| value.clone()), [4]);
-        drop(held);
-    }
-
-    #[test]
     fn a_stop_ends_a_wait() {
-        let stop = Stop::default();
+        let stop = Stop::new();
         std::thread::scope(|scope| {
             scope.spawn(|| stop.set());
-            assert!(wait(std::future::pending::<()>(), &stop).unwrap().is_none());
+            assert_eq!(wait(std::future::pending::<()>(), &stop).unwrap_err().kind, Kind::Interrupted);
         });
-        assert_eq!(wait(async { 7 }, &Stop::default()).unwrap(), Some(7));
+        assert_eq!(wait(async { 7 }, &Stop::new()).unwrap(), 7);
     }
 
     #[test]
@@ -265,7 +179,7 @@ mod tests {
         assert_eq!(wait_at_most(std::future::pending::<()>(), LOOK), None);
         let undone = AtomicBool::new(false);
         let work = |_: usize, stop: &Stop| {
-            assert!(!wait(std::future::pending::<()>(), stop).is_ok_and(|made| made.is_some()));
+            assert!(wait(std::future::pending::<()>(), stop).is_err());
             undone.store(wait_at_most(async { true }, LOOK) == Some(true), Ordering::Relaxed);
             Err(interrupted())
         };
@@ -290,16 +204,5 @@ mod tests {
         let made = value.get(|| Ok::<_, ()>(Bomb(1, std::sync::Arc::clone(&drops)))).unwrap();
         assert_eq!(made.0, 1);
         assert_eq!(drops.load(std::sync::atomic::Ordering::Relaxed), 0);
-    }
-
-    #[test]
-    fn a_child_gives_up_a_lock_whose_holder_is_not_there() {
-        let mut lock = ForkLock::new(1);
-        assert_eq!(lock.with(|value| *value), Some(1));
-        lock.pid = 0;
-        assert_eq!(lock.with(|value| *value), Some(1));
-        std::mem::forget(lock.value.lock());
-        assert_eq!(lock.with(|value| *value), None);
-        assert!(lock.lost.load(Ordering::Relaxed));
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use actshard_core::location::Location;
-use actshard_core::threads::{Stop, interrupted, is_abandoned};
+use actshard_core::threads::{ForkSafe, Stop, is_abandoned};
 use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::future::try_join_all;
@@ -26,7 +26,7 @@ use crate::client::Puts;
 use crate::client::pace::Pace;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
-use crate::runtime::{ForkLock, reserve, wait, wait_at_most};
+use crate::runtime::{reserve, wait, wait_at_most};
 
 /// Larger files are sent in parts of at least this many bytes.
 const PART: u64 = 8 << 20;
@@ -89,7 +89,7 @@ pub struct Uploader<'a> {
     pace: Pace,
     name: &'a (dyn Fn(&str) -> Location + Sync),
     /// Keys of uploads in parts that were begun, with their names once those are known.
-    begun: ForkLock<Vec<(String, Option<String>)>>,
+    begun: ForkSafe<Vec<(String, Option<String>)>>,
     gate: Semaphore,
     sent: &'a AtomicU64,
 }
@@ -175,14 +175,14 @@ impl<'a> Uploader<'a> {
         name: &'a (dyn Fn(&str) -> Location + Sync),
         sent: &'a AtomicU64,
     ) -> Uploader<'a> {
-        let (pace, begun) = (Pace::default(), ForkLock::default());
+        let (pace, begun) = (Pace::default(), ForkSafe::default());
         Uploader { puts, limits, pace, name, begun, gate: Semaphore::new(UNITS as usize), sent }
     }
 
     /// Writes objects, in any order. After an error or a stop, some may have been written, and none is unfinished.
     pub fn run(&self, jobs: &[UploadJob], stop: &Stop) -> Result<Vec<Uploaded>> {
         let all = stream::iter(jobs).map(|job| self.one(job)).buffered(FILES).try_collect::<Vec<_>>();
-        let made = wait(all, stop).and_then(|made| made.ok_or_else(interrupted)?);
+        let made = wait(all, stop).flatten();
         let left = self.begun.with(std::mem::take).unwrap_or_default();
         if !left.is_empty() {
             // Not stopped together with the uploads.
@@ -195,7 +195,7 @@ impl<'a> Uploader<'a> {
     /// Removes objects; objects that do not exist count as removed.
     pub fn remove(&self, keys: &[String], stop: &Stop) -> Result<()> {
         let all = stream::iter(keys).map(|key| self.removed(key)).buffer_unordered(FILES).try_collect::<Vec<()>>();
-        wait(all, stop)?.ok_or_else(interrupted)?.map(drop)
+        wait(all, stop)?.map(drop)
     }
 
     /// Aborts uploads of earlier runs that did not end: those of some keys below a prefix. Returns their number.
@@ -211,7 +211,7 @@ impl<'a> Uploader<'a> {
             }
             Ok(aborted)
         };
-        wait(all, stop)?.ok_or_else(interrupted)?
+        wait(all, stop)?
     }
 
     /// The SHA-256 that objects carry; `None` for objects that do not exist or were written by other means.
@@ -222,7 +222,7 @@ impl<'a> Uploader<'a> {
             Ok(found.and_then(|found| found.sha256))
         };
         let all = stream::iter(keys).map(|key| one(key)).buffered(FILES).try_collect();
-        wait(all, stop)?.ok_or_else(interrupted)?
+        wait(all, stop)?
     }
 
     async fn removed(&self, key: &str) -> Result<()> {

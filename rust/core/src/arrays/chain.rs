@@ -29,6 +29,7 @@ use super::meta::index_numbers;
 use super::zstandard;
 use crate::error::{Finding, Kind};
 use crate::memory;
+use crate::number::to_usize;
 
 /// The largest decoded chunk, as in numcodecs ("Codec does not support buffers of > 2147483647 bytes").
 pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
@@ -382,7 +383,7 @@ fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<
     loop {
         let before = made.len();
         let step = (before.max(1 << 20) as u64).min(limit + 1 - before as u64);
-        made.try_reserve(step as usize).map_err(|_| memory::no_memory(before as u64 + step))?;
+        made.try_reserve(to_usize(step)).map_err(|_| memory::no_memory(before as u64 + step))?;
         if (&mut decoder).take(step).read_to_end(&mut made).map_err(|e| format!("{name}: {e}"))? == 0 {
             break;
         }
@@ -455,12 +456,12 @@ impl ShardCodec {
 
     /// An inner chunk's position in the shard's index, from its index in the shard or in the whole array.
     pub fn number(&self, indices: &[u64]) -> usize {
-        indices.iter().zip(&self.counts).fold(0, |n, (i, c)| n * c + i % c) as usize
+        to_usize(indices.iter().zip(&self.counts).fold(0, |n, (i, c)| n * c + i % c))
     }
 
     fn whole(&self, bytes: &[u8]) -> Said<Elements> {
         let len = bytes.len() as u64;
-        let cut = |(at, n): (u64, u64)| memory::copied(&bytes[at as usize..(at + n) as usize]);
+        let cut = |(at, n): (u64, u64)| memory::copied(&bytes[to_usize(at)..to_usize(at + n)]);
         let n = self.index.bytes();
         let at = self.index.start(len);
         let at = at.ok_or_else(|| format!("expected a shard index of {n} bytes, found {len} bytes in all"))?;
@@ -494,7 +495,7 @@ pub(super) fn assemble(
     let too_large = || format!("shape {shape:?} is too large to read");
     let product = |n: &[u64]| n.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).filter(|n| *n < 1 << 48);
     let (total, per) = product(shape).zip(product(chunks)).ok_or_else(too_large)?;
-    let (total, per, size) = (total as usize, per as usize, fill.len());
+    let (total, per, size) = (to_usize(total), to_usize(per), fill.len());
     let mut made = if fixed {
         let bytes = total.checked_mul(size).ok_or_else(too_large)?;
         // Of a shard of 1 GiB that holds one chunk, the rest is never touched.
@@ -527,13 +528,13 @@ pub(super) fn assemble(
         }
         // Runs along the last dimension, clipped at the array's end.
         let begin: Vec<u64> = at.iter().zip(chunks).map(|(a, c)| a * c).collect();
-        let (outer, width) = (dims.saturating_sub(1), chunks.last().map_or(1, |c| *c as usize));
-        let run = dims.checked_sub(1).map_or(1, |d| chunks[d].min(shape[d] - begin[d]) as usize);
+        let (outer, width) = (dims.saturating_sub(1), chunks.last().map_or(1, |c| to_usize(*c)));
+        let run = dims.checked_sub(1).map_or(1, |d| to_usize(chunks[d].min(shape[d] - begin[d])));
         for (k, line) in Places::new(&chunks[..outer]).enumerate() {
             if line.iter().zip(&begin).zip(shape).any(|((l, b), n)| b + l >= *n) {
                 continue;
             }
-            let to = (0..dims).fold(0, |to, d| to * shape[d] + begin[d] + line.get(d).copied().unwrap_or(0)) as usize;
+            let to = to_usize((0..dims).fold(0, |to, d| to * shape[d] + begin[d] + line.get(d).copied().unwrap_or(0)));
             let from = k * width;
             match (&mut made, &found) {
                 (Elements::Fixed(made), Elements::Fixed(found)) => {

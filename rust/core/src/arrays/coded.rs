@@ -21,9 +21,10 @@ use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
-use crate::threads::{self, Watch};
+use crate::threads::{self, Stop, Watch};
 
 /// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
@@ -126,9 +127,13 @@ impl ParsedArray {
     }
 
     /// A whole chunk or shard.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn chunk(&self, store: &dyn Store, indices: &[u64]) -> Result<Option<Elements>> {
         let location = self.location(indices);
-        let file = ChunkFile::open(store.open(&location, Access::Once), ChunkFile::one_unit)?;
+        let file = ChunkFile::open(store.open(&location, Access::Once, Stop::never()), ChunkFile::one_unit)?;
         file.unit(0)?.map(|unit| decode_stored(unit, &self.chain, &location)).transpose()
     }
 
@@ -289,12 +294,16 @@ impl CodedArray {
     }
 
     /// The shard of an inner chunk, from a store that keeps it open.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     pub fn open_shard(&self, store: &dyn Store, indices: &[u64]) -> Result<ChunkFile> {
         let parsed = self.parsed()?;
         let shards = self.shards(parsed).ok_or_else(|| Error::new(Kind::Internal, "an array without shards"))?;
         let outer = shards.codec.outer(indices);
         let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
-        ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept), index)
+        ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept, Stop::never()), index)
     }
 
     /// Its shards, if chunks are the inner chunks of shards.
@@ -304,11 +313,15 @@ impl CodedArray {
     }
 
     /// An inner chunk of a shard.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn inner(&self, parsed: &ParsedArray, shards: &ArrayShards<'_>, indices: &[u64]) -> Result<Option<Elements>> {
         let outer = shards.codec.outer(indices);
         let location = parsed.location(&outer);
         let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
-        let file = ChunkFile::open(self.store.open(&location, Access::Once), index)?;
+        let file = ChunkFile::open(self.store.open(&location, Access::Once, Stop::never()), index)?;
         let unit = file.unit(shards.codec.number(indices))?;
         let chain = &shards.codec.inner;
         unit.map(|unit| decode_stored(unit, chain, &location).map_err(|e| e.byte(unit.offset))).transpose()
@@ -412,10 +425,10 @@ pub fn check_plain(unit: StoredUnit<'_>, len: u64, checked: bool) -> Result<()> 
     let (mut crc, mut at) = (0, 0);
     while at < len {
         let n = CHECKED_AT_ONCE.min(len - at);
-        crc = crc32c::crc32c_append(crc, &unit.part(at as usize, n as usize)?);
+        crc = crc32c::crc32c_append(crc, &unit.part(to_usize(at), to_usize(n))?);
         at += n;
     }
-    let stored = unit.part(len as usize, CRC as usize)?;
+    let stored = unit.part(to_usize(len), to_usize(CRC))?;
     let stored = stored.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
     if stored != crc {
         return Err(bad(format!("expected the checksum (crc32c) {stored:08x}, found {crc:08x}")));

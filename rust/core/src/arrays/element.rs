@@ -98,7 +98,12 @@ impl Fill {
                 Value::Number(n) if n.is_f64() => {
                     // -2^63 as a float may be a rounded smaller integer.
                     let n = n.as_f64().filter(|n| n.fract() == 0.0 && *n > i64::MIN as f64)?;
-                    whole(&(n as i128)).then_some(Fill::Float(n))
+                    #[expect(
+                        clippy::cast_possible_truncation,
+                        reason = "numbers beyond 2^127 become its bounds, which are no elements"
+                    )]
+                    let integer = n as i128;
+                    whole(&integer).then_some(Fill::Float(n))
                 }
                 Value::Number(n) => integer(n).filter(whole).map(Fill::Integer),
                 _ => None,
@@ -130,6 +135,7 @@ impl Fill {
             (Fill::Absent, _) => Some(()),
             (Fill::Bits(bytes), _) => put(bytes),
             (Fill::Integer(n), Some(_)) => put(n.to_le_bytes().get(..size)?),
+            #[expect(clippy::cast_possible_truncation, reason = "a whole number in the type's range")]
             (Fill::Float(n), Some(_)) => put((*n as i128).to_le_bytes().get(..size)?),
             (Fill::Integer(n), None) => float_bytes(*n as f64, dtype, put),
             (Fill::Float(n), None) => float_bytes(*n, dtype, put),
@@ -142,6 +148,7 @@ impl Fill {
 fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -> Option<()> {
     match dtype {
         DType::F64 => put(&n.to_le_bytes()),
+        #[expect(clippy::cast_possible_truncation, reason = "rounds")]
         DType::F32 => put(&(n as f32).to_le_bytes()),
         DType::F16 => put(&half::f16::from_f64(n).to_le_bytes()),
         DType::BF16 => put(&half::bf16::from_f64(n).to_le_bytes()),

@@ -7,8 +7,10 @@ use super::failing::Undecodable;
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source, Version};
+use crate::threads::Stop;
 
 /// The file of a chunk or a shard.
 #[derive(Debug)]
@@ -101,10 +103,11 @@ impl<'a> StoredUnit<'a> {
     /// Its bytes, if the file is mapped.
     #[inline]
     pub fn mapped(&self) -> Option<&'a [u8]> {
-        self.source.bytes()?.get(self.offset as usize..(self.offset + self.len) as usize)
+        self.source.bytes()?.get(to_usize(self.offset)..to_usize(self.offset + self.len))
     }
 
     /// All its bytes. Starts read-ahead if they are cold.
+    #[expect(clippy::disallowed_methods, reason = "a chunk is decoded as a whole, and far ones are fetched together")]
     pub fn read(&self) -> Result<Cow<'a, [u8]>> {
         if let Some(whole) = self.mapped() {
             if self.source.is_ready(self.offset) == Ready::No {
@@ -113,17 +116,18 @@ impl<'a> StoredUnit<'a> {
             return Ok(Cow::Borrowed(whole));
         }
         let mut whole = memory::bytes(self.len).map_err(|e| self.bad(e))?;
-        self.source.read(self.offset, &mut whole)?;
+        self.source.read(self.offset, &mut whole, Stop::never())?;
         Ok(Cow::Owned(whole))
     }
 
     /// `n` of its bytes, from its byte `at`.
+    #[expect(clippy::disallowed_methods, reason = "a chunk is decoded as a whole, and far ones are fetched together")]
     pub fn part(&self, at: usize, n: usize) -> Result<Cow<'a, [u8]>> {
         if let Some(part) = self.mapped().and_then(|whole| whole.get(at..at + n)) {
             return Ok(Cow::Borrowed(part));
         }
         let mut part = memory::bytes(n as u64).map_err(|e| self.bad(e))?;
-        self.source.read(self.offset + at as u64, &mut part)?;
+        self.source.read(self.offset + at as u64, &mut part, Stop::never())?;
         Ok(Cow::Owned(part))
     }
 }

@@ -7,7 +7,9 @@ use super::failing::{Said, Undecodable};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::{ByteRange, Source};
+use crate::threads::Stop;
 
 /// The entry of a missing inner chunk.
 pub const ABSENT: (u64, u64) = (u64::MAX, u64::MAX);
@@ -78,11 +80,12 @@ impl IndexForm {
     }
 
     /// Reads it from a shard; returns its offset and bytes. See [`IndexForm::range`].
+    #[expect(clippy::disallowed_methods, reason = "an index is short, and those of far shards are fetched together")]
     pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
         let ByteRange { at, len } = self.range(shard, short)?;
         // The length of the file limits this allocation.
         let mut raw = memory::bytes(len).map_err(|e| e.at(shard.location()))?;
-        shard.read(at, &mut raw)?;
+        shard.read(at, &mut raw, Stop::never())?;
         Ok((at, raw))
     }
 
@@ -118,7 +121,7 @@ impl IndexForm {
 
     fn parse_numbers(&self, numbers: Numbers, raw: &[u8]) -> Said<Vec<(u64, u64)>> {
         let (Some((pairs, crc)), true) =
-            (raw.split_at_checked(self.chunks as usize * 16), raw.len() as u64 == self.bytes())
+            (raw.split_at_checked(to_usize(self.chunks) * 16), raw.len() as u64 == self.bytes())
         else {
             return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()).into());
         };

@@ -5,10 +5,10 @@
 //! was rewritten in place are not confused with old ones.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::source::Version;
+use crate::threads::ForkSafe;
 
 /// A unit of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ pub const UNCHECKED: u64 = 0;
 pub struct VersionNumbers {
     /// The last version of each file, and its number. The lock is only tried: a child forked while another thread held it
     /// gets new numbers and decodes again.
-    last: Mutex<HashMap<u64, (Version, u64)>>,
+    last: ForkSafe<HashMap<u64, (Version, u64)>>,
 }
 
 impl VersionNumbers {
@@ -53,7 +53,7 @@ impl VersionNumbers {
         static NEXT: AtomicU64 = AtomicU64::new(UNCHECKED + 1);
         let new = || NEXT.fetch_add(1, Ordering::Relaxed);
         let Some(version) = version else { return new() };
-        let Ok(mut last) = self.last.try_lock() else { return new() };
+        let Some(mut last) = self.last.try_lock() else { return new() };
         match last.get(&file) {
             Some((known, number)) if known == version => *number,
             _ => {

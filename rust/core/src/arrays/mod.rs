@@ -8,6 +8,9 @@
 //!   names of its files.
 //! - [`key`] identifies a decoded unit in a [`Cache`](crate::codec::cache::Cache): array, file, version of the file.
 
+// A number of a file is converted with a check; tests may not care.
+#![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
+
 mod chain;
 pub mod coded;
 pub mod element;

@@ -17,9 +17,8 @@ use super::flight::{Begun, Flight, Flights, Waited};
 use super::shelves::{CachedUnit, Shelf, Shelves};
 use crate::error::Result;
 use crate::memory::buffer::Buffer;
-use crate::threads::fork::ForkMutex;
 use crate::threads::sync::RwLockWriteGuard;
-use crate::threads::{Watch, interrupted};
+use crate::threads::{Renewed, Watch, interrupted};
 
 /// A unit that a [`Cache`] can keep.
 pub trait Cached {
@@ -49,7 +48,7 @@ pub struct Cache<T = Buffer, K = u64> {
     patience: Duration,
     /// Changed only by the thread that locks `state`; the second array entry belongs to the spare value of `state`.
     shelves: [Shelves<T, K>; 2],
-    state: ForkMutex<CacheState<T, K>>,
+    state: Renewed<CacheState<T, K>>,
     /// The number of the last use.
     clock: AtomicU64,
     decoded: AtomicU64,
@@ -126,7 +125,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
             budget,
             patience: PATIENCE,
             shelves: [Shelves::new(), Shelves::new()],
-            state: ForkMutex::new(empty(0), empty(1)),
+            state: Renewed::new(empty(0), empty(1)),
             clock: AtomicU64::new(0),
             decoded: AtomicU64::new(0),
             waits: AtomicU64::new(0),

@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::threads::sync::thread::{self, ThreadId};
-use crate::threads::sync::{Condvar, Mutex};
-use crate::threads::{LOOK, Watch};
+use crate::threads::{LOOK, Lock, Signal, Watch};
 
 /// A unit that is being decoded.
 #[derive(Debug)]
@@ -17,8 +16,8 @@ pub struct Flight<T> {
     /// The decoding thread: a signal handler or finalizer that runs on it must not wait for it.
     thread: ThreadId,
     /// `None` until the flight ends; then the unit, or `None` where decoding failed.
-    result: Mutex<Option<Option<Arc<T>>>>,
-    ended: Condvar,
+    result: Lock<Option<Option<Arc<T>>>>,
+    ended: Signal,
 }
 
 /// How a wait ended.
@@ -36,19 +35,19 @@ pub enum Waited<T> {
 
 impl<T> Flight<T> {
     fn new(pid: u32) -> Flight<T> {
-        Flight { pid, thread: thread::current().id(), result: Mutex::new(None), ended: Condvar::new() }
+        Flight { pid, thread: thread::current().id(), result: Lock::new(None), ended: Signal::new() }
     }
 
     /// Whether to wait for it: not if it began before a fork, nor if it ended and could not be removed from the list.
     fn is_flying(&self, pid: u32) -> bool {
-        self.pid == pid && self.result.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.pid == pid && self.result.lock().is_none()
     }
 
     /// Waits for the unit, at most for `patience`.
     pub fn wait(&self, patience: Option<Duration>, watch: Watch<'_>) -> Waited<T> {
         let until = patience.map(|patience| Instant::now() + patience);
         loop {
-            let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+            let result = self.result.lock();
             if let Some(ended) = result.as_ref() {
                 return ended.clone().map_or(Waited::Failed, Waited::Made);
             }
@@ -56,8 +55,8 @@ impl<T> Flight<T> {
             if left.is_zero() {
                 return Waited::TooLong;
             }
-            let waited = self.ended.wait_timeout(result, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner);
-            let timed_out = waited.1.timed_out();
+            let waited = self.ended.wait_timeout(result, left.min(LOOK));
+            let timed_out = waited.1;
             drop(waited);
             if timed_out && watch() {
                 return Waited::Interrupted;
@@ -69,7 +68,7 @@ impl<T> Flight<T> {
     pub(super) fn end(&self, made: Option<Arc<T>>) {
         // In a child forked meanwhile the lock may be held for ever; the child ignores the flight anyway.
         if self.pid == std::process::id() {
-            self.result.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(made);
+            self.result.lock().get_or_insert(made);
             self.ended.notify_all();
         }
     }

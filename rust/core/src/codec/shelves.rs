@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
 
-use crate::threads::fork::SharedLock;
+use crate::threads::SharedLock;
 use crate::threads::sync::{RwLockReadGuard, RwLockWriteGuard};
 
 /// A power of two. With many shelves, a change rarely blocks a lookup.

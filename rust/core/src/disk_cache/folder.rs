@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::geometry::SECTOR;
 use crate::error::is_out_of_descriptors;
-use crate::threads::fork::ForkMutex;
+use crate::threads::Renewed;
 
 /// Units kept free for the folder's own files.
 const OWN_UNITS: u64 = 8;
@@ -43,9 +43,9 @@ pub struct Folder {
     pub boot: u64,
     /// Set when the disk is full or cannot be written: nothing more is stored.
     stopped: AtomicBool,
-    warning: ForkMutex<Option<String>>,
+    warning: Renewed<Option<String>>,
     warned: AtomicBool,
-    pub hand: ForkMutex<Hand>,
+    pub hand: Renewed<Hand>,
     pub hits: AtomicU64,
     pub misses: AtomicU64,
     patience: AtomicU32,
@@ -61,9 +61,9 @@ impl Folder {
             limit,
             boot: boot(),
             stopped: AtomicBool::new(false),
-            warning: ForkMutex::new(None, None),
+            warning: Renewed::new(None, None),
             warned: AtomicBool::new(false),
-            hand: ForkMutex::new(Hand::default(), Hand::default()),
+            hand: Renewed::new(Hand::default(), Hand::default()),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             patience: AtomicU32::new(PATIENCE),

@@ -198,9 +198,10 @@ impl DiskCache {
         self.with_books(&mut |books| books.clear(), "clear")
     }
 
+    #[expect(clippy::disallowed_methods, reason = "maintenance, by a caller who waits at most for another process's")]
     fn with_books<T>(&self, work: &mut dyn FnMut(&mut Books<'_>) -> io::Result<T>, doing: &str) -> Result<T> {
         let mut locked = || {
-            let mut books = Books::open(&self.folder, &Stop::default())?;
+            let mut books = Books::open(&self.folder, Stop::never())?;
             let done = work(&mut books)?;
             books.close()?;
             Ok(done)
@@ -276,8 +277,9 @@ fn is_cache(folder: &Path) -> io::Result<bool> {
 }
 
 /// Checks that the file system supports the cache, and enforces the limit.
+#[expect(clippy::disallowed_methods, reason = "once, when the cache is opened")]
 fn start(folder: &Folder) -> io::Result<()> {
-    let mut books = Books::open(folder, &Stop::default())?;
+    let mut books = Books::open(folder, Stop::never())?;
     // One name for all processes, which hold the lock here: the file that a killed one leaves is removed by the next
     // one.
     let probe = folder.objects().join("probe");

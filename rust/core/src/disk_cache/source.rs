@@ -23,9 +23,8 @@ use crate::location::Location;
 use crate::memory::zeroed;
 use crate::source::descriptors::Share;
 use crate::source::{RangeRead, Source, Version};
-use crate::threads::Stop;
-use crate::threads::fork::SharedLock;
 use crate::threads::shared::SharedBytes;
+use crate::threads::{SharedLock, Stop};
 
 /// Largest read of the inner source.
 const LARGEST: u64 = BLOCK;
@@ -116,9 +115,7 @@ impl DiskSource {
         let (mut waits, mut pause) = (None, 200);
         while !parts.is_empty() {
             parts.sort_by_key(|part| part.at);
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             let rest = parts.split_off(wave(&parts));
             let end = match self.lockable(stop) {
                 Some((object, locks)) => self.fill_wave(parts, &object, &locks, scan, stop)?,
@@ -258,7 +255,7 @@ impl DiskSource {
     ) -> Result<()> {
         let (ranges, range_of) = self.ranges(&parts);
         let bytes = ranges.iter().map(|range| range.end - range.start).sum();
-        let Some(_held) = DOWNLOADED.take(bytes, stop)? else { return Ok(()) };
+        let _held = DOWNLOADED.take(bytes, stop)?;
         let buffers: Result<Vec<Vec<u8>>> =
             ranges.iter().map(|range| zeroed((range.end - range.start) as usize)).collect();
         let Ok(mut buffers) = buffers else {
@@ -269,9 +266,6 @@ impl DiskSource {
         let mut reads: Vec<_> =
             ranges.iter().zip(&mut buffers).map(|(range, into)| RangeRead { at: range.start, into }).collect();
         self.inner.read_many(&mut reads, stop)?;
-        if stop.is_set() {
-            return Ok(());
-        }
         if let Some(StorePlace { object, last: Some(last) }) = place
             && self.inner.version().as_ref() == Some(&self.version)
         {
@@ -389,9 +383,7 @@ impl Source for DiskSource {
         let (object, scan) = (self.object(), self.in_order(reads));
         let mut parts = vec![];
         for read in reads.iter_mut().filter(|read| !read.into.is_empty()) {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             match &object {
                 Some(object) if object.read(read.at, read.into) => {
                     self.folder.hits.fetch_add(1, Ordering::Relaxed);
@@ -480,7 +472,7 @@ mod tests {
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
         let read = |at: u64, len: usize| {
             let mut into = vec![1; len];
-            source.read(at, &mut into).unwrap();
+            source.read(at, &mut into, &Stop::new()).unwrap();
             assert!(into.iter().all(|byte| *byte == 0));
             calls.swap(0, Ordering::Relaxed)
         };
@@ -502,7 +494,7 @@ mod tests {
         let calls = Arc::<AtomicU64>::default();
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
         let read = |at: u64| {
-            source.read(at, &mut [1; 9]).unwrap();
+            source.read(at, &mut [1; 9], &Stop::new()).unwrap();
             calls.swap(0, Ordering::Relaxed)
         };
         let (long, other) = (cache.folder.lock_patience(), ByteLocks::open(&cache.folder.lock()).unwrap());
@@ -517,7 +509,7 @@ mod tests {
         assert_eq!((read(0), read(0)), (1, 0));
         assert_eq!(cache.folder.lock_patience(), long);
         // A stop ends the wait.
-        let stop = Stop::default();
+        let stop = Stop::new();
         stop.set();
         let other = ByteLocks::open(&cache.folder.lock()).unwrap();
         assert!(other.try_lock(0).unwrap());
@@ -531,7 +523,7 @@ mod tests {
         let cache = DiskCache::open_on(folder.path(), 64 << 20, &|_| true).unwrap();
         let calls = Arc::<AtomicU64>::default();
         let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
-        (0..2).for_each(|_| source.read(0, &mut [0; 9]).unwrap());
+        (0..2).for_each(|_| source.read(0, &mut [0; 9], &Stop::new()).unwrap());
         assert_eq!(calls.load(Ordering::Relaxed), 2);
         assert!(cache.take_warning().is_some_and(|warning| warning.contains("network file system")));
     }

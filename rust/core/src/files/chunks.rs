@@ -32,11 +32,12 @@ use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::local::Local;
 use crate::source::mmap::Paging;
 use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, Io, Source, Store, Wishes};
-use crate::threads::{self, Watch};
+use crate::threads::{self, Stop, Watch};
 
 /// The encoding of chunks.
 #[derive(Debug)]
@@ -207,11 +208,12 @@ impl ChunkFiles {
     }
 
     /// A view of rows of one chunk; `None` if they cannot be viewed.
+    #[expect(clippy::disallowed_methods, reason = "a view is of a near file, which opens in a moment")]
     pub fn view(&self, file: u64, address: u64, rows: u64, paging: Paging) -> Result<Option<View>> {
         if !self.views || self.split(file) > 1 {
             return Ok(None);
         }
-        let open = self.get(file)?;
+        let open = self.get(file, Stop::never())?;
         // A shard may put its inner chunks at any offset.
         let aligned = open.place().start.is_multiple_of((self.row.bytes / self.row.width) as u64);
         if aligned { View::of(&open, address, rows, self.row.bytes, paging) } else { Ok(None) }
@@ -258,9 +260,9 @@ impl ChunkFiles {
         let size = self.row.bytes / self.row.width;
         let [_, _, _, ch] = grid.chunk();
         let column = indices[3] * ch;
-        let used = ch.min(self.row.width as u64 - column) as usize * size;
+        let used = to_usize(ch.min(self.row.width as u64 - column)) * size;
         let step = ch * size as u64;
-        Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: column as usize, swapped }
+        Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: to_usize(column), swapped }
     }
 
     fn chunk_bytes(&self, grid: &Grid) -> u64 {
@@ -272,12 +274,14 @@ impl ChunkFiles {
         UnitKey { array: self.number, file: number, version: UNCHECKED, chunk: 0, block: WHOLE }
     }
 
-    fn open(&self, number: u64) -> Result<OpenFile> {
+    fn open(&self, number: u64, stop: &Stop) -> Result<OpenFile> {
         let (grid, array) = self.array(number);
         let indices = grid.indices(number);
         let location = array.location(indices);
         let found = match &array.content {
-            Content::Plain { .. } => plain(self.store.open(&location, Access::Kept), grid, self.chunk_bytes(grid))?,
+            Content::Plain { .. } => {
+                plain(self.store.open(&location, Access::Kept, stop), grid, self.chunk_bytes(grid))?
+            }
             Content::Coded(_) if let Some((coded, form)) = self.in_place(array) => {
                 self.inner(grid, coded, form, &indices)?
             }
@@ -392,13 +396,13 @@ impl Files for ChunkFiles {
         self.row
     }
 
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
-        self.slots.get(file, || self.open(file))
+    fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
+        self.slots.get(file, || self.open(file, stop))
     }
 
     fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
         let Some(wishes) = self.wishes else {
-            return threads::map_each(files.iter(), &|_, file, _| self.get(*file), watch);
+            return threads::map_each(files.iter(), &|_, file, stop| self.get(*file, stop), watch);
         };
         let mut open: Vec<Option<Arc<OpenFile>>> = files.iter().map(|file| self.slots.kept(*file)).collect();
         let mut lacking: Vec<usize> = (0..files.len()).filter(|i| open[*i].is_none()).collect();
@@ -417,12 +421,13 @@ impl Files for ChunkFiles {
         self.wishes.and_then(|_| self.store.wishes())
     }
 
+    #[expect(clippy::disallowed_methods, reason = "its shard is open")]
     fn decoded(&self, file: u64) -> Option<Arc<OpenFile>> {
         let (grid, array) = self.array(file);
         let Content::Coded(_) = array.content else { return None };
         let indices = grid.indices(file);
         if let Some((coded, form)) = self.in_place(array) {
-            return self.is_checked(grid, coded, form, &indices).then(|| self.get(file).ok()).flatten();
+            return self.is_checked(grid, coded, form, &indices).then(|| self.get(file, Stop::never()).ok()).flatten();
         }
         let block = self.decoded.get(self.key(file))?;
         let found = FoundChunk::Decoded(block);

@@ -2,6 +2,9 @@
 //! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles. [`unpacked`] decodes arrays that
 //! cannot be read in place; [`scaled`] multiplies float8 and int8 elements by their scales.
 
+// A number of a file is converted with a check; tests may not care.
+#![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
+
 pub mod chunks;
 pub mod open;
 pub mod scaled;
@@ -14,7 +17,7 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::layout::row::Row;
 use crate::source::Wishes;
-use crate::threads::{self, Watch};
+use crate::threads::{self, Stop, Watch};
 
 use self::open::OpenFile;
 
@@ -24,11 +27,11 @@ pub trait Files: Send + Sync {
     fn row(&self) -> Row;
 
     /// The file, opened and long enough.
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>>;
+    fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>>;
 
     /// Several files, in order, opened and decoded in parallel.
     fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
-        threads::map_each(files.iter(), &|_, file, _| self.get(*file), watch)
+        threads::map_each(files.iter(), &|_, file, stop| self.get(*file, stop), watch)
     }
 
     /// The file, if it is decoded already. The cache evicts it after those that were not used since.

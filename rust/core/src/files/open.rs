@@ -9,6 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::layout::row::Place;
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::mmap::{Map, Paging};
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source};
@@ -119,7 +120,7 @@ impl View {
             return Err(outside(file, at, rows, ""));
         };
         file.unchanged()?;
-        let (begin, end) = (begin as usize, begin as usize + rows as usize * row_bytes);
+        let (begin, end) = (to_usize(begin), to_usize(begin) + to_usize(rows) * row_bytes);
         let Some(source) = file.source() else { return Ok(None) };
         let Some(map) = source.map(paging)? else { return Ok(None) };
         if paging == Paging::Hinted && [begin, end - 1].iter().any(|at| source.is_ready(*at as u64) == Ready::No) {

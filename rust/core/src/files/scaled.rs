@@ -19,6 +19,7 @@ use crate::kernels::scaled::{self, Product, ScaledCode};
 use crate::kernels::{Stores, prefetch};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
 use crate::threads::Stop;
@@ -136,14 +137,14 @@ impl ScaledArray {
                 [true, ..] => layers * width - (l * width + h),
                 _ => u64::MAX,
             };
-            let n = left.min(elements.end - at) as usize;
+            let n = to_usize(left.min(elements.end - at));
             let mut scale = if self.per[0] { t } else { 0 };
             for (axis, place) in [(1, l), (2, h)] {
                 if self.per[axis] {
                     scale = scale * self.shape[axis] + place;
                 }
             }
-            let (begin, from) = ((at - elements.start) as usize, 4 * (scale - first) as usize);
+            let (begin, from) = (to_usize(at - elements.start), 4 * to_usize(scale - first));
             let size = self.to.size();
             let (codes, out) = (&codes[begin..begin + n], &mut out[begin * size..(begin + n) * size]);
             if self.per[2] {
@@ -188,9 +189,9 @@ impl ScaledStore {
 
 impl ScaledStore {
     /// The products of an opened file, if it has some.
-    fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>) -> Result<Box<dyn Source>> {
+    fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>, stop: &Stop) -> Result<Box<dyn Source>> {
         match self.arrays.get(at) {
-            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone())?)),
+            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone(), stop)?)),
             None => opened,
         }
     }
@@ -201,7 +202,7 @@ impl Store for ScaledStore {
         let files: Vec<&Location> =
             locations.iter().map(|at| self.arrays.get(*at).map_or(*at, |(file, _)| file)).collect();
         let opened = self.inner.open_many(&files, access, stop);
-        locations.iter().zip(opened).map(|(at, opened)| self.wrap(at, opened)).collect()
+        locations.iter().zip(opened).map(|(at, opened)| self.wrap(at, opened, stop)).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {
@@ -212,9 +213,10 @@ impl Store for ScaledStore {
         self.inner.decodes()
     }
 
+    #[expect(clippy::disallowed_methods, reason = "the scales of one array take a moment")]
     fn decoded(&self, at: &Location) -> Option<Result<Box<dyn Source>>> {
         let file = self.arrays.get(at).map_or(at, |(file, _)| file);
-        Some(self.wrap(at, self.inner.decoded(file)?))
+        Some(self.wrap(at, self.inner.decoded(file)?, Stop::never()))
     }
 
     fn wishes(&self) -> Option<Wishes> {
@@ -240,7 +242,7 @@ struct ScaledRead {
 }
 
 impl ScaledSource {
-    fn new(inner: Box<dyn Source>, array: ScaledArray) -> Result<ScaledSource> {
+    fn new(inner: Box<dyn Source>, array: ScaledArray, stop: &Stop) -> Result<ScaledSource> {
         let (elements, all) = (array.elements(), array.scales_of(&(0..array.elements())).end);
         let in_file = if array.held.is_some() { 0 } else { 4 * all };
         for (at, len) in [(array.codes, elements), (array.scales, in_file)] {
@@ -253,7 +255,7 @@ impl ScaledSource {
         let mut made = ScaledSource { inner, array, fixed };
         if made.fixed.is_none() && !made.array.per[0] {
             let mut fixed = memory::bytes(4 * all).map_err(|e| e.at(made.inner.location()))?;
-            made.inner.read(made.array.scales, &mut fixed)?;
+            made.inner.read(made.array.scales, &mut fixed, stop)?;
             made.fixed = Some(fixed.into());
         }
         Ok(made)
@@ -295,7 +297,7 @@ impl ScaledSource {
     ) -> Result<()> {
         let wanted = self.array.scales_of(&elements);
         let scales =
-            self.fixed.as_deref().map_or(scales, |all| &all[4 * wanted.start as usize..4 * wanted.end as usize]);
+            self.fixed.as_deref().map_or(scales, |all| &all[4 * to_usize(wanted.start)..4 * to_usize(wanted.end)]);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
             self.array.multiply(elements, codes, scales, into, stores);
             return Ok(());
@@ -310,11 +312,11 @@ impl ScaledSource {
     fn fill_from_memory(&self, read: &mut RangeRead<'_>, stores: Stores<'_>) -> Result<bool> {
         let Some(bytes) = self.inner.bytes() else { return Ok(false) };
         let elements = self.elements(read.at, read.into.len() as u64)?;
-        let [codes, scales] = self.ranges(&elements).map(|r| bytes.get(r.at as usize..(r.at + r.len) as usize));
+        let [codes, scales] = self.ranges(&elements).map(|r| bytes.get(to_usize(r.at)..to_usize(r.at + r.len)));
         let (Some(codes), Some(scales)) = (codes, scales) else {
             return Err(Error::new(Kind::Truncated, "the file became shorter").at(self.location()));
         };
-        let skip = (read.at % self.array.to.size() as u64) as usize;
+        let skip = to_usize(read.at % self.array.to.size() as u64);
         self.fill(elements, skip, codes, scales, read.into, stores)?;
         Ok(true)
     }
@@ -322,7 +324,7 @@ impl ScaledSource {
     fn prepared(&self, at: u64, len: usize) -> Result<ScaledRead> {
         let elements = self.elements(at, len as u64)?;
         let [codes, scales] = self.ranges(&elements).map(|range| memory::bytes(range.len));
-        Ok(ScaledRead { elements, skip: (at % self.array.to.size() as u64) as usize, codes: codes?, scales: scales? })
+        Ok(ScaledRead { elements, skip: to_usize(at % self.array.to.size() as u64), codes: codes?, scales: scales? })
     }
 }
 
@@ -491,8 +493,31 @@ mod tests {
             let array = ScaledArray::new(&codes, &place(DType::F32, &[3, 1, 1], scales), DType::BF16).unwrap();
             let inner = Arc::new(Local { io: Io::Mmap });
             let store: Arc<dyn Store> = Arc::new(ScaledStore::new(inner, vec![(file.clone(), array)]));
-            let found = store.open(&ScaledStore::name(&file, 0), Access::Kept);
+            let found = store.open(&ScaledStore::name(&file, 0), Access::Kept, &Stop::new());
             assert_eq!(found.unwrap_err().kind, Kind::Truncated);
+        }
+    }
+
+    #[test]
+    fn an_opening_or_read_that_was_stopped_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let scales: Vec<u8> = [2f32; 3].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        std::fs::write(&path, [scales, vec![5; 24]].concat()).unwrap();
+        let file = Location::from(path.as_path());
+        let stopped = Stop::new();
+        stopped.set();
+        for scales in [&[1, 1, 1][..], &[3, 1, 1]] {
+            let array = ScaledArray::new(&place(DType::I8, &[3, 2, 4], 12), &place(DType::F32, scales, 0), DType::F32);
+            let inner = Arc::new(Local { io: Io::Pread });
+            let store: Arc<dyn Store> = Arc::new(ScaledStore::new(inner, vec![(file.clone(), array.unwrap())]));
+            let products = |stop: &Stop| {
+                let source = store.open(&ScaledStore::name(&file, 0), Access::Kept, stop)?;
+                let mut products = vec![0; to_usize(source.size())];
+                source.read(0, &mut products, stop).map(|()| products)
+            };
+            assert_eq!(products(&stopped).unwrap_err().kind, Kind::Interrupted);
+            assert_eq!(products(&Stop::new()).unwrap(), [10f32.to_le_bytes(); 24].concat());
         }
     }
 
@@ -519,7 +544,7 @@ mod tests {
             let array = ScaledArray::new(&place(dtype, &shape, 500), &place(DType::F32, &ones, 0), to).unwrap();
             let io = if mapped { Io::Mmap } else { Io::Pread };
             let store: Arc<dyn Store> = Arc::new(ScaledStore::new(Arc::new(Local { io }), vec![(file.clone(), array)]));
-            let source = store.open(&ScaledStore::name(&file, 0), Access::Kept).unwrap();
+            let source = store.open(&ScaledStore::name(&file, 0), Access::Kept, &Stop::new()).unwrap();
             let mut wanted = vec![];
             for t in 0..shape[0] {
                 for l in 0..shape[1] {
@@ -535,7 +560,7 @@ mod tests {
             }
             prop_assert_eq!(source.size(), wanted.len() as u64);
             let mut whole = vec![0; wanted.len()];
-            source.read(0, &mut whole).unwrap();
+            source.read(0, &mut whole, &Stop::new()).unwrap();
             // NaN products differ in their payloads.
             let number = |bytes: &[u8]| match product {
                 Product::F32 => f32::from_le_bytes(bytes.try_into().unwrap()),
@@ -550,7 +575,7 @@ mod tests {
                 buffers.push((at, vec![7; len.min(source.size() - at) as usize]));
             }
             let mut reads: Vec<_> = buffers.iter_mut().map(|(at, into)| RangeRead { at: *at, into }).collect();
-            source.read_many(&mut reads, &Stop::default()).unwrap();
+            source.read_many(&mut reads, &Stop::new()).unwrap();
             for (at, found) in &buffers {
                 prop_assert_eq!(&found[..], &whole[*at as usize..*at as usize + found.len()]);
                 let mut again = vec![1; found.len()];
@@ -559,7 +584,7 @@ mod tests {
                 }
             }
             let mut outside = [0; 1];
-            prop_assert_eq!(source.read(source.size(), &mut outside).unwrap_err().kind, Kind::Truncated);
+            prop_assert_eq!(source.read(source.size(), &mut outside, &Stop::new()).unwrap_err().kind, Kind::Truncated);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! are cached within a process-wide budget of descriptors, and beyond it opened for a single call; for forks see `Slots`.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -16,7 +16,7 @@ use crate::location::Location;
 use crate::source::local::Local;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Version, Wishes, replaced};
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Context, ForkSafe, Stop, Watch};
 
 /// The position of rows in a file.
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ pub struct FileTable {
 /// same file. The lock is only tried, not waited for: a child forked while another thread held it parses the header again.
 #[derive(Debug, Default)]
 struct Headers {
-    found: Mutex<HashMap<u64, (Version, Option<FoundRows>)>>,
+    found: ForkSafe<HashMap<u64, (Version, Option<FoundRows>)>>,
     #[cfg(test)]
     parsed: std::sync::atomic::AtomicUsize,
 }
@@ -82,11 +82,12 @@ impl Files for FileTable {
         self.row
     }
 
-    fn get(&self, number: u64) -> Result<Arc<OpenFile>> {
+    fn get(&self, number: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
         let file = self.file(number)?;
-        self.slots.get(number, || self.place(number, file, self.store.open(&file.location, self.access)))
+        self.slots.get(number, || self.place(number, file, self.store.open(&file.location, self.access, stop), stop))
     }
 
+    #[expect(clippy::disallowed_methods, reason = "near files are opened and their headers read in a moment")]
     fn open_many(&self, numbers: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
         let mut open: Vec<Option<Arc<OpenFile>>> = numbers.iter().map(|number| self.slots.kept(*number)).collect();
         let lacking: Vec<usize> = (0..numbers.len()).filter(|i| open[*i].is_none()).collect();
@@ -96,12 +97,12 @@ impl Files for FileTable {
         // Reading a header is a separate request.
         let headers = files.iter().any(|file| matches!(file.rows, RowsIn::Found(_)));
         let opened = lacking.iter().map(|i| numbers[*i]).zip(files).zip(opened);
-        let place = |_: usize, ((number, file), source): ((u64, &RowFile), _), _: &Stop| {
-            self.slots.get(number, || self.place(number, file, source))
+        let place = |_: usize, ((number, file), source): ((u64, &RowFile), _), stop: &Stop| {
+            self.slots.get(number, || self.place(number, file, source, stop))
         };
         let placed = match self.wishes {
             Some(wishes) if headers => threads::map_each_waiting(opened, wishes.parallel, &place, watch)?,
-            _ => opened.map(|each| place(0, each, &Stop::default())).collect::<Result<_>>()?,
+            _ => opened.map(|each| place(0, each, Stop::never())).collect::<Result<_>>()?,
         };
         for (i, file) in lacking.into_iter().zip(placed) {
             open[i] = Some(file);
@@ -120,9 +121,10 @@ impl Files for FileTable {
         address_bits(self.files.len())
     }
 
+    #[expect(clippy::disallowed_methods, reason = "its bytes are in memory")]
     fn decoded(&self, number: u64) -> Option<Arc<OpenFile>> {
         let file = self.file(number).ok()?;
-        let open = || self.place(number, file, self.store.decoded(&file.location)?).ok().map(Arc::new);
+        let open = || self.place(number, file, self.store.decoded(&file.location)?, Stop::never()).ok().map(Arc::new);
         self.slots.kept(number).or_else(open)
     }
 
@@ -183,14 +185,14 @@ impl FileTable {
     }
 
     /// Locates the rows of an opened file, and checks them against its length.
-    fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
+    fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>, stop: &Stop) -> Result<OpenFile> {
         let source = opened?;
         let found = self.recall(number, &*source)?;
         let FoundRows { start, rows, swapped } = match &spec.rows {
             RowsIn::Apart { step, swapped } => return self.apart(spec, source, *step, *swapped),
             RowsIn::Raw(rows) => FoundRows { start: 0, rows: *rows, swapped: false },
             RowsIn::At { start, rows, swapped } => FoundRows { start: *start, rows: *rows, swapped: *swapped },
-            RowsIn::Found(finder) => found.map_or_else(|| self.find(number, &*source, &**finder), Ok)?,
+            RowsIn::Found(finder) => found.map_or_else(|| self.find(number, &*source, &**finder, stop), Ok)?,
         };
         let (len, bytes) = (source.size(), self.row.bytes);
         let Some(place) = Place::packed(start, rows, bytes).filter(|_| rows < 1 << 40) else {
@@ -219,7 +221,7 @@ impl FileTable {
     /// The rows that were found in a file when it was opened before. Fails if it was another file then.
     fn recall(&self, number: u64, source: &dyn Source) -> Result<Option<FoundRows>> {
         let (Access::Kept, Some(version)) = (self.access, source.version()) else { return Ok(None) };
-        let Ok(mut found) = self.headers.found.try_lock() else { return Ok(None) };
+        let Some(mut found) = self.headers.found.try_lock() else { return Ok(None) };
         let (first, rows) = found.entry(number).or_insert_with(|| (version.clone(), None));
         if !first.has_content_of(&version) {
             return Err(replaced(source.location(), "its version differs from that of the first read"));
@@ -228,11 +230,11 @@ impl FileTable {
     }
 
     /// The rows of a file, by its header.
-    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<FoundRows> {
+    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows, stop: &Stop) -> Result<FoundRows> {
         #[cfg(test)]
         self.headers.parsed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let rows = finder.find(source, &self.row)?;
-        if let Ok(mut found) = self.headers.found.try_lock()
+        let rows = finder.find(source, &self.row, &mut Context::of_part(stop))?;
+        if let Some(mut found) = self.headers.found.try_lock()
             && let Some((_, known)) = found.get_mut(&number)
         {
             *known = Some(rows);
@@ -269,7 +271,7 @@ mod tests {
         let file = RowFile { location: (&path).into(), rows: RowsIn::Found(Arc::new(TensorRows("b".to_owned()))) };
         let table = FileTable::new(vec![file], 1, DType::U8, Io::Mmap).unwrap();
         let rows = |table: &FileTable| {
-            let open = table.get(0).unwrap();
+            let open = table.get(0, &Stop::new()).unwrap();
             let start = open.place().start as usize;
             open.bytes().unwrap()[start..start + 4].to_vec()
         };
@@ -281,7 +283,7 @@ mod tests {
         // The same length, but the tensor begins elsewhere.
         std::fs::remove_file(&path).unwrap();
         write(&path, 6);
-        let error = table.get(0).unwrap_err();
+        let error = table.get(0, &Stop::new()).unwrap_err();
         assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
     }
 
@@ -297,14 +299,14 @@ mod tests {
             write(&path, 5);
             let rows = RowsIn::At { start: 8, rows: 4, swapped: false };
             let table = FileTable::new(vec![RowFile { location: (&path).into(), rows }], 1, DType::U8, io).unwrap();
-            table.get(0).unwrap().unchanged().unwrap();
+            table.get(0, &Stop::new()).unwrap().unchanged().unwrap();
             let target = if in_place { path.clone() } else { folder.path().join("b") };
             write(&target, 4000);
             std::fs::rename(&target, &path).unwrap();
             if release {
                 table.release();
             }
-            let error = table.get(0).and_then(|open| open.unchanged()).unwrap_err();
+            let error = table.get(0, &Stop::new()).and_then(|open| open.unchanged()).unwrap_err();
             assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
         }
     }
@@ -318,11 +320,11 @@ mod tests {
         let raw = FileTable::new(file(RowsIn::Raw(3)), 1, DType::U8, Io::Mmap).unwrap();
         let kept =
             FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
-        raw.get(0).unwrap().unchanged().unwrap();
+        raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::write(&path, [1, 2, 3, 4]).unwrap();
-        raw.get(0).unwrap().unchanged().unwrap();
-        kept.get(0).unwrap().unchanged().unwrap();
+        raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
+        kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::remove_file(&path).unwrap();
-        kept.get(0).unwrap().unchanged().unwrap();
+        kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();
     }
 }

@@ -11,10 +11,11 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::parse::arrays::{self, ArrayPlace};
 use crate::source::held::Held;
 use crate::source::{Access, Source, Store, Wishes};
-use crate::threads::{self, Stop};
+use crate::threads::{self, Context, Stop};
 
 /// Something to decode.
 #[derive(Clone, Debug)]
@@ -60,21 +61,22 @@ impl Unpacked {
     }
 
     fn decode(&self, unit: &Unit, stop: &Stop) -> Result<Buffer> {
-        let source = self.inner.open(&unit.file, Access::Once)?;
+        let context = &mut Context::of_part(stop);
+        let source = self.inner.open(&unit.file, Access::Once, stop)?;
         let whole: Box<dyn Source> = if unit.gzipped {
             let most = inflate::allowed(source.size(), u64::MAX, self.limit);
             let mut gz = memory::bytes(source.size())?;
-            source.read(0, &mut gz)?;
-            Box::new(Held::new(unit.file.clone(), inflate::inflate(&gz, most)?))
+            source.read_long(0, &mut gz, context)?;
+            Box::new(Held::new(unit.file.clone(), inflate::inflate(&gz, most, context)?))
         } else {
             source
         };
         match &unit.array {
-            Some(place) => Ok(arrays::read(&*whole, place, &mut || stop.is_set())?.into()),
+            Some(place) => Ok(arrays::read(&*whole, place, context)?.into()),
             None => {
-                let mut all = Buffer::new(whole.size() as usize)
+                let mut all = Buffer::new(to_usize(whole.size()))
                     .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate memory: {e}")))?;
-                whole.read(0, all.bytes_mut())?;
+                whole.read_long(0, all.bytes_mut(), context)?;
                 Ok(all)
             }
         }
@@ -108,8 +110,14 @@ impl Store for Unpacked {
         true
     }
 
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn decoded(&self, location: &Location) -> Option<Result<Box<dyn Source>>> {
-        let Some(number) = self.named.get(location) else { return Some(self.inner.open(location, Access::Kept)) };
+        let Some(number) = self.named.get(location) else {
+            return Some(self.inner.open(location, Access::Kept, Stop::never()));
+        };
         let unit = self.cache.get(*number as u64)?;
         Some(Ok(Box::new(Held::shared(self.units[*number].file.clone(), unit))))
     }

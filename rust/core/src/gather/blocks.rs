@@ -92,7 +92,7 @@ impl BlockReader {
     }
 
     /// The bytes from `at` to `end`; `None` if they are counted only.
-    fn read(&mut self, source: &dyn Source, at: u64, end: u64) -> Result<Option<&[u8]>> {
+    fn read(&mut self, source: &dyn Source, at: u64, end: u64, stop: &Stop) -> Result<Option<&[u8]>> {
         // Direct reads begin and end at multiples of DIRECT.
         let from = if self.past_cache { at / DIRECT * DIRECT } else { at };
         let skipped = (at - from) as usize;
@@ -107,9 +107,9 @@ impl BlockReader {
         }
         let memory = self.memory(whole)?;
         if past_cache {
-            source.read_past_cache(RangeRead { at: from, into: &mut memory.as_mut()[..whole] })?;
+            source.read_past_cache(RangeRead { at: from, into: &mut memory.as_mut()[..whole] }, stop)?;
         } else {
-            source.read(at, &mut memory.as_mut()[used.clone()])?;
+            source.read(at, &mut memory.as_mut()[used.clone()], stop)?;
         }
         Ok(Some(&memory.bytes()[used]))
     }
@@ -141,7 +141,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         entries.sort_unstable_by_key(|e| e.key);
         let mut rest = &entries[..];
         while !rest.is_empty() {
-            let Cut { files, mut seen, read, filled, done } = self.cut(rest, span.first, out.is_dense())?;
+            let Cut { files, mut seen, read, filled, done } = self.cut(rest, span.first, out.is_dense(), stop)?;
             rest = &rest[done..];
             for extent in &filled {
                 self.fill(&files[extent.file as usize], self.target(extent, out));
@@ -150,15 +150,13 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             seen.sort_unstable_by_key(|e| (e.file, e.src));
             let mut blocks = &seen[..];
             while let Some((first, _)) = blocks.split_first() {
-                if stop.is_set() {
-                    return Ok(());
-                }
+                stop.check()?;
                 let (block, others) = blocks.split_at(block_len(blocks));
                 blocks = others;
                 let open = &files[first.file as usize];
                 let end = block.iter().map(|e| e.src + u64::from(e.len)).max().unwrap_or(first.src);
                 let bytes = match (open.source(), open.bytes()) {
-                    (Some(source), _) => match reader.read(source, first.src, end)? {
+                    (Some(source), _) => match reader.read(source, first.src, end, stop)? {
                         Some(bytes) => bytes,
                         None => continue,
                     },

@@ -6,6 +6,7 @@ use crate::dtype::Cast;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::source::Ready;
+use crate::threads::Stop;
 
 /// Whether all of these rows are in the page cache and, if `mapped`, in mapped files. False if that cannot be known, or if a row
 /// cannot be read: the gather reports the error.
@@ -13,6 +14,7 @@ pub fn are_cached<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, it
     look(origin, pick, items, mapped).unwrap_or(false)
 }
 
+#[expect(clippy::disallowed_methods, reason = "near files open in a moment; far ones do not ask")]
 fn look<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: usize, mapped: bool) -> Result<bool> {
     let dtype = origin.files.row().dtype;
     let job = GatherJob::new(origin, pick, items, Cast::between(dtype, dtype)?)?;
@@ -20,7 +22,7 @@ fn look<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: usize
     entries.sort_unstable_by_key(|e| e.key);
     let mut rest = &entries[..];
     while !rest.is_empty() {
-        let Cut { files, seen, read, done, .. } = job.cut(rest, 0, true)?;
+        let Cut { files, seen, read, done, .. } = job.cut(rest, 0, true, Stop::never())?;
         rest = &rest[done..];
         let ready = |e: &Extent| {
             let source = files[e.file as usize].source();

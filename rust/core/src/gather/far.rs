@@ -36,8 +36,8 @@ impl Files for Together<'_> {
         self.files.row()
     }
 
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
-        self.open.get(&file).cloned().map_or_else(|| self.files.get(file), Ok)
+    fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
+        self.open.get(&file).cloned().map_or_else(|| self.files.get(file, stop), Ok)
     }
 }
 
@@ -80,6 +80,7 @@ fn wave<'e, L: Layout + ?Sized>(job: &GatherJob<'_, L>, entries: &'e [Entry]) ->
     (&entries[..taken], files)
 }
 
+#[expect(clippy::disallowed_methods, reason = "the files are open, and decoded bytes of a wave are copied in a moment")]
 fn gather_wave<L: Layout + ?Sized>(
     job: &GatherJob<'_, L>,
     entries: &[Entry],
@@ -94,12 +95,12 @@ fn gather_wave<L: Layout + ?Sized>(
     let job = GatherJob { files: &files, only: job.only.clone(), opened: true, ..*job };
     let mut rest = entries;
     while !rest.is_empty() {
-        let Cut { files, seen, read, filled, done } = job.cut(rest, first, out.is_dense())?;
+        let Cut { files, seen, read, filled, done } = job.cut(rest, first, out.is_dense(), Stop::never())?;
         rest = &rest[done..];
         for extent in &filled {
             job.fill(&files[extent.file as usize], job.target(extent, &mut out));
         }
-        job.copy_seen(&files, &seen, &mut out, &Stop::default())?;
+        job.copy_seen(&files, &seen, &mut out, Stop::never())?;
         copy_read(&job, &files, read, out.reborrow(), wishes, &mut *watch)?;
     }
     Ok(())

@@ -22,6 +22,7 @@ fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
 
 impl<L: Layout + ?Sized> GatherJob<'_, L> {
     /// Reads a single row without the planning: users call this a million times in a loop.
+    #[expect(clippy::disallowed_methods, reason = "one row of a near file takes a moment")]
     pub fn one_row(&self, mut whole: Out<'_>, watch: Watch<'_>) -> Result<()> {
         let group = self.group(0)?;
         let at = match self.pick {
@@ -33,11 +34,11 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             return Err(Error::new(Kind::Argument, "the output is not one row"));
         }
         if self.files.split(at.file) > 1 {
-            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default());
+            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, Stop::never());
         }
         let out = whole.range(0, out_row, out_row);
         let open = match self.decodes.then(|| self.files.decoded(at.file)) {
-            None => self.files.get(at.file)?,
+            None => self.files.get(at.file, Stop::never())?,
             Some(Some(decoded)) => decoded,
             Some(None) => {
                 let opened = self.files.open_many(&[at.file], watch)?.pop();
@@ -58,7 +59,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                     && warmth.faster() == Way::Read
                     && !warmth.is_warm(src, row as u64) =>
             {
-                source.read(src, out)
+                source.read(src, out, Stop::never())
             }
             Some(bytes) => {
                 // One page faults as fast as a hint; several pages are worth one hint for all.
@@ -73,13 +74,13 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             }
             None if self.fill(&open, out) => Ok(()),
             None if row > EXTENT => {
-                self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default())
+                self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, Stop::never())
             }
             None => match open.source() {
-                Some(source) if as_is => source.read(src, out),
+                Some(source) if as_is => source.read(src, out, Stop::never()),
                 _ => {
                     let extent = Extent { src, dst: 0, len: row as u32, file: 0 };
-                    self.copy_read(&[open], &[extent], &mut whole, &Stop::default())
+                    self.copy_read(&[open], &[extent], &mut whole, Stop::never())
                 }
             },
         }
@@ -97,11 +98,8 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     pub fn run_entries(&self, entries: &[Entry], first: usize, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let mut rest = entries;
         while !rest.is_empty() {
-            let Cut { files, mut seen, mut read, filled, done } = self.cut(rest, first, out.is_dense())?;
+            let Cut { files, mut seen, mut read, filled, done } = self.cut(rest, first, out.is_dense(), stop)?;
             rest = &rest[done..];
-            if stop.is_set() {
-                return Ok(());
-            }
             for extent in &filled {
                 self.fill(&files[extent.file as usize], self.target(extent, out));
             }
@@ -137,9 +135,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         for run in fresh.chunk_by(|a, b| a.file == b.file) {
             let Some(warmth) = warmth_of(&run[0]) else { continue };
             for block in run.chunks(BLOCK) {
-                if stop.is_set() {
-                    return Ok(());
-                }
+                stop.check()?;
                 // Few ranges are not worth the timing.
                 let (way, timed) = if block.len() < BLOCK / 2 { (warmth.faster(), false) } else { warmth.next_way() };
                 let before = Instant::now();
@@ -194,9 +190,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         let mut scratch = vec![];
         let mut scout = Scout::new(&sources, extents);
         for (at, block) in extents.chunks(BLOCK).enumerate() {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             scout.run_ahead_of(at * BLOCK);
             let before = Instant::now();
             for (i, extent) in block.iter().enumerate() {
@@ -254,7 +248,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             let into = if as_is { &mut *dst } else { &mut scratch[..extent.len as usize] };
             let read = RangeRead { at: extent.src, into };
             let ready = if wait {
-                source.read_many(&mut [read], &Stop::default()).map(|()| Ready::Yes)?
+                source.read_many(&mut [read], stop).map(|()| Ready::Yes)?
             } else {
                 source.read_if_ready(read)?
             };

@@ -14,7 +14,7 @@ use crate::layout::{Address, Layout, check_example};
 use crate::source::descriptors::{descriptors_are_scarce, files_at_once};
 use crate::source::queue::Ranged;
 use crate::source::{self, Source};
-use crate::threads;
+use crate::threads::{self, Stop};
 
 /// The calling thread copies smaller outputs itself: waking other threads costs about 50 us.
 pub const INLINE_BYTES: usize = 512 << 10;
@@ -292,7 +292,7 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
     /// Opens and checks the files of the entries, joins rows that are adjacent in both the file and the output, and cuts the
     /// result into extents of bounded size. Stops when this thread holds its maximum of open files; returns the number of
     /// entries cut.
-    pub fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
+    pub fn cut(&self, entries: &[Entry], first: usize, dense: bool, stop: &Stop) -> Result<Cut> {
         let files_at_once = match (self.opened, self.decodes) {
             (true, _) => usize::MAX,
             (false, true) => 1,
@@ -311,7 +311,7 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
                 // A thread that has rows to copy does not take more descriptors while all threads together lack them.
                 MapEntry::Vacant(_) if !cut.files.is_empty() && !self.opened && descriptors_are_scarce() => break,
                 MapEntry::Vacant(new) => {
-                    let open = match self.files.get(number) {
+                    let open = match self.files.get(number, stop) {
                         Err(error) if !cut.files.is_empty() && error.is_out_of_descriptors() => break,
                         open => open?,
                     };

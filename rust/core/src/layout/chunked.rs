@@ -7,6 +7,7 @@
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 use crate::layout::grid::Grid;
+use crate::number::to_usize;
 
 /// Tokens of one part.
 #[derive(Debug)]
@@ -22,7 +23,7 @@ impl Lengths {
     fn get(&self, example: u64) -> u64 {
         match self {
             Lengths::Same(n) => *n,
-            Lengths::Each(n) => u64::from(n[example as usize]),
+            Lengths::Each(n) => u64::from(n[to_usize(example)]),
         }
     }
 }
@@ -84,7 +85,7 @@ impl Chunked {
                 let long = match each {
                     Lengths::Same(n) => (*n > most && member.examples > 0).then_some((*first, *n)),
                     Lengths::Each(n) => (*first..first + member.examples)
-                        .zip(&n[*first as usize..(first + member.examples) as usize])
+                        .zip(&n[to_usize(*first)..to_usize(first + member.examples)])
                         .find(|(_, n)| u64::from(**n) > most)
                         .map(|(example, n)| (example, u64::from(*n))),
                 };

@@ -11,6 +11,7 @@
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// The rows of each example.
 #[derive(Debug)]
@@ -40,8 +41,8 @@ impl ExampleCut {
         match self {
             ExampleCut::Even { tokens, .. } => (example * tokens, *tokens),
             ExampleCut::Ends(ends) => {
-                let first = ends[example as usize];
-                (first, ends[example as usize + 1] - first)
+                let first = ends[to_usize(example)];
+                (first, ends[to_usize(example) + 1] - first)
             }
         }
     }
@@ -107,7 +108,7 @@ impl Joined {
     /// The file of a row of the sequence. Files are mostly of equal length, so the search begins at a guess.
     #[inline]
     fn file(&self, row: u64) -> usize {
-        let guess = row.checked_div(self.bounds.get(1).copied().unwrap_or(0)).map_or(usize::MAX, |file| file as usize);
+        let guess = row.checked_div(self.bounds.get(1).copied().unwrap_or(0)).map_or(usize::MAX, to_usize);
         if guess < self.bounds.len() - 1 && self.bounds[guess] <= row && row < self.bounds[guess + 1] {
             return guess;
         }
@@ -156,7 +157,7 @@ impl Layout for Joined {
         let (mut first, mut rows) = self.span(example);
         while rows > 0 {
             let at = self.address(group, first);
-            let file = at.file as usize - group * (self.bounds.len() - 1);
+            let file = to_usize(at.file) - group * (self.bounds.len() - 1);
             let here = rows.min(self.bounds[file + 1] - first);
             each(Run { at, rows: here });
             first += here;

@@ -3,6 +3,9 @@
 //! A *group* is a part that a format stores separately for each example, usually a layer. Layer names belong to the
 //! caller; here groups are indices.
 
+// A number of a file is converted with a check; tests may not care.
+#![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
+
 pub mod chunked;
 pub mod grid;
 pub mod joined;

@@ -15,6 +15,7 @@
 //! touches one block, and one place in `words` unless all bodies are equally long.
 
 use super::Address;
+use crate::number::to_usize;
 
 /// Examples per block.
 const BLOCK: usize = 64;
@@ -87,7 +88,7 @@ impl ExampleAddresses<'_> {
         match self.rows {
             ExampleRows::Body(body, rows) if token < rows => body + token,
             ExampleRows::Body(..) => self.last,
-            ExampleRows::Flat(words) => wide(words, token as usize * 2),
+            ExampleRows::Flat(words) => wide(words, to_usize(token) * 2),
             ExampleRows::Runs(words) => {
                 // The first run starts at token 0, so at least one run starts at or before any token.
                 let (mut low, mut high) = (0, words.len() / 3);
@@ -144,6 +145,7 @@ fn wide(words: &[u32], at: usize) -> u64 {
 }
 
 fn push_wide(words: &mut Vec<u32>, value: u64) {
+    #[expect(clippy::cast_possible_truncation, reason = "the lower half, and the upper half")]
     words.extend([value as u32, (value >> 32) as u32]);
 }
 
@@ -213,7 +215,7 @@ impl Packed {
     #[inline]
     pub fn get(&self, example: usize) -> ExampleAddresses<'_> {
         let (block, i) = (&self.blocks[example / BLOCK], example % BLOCK);
-        let words = &self.words[block.words as usize..];
+        let words = &self.words[to_usize(block.words)..];
         let (body, length, tail) = match block.form {
             BlockForm::BackToBack if block.even => {
                 (block.body + i as u64 * u64::from(block.length), block.length, block.tail + i as u64)

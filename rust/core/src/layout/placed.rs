@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 
 use super::{Address, Layout, Run, address_bits, check_example, check_group, check_token, too_far};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// Where the examples of a group begin that are at equal distances.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +121,7 @@ impl Placed {
     fn address(&self, group: usize, example: u64, token: u64) -> Address {
         let (file, start) = match &self.places {
             ExamplePlaces::Each { files, starts, tokens } => {
-                let place = group * tokens.len() + example as usize;
+                let place = group * tokens.len() + to_usize(example);
                 (files[place], starts[place])
             }
             ExamplePlaces::Even { groups, .. } => {
@@ -145,7 +146,7 @@ impl Layout for Placed {
 
     fn tokens(&self, _group: usize, example: u64) -> u64 {
         u64::from(match &self.places {
-            ExamplePlaces::Each { tokens, .. } => tokens[example as usize],
+            ExamplePlaces::Each { tokens, .. } => tokens[to_usize(example)],
             ExamplePlaces::Even { tokens, .. } => *tokens,
         })
     }

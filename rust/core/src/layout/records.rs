@@ -23,7 +23,9 @@ use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::{Access, Source, Store};
+use crate::threads::Context;
 
 /// Bytes per token of the three columns.
 pub const COLUMNS: [u64; 3] = [4, 1, 1];
@@ -79,8 +81,8 @@ struct IndexFile {
 }
 
 impl IndexFile {
-    fn open(store: &dyn Store, location: &Location, bytes: u64) -> Result<IndexFile> {
-        let source = store.open(location, Access::Growing)?;
+    fn open(store: &dyn Store, location: &Location, bytes: u64, context: &mut Context<'_>) -> Result<IndexFile> {
+        let source = store.open(location, Access::Growing, context.stop())?;
         let found = source.size();
         if found != bytes {
             let detail = format!("expected an index of {bytes} bytes, found {found}");
@@ -96,7 +98,7 @@ impl IndexFile {
             }
             None => {
                 let mut read = memory::bytes(bytes).map_err(|e| e.at(location))?;
-                source.read(0, &mut read)?;
+                source.read_long(0, &mut read, context)?;
                 Some(read)
             }
         };
@@ -161,7 +163,12 @@ fn long(bytes: &[u8], at: usize) -> u64 {
 
 impl RecordIndex {
     /// Opens index files of one dataset; several only if the states are split. Reads no record from a mapped file.
-    pub fn open(store: &dyn Store, locations: &[Location], sizes: RecordSizes) -> Result<RecordIndex> {
+    pub fn open(
+        store: &dyn Store,
+        locations: &[Location],
+        sizes: RecordSizes,
+        context: &mut Context<'_>,
+    ) -> Result<RecordIndex> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let Some(shape) = RecordShape::of(sizes.record_bytes) else {
             return refuse(format!("expected records of 56, 60 or 64 bytes, found {}", sizes.record_bytes));
@@ -183,7 +190,7 @@ impl RecordIndex {
                 sizes.layers, sizes.row_bytes
             ));
         }
-        let indexes = locations.iter().map(|at| IndexFile::open(store, at, bytes)).collect::<Result<_>>()?;
+        let indexes = locations.iter().map(|at| IndexFile::open(store, at, bytes, context)).collect::<Result<_>>()?;
         Ok(RecordIndex { indexes, shape, sizes })
     }
 
@@ -216,7 +223,7 @@ impl RecordIndex {
     fn record(&self, index: usize, example: u64) -> Result<Record> {
         let shape = &self.shape;
         let bytes = self.indexes[index].bytes();
-        let at = example as usize * shape.bytes;
+        let at = to_usize(example) * shape.bytes;
         let bytes = bytes.get(at..at + shape.bytes).unwrap_or_default();
         let file = int(bytes, 8);
         let tokens = int(bytes, 12);
@@ -228,7 +235,7 @@ impl RecordIndex {
             && shape.start.is_none_or(|at| int(bytes, at) == start)
             && shape.held.is_none_or(|at| int(bytes, at) == held)
             && tokens > 0
-            && self.sizes.files.get(file as usize).is_some_and(|size| {
+            && self.sizes.files.get(to_usize(file)).is_some_and(|size| {
                 self.expected(&record, held).is_some_and(|(expected, end)| expected == offsets && end <= *size)
             });
         if fits { Ok(record) } else { Err(self.refused(index, example, bytes, &record)) }
@@ -258,7 +265,7 @@ impl RecordIndex {
             Error::new(Kind::Format, detail).at(location).byte(first + at as u64)
         };
         let (start, held) = self.share(index, record.tokens);
-        let size = self.sizes.files.get(record.file as usize);
+        let size = self.sizes.files.get(to_usize(record.file));
         let fields = [
             (Some(0), "sample_id", example, long(bytes, 0)),
             (self.shape.start, "context_start", start, self.shape.start.map_or(0, |at| int(bytes, at))),
@@ -281,7 +288,8 @@ impl RecordIndex {
             }
         }
         let Some(size) = size else {
-            return refuse(8, "shard_id", format!("a shard, 0 to {}", self.sizes.files.len() as i64 - 1), record.file);
+            let last = self.sizes.files.len().saturating_sub(1);
+            return refuse(8, "shard_id", format!("a shard, 0 to {last}"), record.file);
         };
         let Some((expected, end)) = self.expected(record, held) else {
             return refuse(
@@ -411,7 +419,7 @@ impl Layout for Records {
     fn groups(&self) -> usize {
         match self.rows {
             RecordRows::Column(_) => 1,
-            RecordRows::States => self.index.sizes.layers as usize + usize::from(self.index.sizes.last),
+            RecordRows::States => to_usize(self.index.sizes.layers) + usize::from(self.index.sizes.last),
         }
     }
 
@@ -502,7 +510,8 @@ mod tests {
         for (location, bytes) in locations.iter().zip(indexes) {
             std::fs::write(location.path().unwrap(), bytes).unwrap();
         }
-        RecordIndex::open(&Local { io }, &locations, sizes).map(Arc::new)
+        RecordIndex::open(&Local { io }, &locations, sizes, &mut Context::of_part(&crate::threads::Stop::new()))
+            .map(Arc::new)
     }
 
     /// One record of 5 tokens with one byte changed.

@@ -2,7 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 use crate::source::Source;
+use crate::threads::Context;
 
 /// The properties that all rows of a dataset share.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +30,7 @@ impl Row {
             .ok_or_else(|| {
                 Error::new(Kind::Format, format!("expected rows of 1 byte to 4 GiB, found {width} x {}", dtype.name()))
             })?;
-        Ok(Row { width: width as usize, dtype, bytes })
+        Ok(Row { width: to_usize(width), dtype, bytes })
     }
 }
 
@@ -111,5 +113,5 @@ pub struct FoundRows {
 /// Finds a dataset's rows in a file by reading its header.
 pub trait FindRows: std::fmt::Debug + Send + Sync {
     /// Finds rows like `row`. Errors name the file.
-    fn find(&self, source: &dyn Source, row: &Row) -> Result<FoundRows>;
+    fn find(&self, source: &dyn Source, row: &Row, context: &mut Context<'_>) -> Result<FoundRows>;
 }

@@ -11,6 +11,7 @@
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// A number per example.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ impl<T: Copy> PerExample<T> {
     pub(super) fn get(&self, example: u64) -> T {
         match self {
             PerExample::Same(value) => *value,
-            PerExample::Each(values) => values[example as usize],
+            PerExample::Each(values) => values[to_usize(example)],
         }
     }
 
@@ -85,11 +86,12 @@ impl Spans {
                     return refuse(format!("example {example}: expected a file below {files}, found {file}"));
                 }
                 let last = part.stride.checked_mul(groups as u64 - 1).and_then(|n| n.checked_add(tokens));
-                let end = last.and_then(|n| n.checked_add(part.starts[example as usize]));
+                let end = last.and_then(|n| n.checked_add(part.starts[to_usize(example)]));
                 if end.is_none_or(|n| n >= 1 << 40) {
                     return refuse(format!(
                         "example {example}: {tokens} tokens of {groups} layers from row {} on, {} rows apart, end beyond row 2^40",
-                        part.starts[example as usize], part.stride
+                        part.starts[to_usize(example)],
+                        part.stride
                     ));
                 }
             }
@@ -99,7 +101,7 @@ impl Spans {
 
     #[inline]
     fn address(part: &PartSpans, group: usize, example: u64, token: u64) -> Address {
-        let row = part.starts[example as usize] + group as u64 * part.stride + token;
+        let row = part.starts[to_usize(example)] + group as u64 * part.stride + token;
         Address { file: u64::from(part.files.get(example)), row }
     }
 }

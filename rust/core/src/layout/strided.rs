@@ -12,6 +12,7 @@
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// The layout.
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +53,7 @@ impl Strided {
 
 impl Layout for Strided {
     fn groups(&self) -> usize {
-        self.groups as usize
+        to_usize(self.groups)
     }
 
     fn examples(&self) -> u64 {
@@ -65,7 +66,7 @@ impl Layout for Strided {
 
     #[inline]
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
-        check_group(group, self.groups as usize)?;
+        check_group(group, to_usize(self.groups))?;
         let example = check_example(example, self.examples)?;
         let token = check_token(token, self.tokens, example)?;
         Ok(self.address(group, example, token))

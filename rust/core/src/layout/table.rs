@@ -11,6 +11,7 @@
 use super::packed::{At, Packed, ROW_BITS, TokenRun, address};
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// The addresses of all tokens of the next examples: example i of the batch has the entries `ids[id_ends[i]..id_ends[i + 1]]`,
 /// and equally many of `rows`.
@@ -104,7 +105,9 @@ impl TableBuilder {
         let mut t = 0;
         while t < ids.len() {
             self.check(example, ids[t], rows[t])?;
-            self.runs.push(TokenRun { token: t as u32, at: packed(ids[t], rows[t]) });
+            let too_many = |_| Error::new(Kind::Internal, "tokens that were not counted");
+            let token = u32::try_from(t).map_err(too_many)?;
+            self.runs.push(TokenRun { token, at: packed(ids[t], rows[t]) });
             // The run continues while the shard is the same and the row increases by one. The row was checked to be below
             // 2^40; the run's end is checked below.
             let mut end = t + 1;
@@ -144,7 +147,7 @@ impl TableBuilder {
 
 /// A checked shard and row as one number.
 fn packed(shard: i64, row: i64) -> At {
-    (shard as u64) << ROW_BITS | row as u64
+    shard.cast_unsigned() << ROW_BITS | row.cast_unsigned()
 }
 
 /// The layout.
@@ -185,14 +188,14 @@ impl Layout for Table {
     }
 
     fn tokens(&self, _group: usize, example: u64) -> u64 {
-        self.packed.get(example as usize).tokens
+        self.packed.get(to_usize(example)).tokens
     }
 
     #[inline]
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
         check_group(group, self.groups)?;
         let e = check_example(example, self.examples())?;
-        let example = self.packed.get(e as usize);
+        let example = self.packed.get(to_usize(e));
         let token = check_token(token, example.tokens, e)?;
         Ok(self.address(group, example.locate(token)))
     }
@@ -201,13 +204,13 @@ impl Layout for Table {
     fn last(&self, group: usize, example: i64) -> Result<Address> {
         check_group(group, self.groups)?;
         let e = check_example(example, self.examples())?;
-        Ok(self.address(group, self.packed.get(e as usize).last))
+        Ok(self.address(group, self.packed.get(to_usize(e)).last))
     }
 
     fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()> {
         check_group(group, self.groups)?;
         let e = check_example(example, self.examples())?;
-        self.packed.get(e as usize).runs(&mut |at, rows| each(Run { at: self.address(group, at), rows }));
+        self.packed.get(to_usize(e)).runs(&mut |at, rows| each(Run { at: self.address(group, at), rows }));
         Ok(())
     }
 }

@@ -11,6 +11,7 @@
 use super::spans::PerExample;
 use super::{Address, Layout, Run, address_bits, check_example, check_group, check_token, too_far};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// One tensor of every example.
 #[derive(Debug)]
@@ -87,7 +88,7 @@ impl Tensors {
     fn first(&self, group: usize, example: u64) -> Address {
         let TensorGroup { tensor, offset } = self.groups[group];
         let parts = &self.tensors[tensor];
-        Address { file: u64::from(parts.files.get(example)), row: parts.starts[example as usize] + offset }
+        Address { file: u64::from(parts.files.get(example)), row: parts.starts[to_usize(example)] + offset }
     }
 }
 
@@ -101,7 +102,7 @@ impl Layout for Tensors {
     }
 
     fn tokens(&self, _group: usize, example: u64) -> u64 {
-        u64::from(self.tokens[example as usize])
+        u64::from(self.tokens[to_usize(example)])
     }
 
     #[inline]
@@ -110,7 +111,7 @@ impl Layout for Tensors {
         let example = check_example(example, self.examples())?;
         let token = check_token(token, self.tokens(group, example), example)?;
         let at = self.first(group, example);
-        Ok(Address { row: at.row + token * self.steps[at.file as usize], ..at })
+        Ok(Address { row: at.row + token * self.steps[to_usize(at.file)], ..at })
     }
 
     #[inline]

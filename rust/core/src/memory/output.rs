@@ -1,7 +1,7 @@
 //! Memory for results, recycled when its owner drops it.
 
+use crate::threads::ForkSafe;
 use std::cmp::Reverse;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::MmapMut;
@@ -18,7 +18,7 @@ const GRAIN: usize = 2 << 20;
 /// Freed large outputs, the most recent last. Fresh memory costs more than filling it (the kernel clears every page,
 /// and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. The
 /// lock is only tried, never waited for, so that a fork while it is locked costs an allocation at most.
-static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
+static FREED: ForkSafe<Vec<MmapMut>> = ForkSafe::new(vec![]);
 
 /// Bytes of all blocks of pages since the process began, recycled ones too.
 static PAGES: AtomicUsize = AtomicUsize::new(0);
@@ -63,7 +63,7 @@ impl Output {
             return Ok(Output { memory: Allocation::Heap(vec![0; len.div_ceil(8)]), len });
         }
         PAGES.fetch_add(len, Ordering::Relaxed);
-        if let Ok(mut freed) = FREED.try_lock() {
+        if let Some(mut freed) = FREED.try_lock() {
             if let Some(at) = fitting(freed.iter().map(|map| map.len()), len) {
                 return Ok(Output { memory: Allocation::Pages(Some(freed.remove(at))), len });
             }
@@ -123,7 +123,7 @@ impl AsMut<[u8]> for Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if let Allocation::Pages(map) = &mut self.memory
-            && let (Some(map), Ok(mut freed)) = (map.take(), FREED.try_lock())
+            && let (Some(map), Some(mut freed)) = (map.take(), FREED.try_lock())
             && map.len() <= KEEP_AT_MOST
         {
             freed.push(map);

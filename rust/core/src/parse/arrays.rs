@@ -6,9 +6,10 @@ use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::held::Held;
 use crate::source::{RangeRead, Source};
-use crate::threads::{Stop, Watch, interrupted};
+use crate::threads::Context;
 
 /// Bytes that are read and reordered between two calls of the watch.
 const BLOCK: u64 = 64 << 20;
@@ -100,7 +101,7 @@ impl Region {
 }
 
 /// An array's elements in C order and native byte order.
-pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result<Vec<u8>> {
+pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
     let (Some(bytes), Some(extent)) = (count.and_then(|n| n.checked_mul(item)), extent) else {
@@ -119,31 +120,24 @@ pub fn read(source: &dyn Source, place: &ArrayPlace, watch: Watch<'_>) -> Result
     let Some(region) = place.inside else {
         let mut elements = memory::bytes(bytes)?;
         if !is_stored {
-            Reordering::new(place, [BLOCK, PIECE])?.fill(source, &mut elements, watch)?;
+            Reordering::new(place, [BLOCK, PIECE])?.fill(source, &mut elements, context)?;
             return Ok(elements);
         }
-        let mut at = place.at;
-        for block in elements.chunks_mut(BLOCK as usize) {
-            source.read(at, block)?;
-            at += block.len() as u64;
-            if watch() {
-                return Err(interrupted());
-            }
-        }
+        source.read_long(place.at, &mut elements, context)?;
         return Ok(elements);
     };
-    let mut content = region.deflated(source).content(&mut *watch)?;
+    let mut content = region.deflated(source).content(context)?;
     let Some(end) = place.at.checked_add(extent).filter(|end| *end <= region.size) else {
         return Err(Error::new(Kind::Format, "an array extends past its deflated record").byte(region.at));
     };
     if is_stored {
-        content.truncate(end as usize);
-        content.drain(..place.at as usize);
+        content.truncate(to_usize(end));
+        content.drain(..to_usize(place.at));
         return Ok(content);
     }
     let mut elements = memory::bytes(bytes)?;
     let held = Held::new(source.location().clone(), content.into());
-    Reordering::new(place, [BLOCK, PIECE])?.fill(&held, &mut elements, watch)?;
+    Reordering::new(place, [BLOCK, PIECE])?.fill(&held, &mut elements, context)?;
     Ok(elements)
 }
 
@@ -197,7 +191,7 @@ impl Reordering<'_> {
         (inner, axis.map(|axis| (axis, free.checked_div(axis.stride).map_or(axis.len, |n| axis.len.min(n + 1)))))
     }
 
-    fn fill(&self, source: &dyn Source, elements: &mut [u8], watch: Watch<'_>) -> Result<()> {
+    fn fill(&self, source: &dyn Source, elements: &mut [u8], context: &mut Context<'_>) -> Result<()> {
         // A piece has all of the axes from `inner` on, and `cut` indices of the one before.
         let (inner, cut) = match self.cut(self.sizes[0]) {
             // Few neighbours in the result would be in one block.
@@ -231,14 +225,14 @@ impl Reordering<'_> {
                 let pieces = apart.map_or(1, |(_, axis)| axis.len);
                 let step = apart.map_or(0, |(_, axis)| axis.stride * self.item);
                 let mut reads: Vec<RangeRead<'_>> = buffer
-                    .chunks_mut(used as usize)
-                    .take(pieces as usize)
+                    .chunks_mut(to_usize(used))
+                    .take(to_usize(pieces))
                     .enumerate()
                     .map(|(i, into)| RangeRead { at: first + i as u64 * step, into })
                     .collect();
-                source.read_many(&mut reads, &Stop::default())?;
+                source.read_many(&mut reads, context.stop())?;
                 axes.extend(apart.map(|(_, axis)| Axis { stride: used / self.item, ..axis }));
-                let all = (pieces * used) as usize;
+                let all = to_usize(pieces * used);
                 let block = match turned.get_mut(..all) {
                     Some(turned) => {
                         self.cast.apply(&buffer[..all], turned);
@@ -248,10 +242,8 @@ impl Reordering<'_> {
                 };
                 axes.sort_by_key(|axis| std::cmp::Reverse(axis.dense));
                 let to = (to + offset(|axis| axis.dense)) * self.item;
-                scatter(block, &axes, self.item as usize, &mut elements[to as usize..]);
-                if watch() {
-                    return Err(interrupted());
-                }
+                scatter(block, &axes, to_usize(self.item), &mut elements[to_usize(to)..]);
+                context.check()?;
             }
             if !advance(&mut index, outer.iter().map(|axis| axis.len)) {
                 return Ok(());
@@ -281,11 +273,11 @@ fn scatter(block: &[u8], axes: &[Axis], item: usize, to: &mut [u8]) {
     let mut index = vec![0u64; outer.len()];
     loop {
         let at =
-            |of: fn(&Axis) -> u64| index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>() as usize * item;
+            |of: fn(&Axis) -> u64| to_usize(index.iter().zip(outer).map(|(i, axis)| i * of(axis)).sum::<u64>()) * item;
         let (from, to) = (&block[at(|axis| axis.stride)..], &mut to[at(|axis| axis.dense)..]);
         match item {
             _ if last.stride == 1 && last.dense == 1 => {
-                let n = last.len as usize * item;
+                let n = to_usize(last.len) * item;
                 to[..n].copy_from_slice(&from[..n]);
             }
             1 => copy_apart(from, last, to, 1),
@@ -303,8 +295,8 @@ fn scatter(block: &[u8], axes: &[Axis], item: usize, to: &mut [u8]) {
 /// Copies elements that are apart. Inlined, so that `item` is a constant.
 #[inline(always)]
 fn copy_apart(from: &[u8], axis: Axis, to: &mut [u8], item: usize) {
-    let (stride, dense) = (axis.stride as usize * item, axis.dense as usize * item);
-    for i in 0..axis.len as usize {
+    let (stride, dense) = (to_usize(axis.stride) * item, to_usize(axis.dense) * item);
+    for i in 0..to_usize(axis.len) {
         to[i * dense..i * dense + item].copy_from_slice(&from[i * stride..i * stride + item]);
     }
 }
@@ -316,6 +308,7 @@ mod tests {
 
     use super::*;
     use crate::location::Location;
+    use crate::threads::Stop;
 
     /// Elements one by one.
     fn oracle(bytes: &[u8], place: &ArrayPlace) -> Vec<u8> {
@@ -358,11 +351,11 @@ mod tests {
             let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
             let source = Held::new(Location::object("test", "a"), bytes.clone().into());
             let expected = oracle(&bytes, &place);
-            prop_assert_eq!(&read(&source, &place, &mut || false).unwrap(), &expected);
+            prop_assert_eq!(&read(&source, &place, &mut Context::of_part(&Stop::new())).unwrap(), &expected);
             if !expected.is_empty() {
                 let mut elements = vec![0; expected.len()];
                 let reordering = Reordering::new(&place, [sizes.0, sizes.1]).unwrap();
-                reordering.fill(&source, &mut elements, &mut || false).unwrap();
+                reordering.fill(&source, &mut elements, &mut Context::of_part(&Stop::new())).unwrap();
                 prop_assert_eq!(&elements, &expected);
             }
         }
@@ -375,7 +368,10 @@ mod tests {
         for strides in [strides, vec![5, 1]] {
             let place =
                 ArrayPlace { dtype: DType::F32, swapped: false, shape: shape.clone(), strides, at: 0, inside: None };
-            assert_eq!(read(&source, &place, &mut || true).unwrap_err().kind, Kind::Interrupted);
+            assert_eq!(
+                read(&source, &place, &mut Context::of_caller(&mut || true)).unwrap_err().kind,
+                Kind::Interrupted
+            );
         }
     }
 }

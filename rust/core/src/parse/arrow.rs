@@ -13,15 +13,17 @@
 use crate::error::{Error, Kind, Result};
 use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::memory;
+use crate::number::to_usize;
 use crate::parse::flatbuffer::{FlatTable, FlatVector};
 use crate::source::Source;
+use crate::threads::{Context, Stop};
 
 /// The largest metadata of one message.
 pub const MAX_METADATA: u64 = 64 << 20;
 /// The largest number of columns, counting those inside others.
 const MAX_FIELDS: usize = 1 << 16;
 /// The largest number of bytes in all texts of a schema, counting a shared text each time.
-const MAX_TEXTS: usize = MAX_METADATA as usize;
+const MAX_TEXTS: usize = to_usize(MAX_METADATA);
 const MAX_NESTING: u32 = 32;
 /// Metadata of a batch with few columns fit in one read of this size.
 const USUAL: u64 = 4096;
@@ -110,15 +112,15 @@ fn unsupported(what: impl Into<String>) -> Error {
 }
 
 /// Reads the headers of all messages of a file.
-pub fn read_stream(source: &dyn Source) -> Result<ArrowStream> {
-    let found = walk(&|at, into| source.read(at, into), source.size());
+pub fn read_stream(source: &dyn Source, stop: &Stop) -> Result<ArrowStream> {
+    let found = walk(&|at, into| source.read(at, into, stop), source.size());
     found.map_err(|e: Error| if e.location.is_none() { e.at(source.location()) } else { e })
 }
 
 /// Reads the headers of a file in memory.
 pub fn parse_bytes(bytes: &[u8]) -> Result<ArrowStream> {
     let read = |at: u64, into: &mut [u8]| {
-        let at = at as usize;
+        let at = to_usize(at);
         into.copy_from_slice(&bytes[at..at + into.len()]);
         Ok(())
     };
@@ -189,7 +191,7 @@ fn next_metadata(read: HeaderRead<'_>, at: u64, size: u64) -> Result<Option<(Vec
         let what = format!("expected {length} bytes of metadata from byte {} on, found {}", at + 8, left - 8);
         return Err(Error::new(Kind::Truncated, what).byte(size));
     }
-    let had = (head.len() as u64 - 8).min(length) as usize;
+    let had = to_usize((head.len() as u64 - 8).min(length));
     let mut metadata = memory::bytes(length)?;
     metadata[..had].copy_from_slice(&head[8..8 + had]);
     if (had as u64) < length {
@@ -389,7 +391,7 @@ fn parse_batch(header: &FlatTable<'_>, schema: &ArrowSchema, body: u64) -> Resul
     for i in 0..nodes {
         let Some(of_nodes) = of_nodes else { break };
         let (length, nulls) = (count_of(of_nodes.i64(i, 0)?)?, of_nodes.i64(i, 8)?);
-        if nulls > length as i64 {
+        if u64::try_from(nulls).is_ok_and(|nulls| nulls > length) {
             return Err(refuse(format!("expected at most {length} nulls, found {nulls}")));
         }
         batch.nodes.push((length, nulls));
@@ -447,9 +449,9 @@ pub struct ListRows {
 }
 
 impl FindRows for ListRows {
-    fn find(&self, source: &dyn Source, _row: &Row) -> Result<FoundRows> {
+    fn find(&self, source: &dyn Source, _row: &Row, context: &mut Context<'_>) -> Result<FoundRows> {
         for offsets in &self.offsets {
-            offsets.check(source)?;
+            offsets.check(source, context)?;
         }
         Ok(FoundRows { start: self.start, rows: self.rows, swapped: false })
     }
@@ -457,7 +459,7 @@ impl FindRows for ListRows {
 
 impl EvenOffsets {
     /// Compares all offsets with the even ones.
-    fn check(&self, source: &dyn Source) -> Result<()> {
+    fn check(&self, source: &dyn Source, context: &mut Context<'_>) -> Result<()> {
         let size = if self.wide { 8 } else { 4 };
         let end = self.count.checked_mul(size).and_then(|n| n.checked_add(self.at));
         if end.is_none_or(|end| end > source.size()) {
@@ -468,9 +470,10 @@ impl EvenOffsets {
         let mut done = 0;
         while done < self.count {
             let n = (self.count - done).min(buffer.len() as u64 / size);
-            let block = &mut buffer[..(n * size) as usize];
-            source.read(self.at + done * size, block)?;
-            for (i, bytes) in block.chunks_exact(size as usize).enumerate() {
+            let block = &mut buffer[..to_usize(n * size)];
+            source.read(self.at + done * size, block, context.stop())?;
+            context.check()?;
+            for (i, bytes) in block.chunks_exact(to_usize(size)).enumerate() {
                 let number = done + i as u64;
                 let found = bytes.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte));
                 let even = number.checked_mul(self.step).and_then(|n| n.checked_add(self.first));
@@ -574,9 +577,12 @@ mod tests {
             let source = open_to_jump(&path, Io::Pread).unwrap();
             let even = EvenOffsets { at: 16, count: n, wide, first: 5, step: 3 };
             let size = if wide { 8 } else { 4 };
-            assert_eq!(even.check(&*source).err().and_then(|e| e.offset), wrong.map(|i| 16 + i * size));
+            assert_eq!(
+                even.check(&*source, &mut Context::of_part(&Stop::new())).err().and_then(|e| e.offset),
+                wrong.map(|i| 16 + i * size)
+            );
             let long = EvenOffsets { count: u64::MAX / 2, ..even };
-            assert_eq!(long.check(&*source).unwrap_err().kind, Kind::Truncated);
+            assert_eq!(long.check(&*source, &mut Context::of_part(&Stop::new())).unwrap_err().kind, Kind::Truncated);
         }
     }
 }

@@ -59,7 +59,8 @@ impl<'a> FlatTable<'a> {
 
     fn at(bytes: &'a [u8], at: usize) -> Result<FlatTable<'a>> {
         let back = i64::from(i32::from_le_bytes(get(bytes, at)?));
-        let vtable = usize::try_from(at as i64 - back).map_err(|_| refuse(at, "a vtable before its start"))?;
+        let vtable = i64::try_from(at).ok().and_then(|at| usize::try_from(at - back).ok());
+        let vtable = vtable.ok_or_else(|| refuse(at, "a vtable before its start"))?;
         let slots = usize::from(u16::from_le_bytes(get(bytes, vtable)?));
         let len = usize::from(u16::from_le_bytes(get(bytes, vtable.saturating_add(2))?));
         let ends = |from: usize, len: usize| from.checked_add(len).is_some_and(|end| end <= bytes.len());

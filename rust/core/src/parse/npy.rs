@@ -20,7 +20,9 @@ use crate::codec::inflate;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
+use crate::threads::{Context, Stop};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 /// Bytes read first; longer headers are read again.
@@ -62,35 +64,35 @@ fn malformed(detail: impl Into<String>) -> Error {
 }
 
 /// The array of a `.npy` file.
-pub fn read(source: &dyn Source) -> Result<NpyArray> {
+pub fn read(source: &dyn Source, stop: &Stop) -> Result<NpyArray> {
     let size = source.size();
     let parsed = in_front(size, &mut |len| {
         let mut front = memory::bytes(len)?;
-        source.read(0, &mut front)?;
+        source.read(0, &mut front, stop)?;
         Ok(front)
     });
     parsed.and_then(|header| header.array(size)).map_err(|e| e.at(source.location()))
 }
 
 /// The members of a `.npz` archive, by name without `.npy`.
-pub fn read_archive(source: &dyn Source) -> Result<Vec<(String, NpyArray)>> {
-    let read = || -> Result<Vec<(String, NpyArray)>> {
-        let archive = Archive::read(source)?;
+pub fn read_archive(source: &dyn Source, context: &mut Context<'_>) -> Result<Vec<(String, NpyArray)>> {
+    let mut read = || -> Result<Vec<(String, NpyArray)>> {
+        let archive = Archive::read(source, context)?;
         let members = archive.records.iter().filter(|record| record.name.ends_with(b".npy"));
-        members.map(|record| member(source, record)).collect()
+        members.map(|record| member(source, record, context)).collect()
     };
     read().map_err(|e: Error| e.at(source.location()))
 }
 
-fn member(source: &dyn Source, record: &ZipRecord) -> Result<(String, NpyArray)> {
+fn member(source: &dyn Source, record: &ZipRecord, context: &mut Context<'_>) -> Result<(String, NpyArray)> {
     let name = shown(record.name.strip_suffix(b".npy").unwrap_or_default());
-    let at = record.data(source)?;
+    let at = record.data(source, context)?;
     let read = |len: u64| {
         // Deflate makes at most 1032 bytes of one; a header is text, and never near that.
         let stored = record.stored.min(if record.deflated { len + 1024 } else { len });
         let mut front = memory::bytes(stored)?;
-        source.read(at, &mut front)?;
-        Ok(if record.deflated { inflate::raw_front(&front, len as usize) } else { front })
+        source.read(at, &mut front, context.stop())?;
+        Ok(if record.deflated { inflate::raw_front(&front, to_usize(len)) } else { front })
     };
     let parsed = in_front(record.size, &mut { read }).and_then(|header| header.array(record.size));
     let mut array = parsed.map_err(|e| malformed(format!("'{name}': {}", e.detail)).byte(at))?;
@@ -131,7 +133,7 @@ fn in_front(size: u64, read: &mut dyn FnMut(u64) -> Result<Vec<u8>>) -> Result<N
         return Err(malformed(format!("a header of {len} bytes, but {} bytes follow", size - wide)).byte(8));
     }
     let front = if end > front.len() as u64 { read(end)? } else { front };
-    let text = front.get(wide as usize..end as usize).map(std::str::from_utf8);
+    let text = front.get(to_usize(wide)..to_usize(end)).map(std::str::from_utf8);
     let Some(Ok(text)) = text else { return Err(malformed("the header of the .npy file is not text").byte(wide)) };
     Literal { text, at: 0 }.header(end).map_err(|at| {
         malformed(
@@ -332,9 +334,9 @@ mod tests {
         let data: Vec<u8> = (0..6u16).flat_map(u16::to_be_bytes).collect();
         let header = "{'descr': '>u2', 'fortran_order': True, 'shape': (2, 3), }   \n";
         let source = file(header, &data);
-        let array = read(&source).unwrap();
+        let array = read(&source, &Stop::new()).unwrap();
         assert_eq!((&array.place.shape[..], &array.place.strides[..]), (&[2, 3][..], &[1, 2][..]));
-        let made: Vec<u16> = arrays::read(&source, &array.place, &mut || false)
+        let made: Vec<u16> = arrays::read(&source, &array.place, &mut Context::of_part(&Stop::new()))
             .unwrap()
             .chunks_exact(2)
             .map(|pair| u16::from_le_bytes([pair[0], pair[1]]))
@@ -347,7 +349,7 @@ mod tests {
         for (shape, expected) in [("()", vec![]), ("(3,)", vec![3]), ("(3L, 1)", vec![3, 1]), ("( 1 , 3 )", vec![1, 3])]
         {
             let header = format!("{{\"shape\": {shape}, 'fortran_order': False, 'descr': '|u1'}}");
-            assert_eq!(read(&file(&header, &[1, 2, 3])).unwrap().place.shape, expected, "{shape}");
+            assert_eq!(read(&file(&header, &[1, 2, 3]), &Stop::new()).unwrap().place.shape, expected, "{shape}");
         }
     }
 
@@ -368,7 +370,7 @@ mod tests {
             ("", "another literal"),
         ];
         for (header, expected) in cases {
-            let found = read(&file(header, &[0; 4])).unwrap_err().to_string();
+            let found = read(&file(header, &[0; 4]), &Stop::new()).unwrap_err().to_string();
             assert!(found.contains(expected), "{header}: {found}");
         }
     }

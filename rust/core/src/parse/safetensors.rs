@@ -25,6 +25,7 @@ use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::memory;
 use crate::source::local::open_to_jump;
 use crate::source::{Io, Source};
+use crate::threads::{Context, Stop};
 
 /// The limit of safetensors itself.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -150,15 +151,16 @@ fn refuse(reason: Reason, detail: impl Into<String>) -> Error {
 }
 
 /// Opens a file and reads its header.
+#[expect(clippy::disallowed_methods, reason = "a header of a near file")]
 pub fn read_header_at(path: &Path) -> Result<Header> {
-    read_header(&*open_to_jump(path, Io::Pread)?)
+    read_header(&*open_to_jump(path, Io::Pread)?, Stop::never())
 }
 
 /// Reads and checks a file's header.
-pub fn read_header(source: &dyn Source) -> Result<Header> {
+pub fn read_header(source: &dyn Source, stop: &Stop) -> Result<Header> {
     let (len, at) = (source.size(), source.location());
     let read = |buf: &mut [u8], from: u64| {
-        source.read(from, buf).map_err(|mut e| {
+        source.read(from, buf, stop).map_err(|mut e| {
             e.detail = e.detail.replacen("cannot read:", "cannot read the header:", 1);
             Error { offset: None, ..e }
         })
@@ -179,9 +181,9 @@ pub fn read_header(source: &dyn Source) -> Result<Header> {
 pub struct TensorRows(pub String);
 
 impl FindRows for TensorRows {
-    fn find(&self, source: &dyn Source, row: &Row) -> Result<FoundRows> {
+    fn find(&self, source: &dyn Source, row: &Row, context: &mut Context<'_>) -> Result<FoundRows> {
         let (key, at) = (&self.0, source.location());
-        let header = read_header(source)?;
+        let header = read_header(source, context.stop())?;
         let Some(tensor) = header.tensor(key) else {
             let found: Vec<&str> = header.tensors.iter().map(|t| t.name.as_str()).take(8).collect();
             return Err(Error::new(Kind::Format, format!("expected a tensor named '{key}', found {found:?}")).at(at));

@@ -19,7 +19,9 @@ use std::collections::HashSet;
 use crate::codec::inflate::DeflatedRange;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
+use crate::threads::Context;
 
 const END: u64 = 22;
 const LOCATOR: u64 = 20;
@@ -63,12 +65,12 @@ fn malformed(at: u64, detail: impl Into<String>) -> Error {
     Error::new(Kind::Format, detail).byte(at)
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..at + 2).map_or(0, |b| u64::from(u16::from_le_bytes([b[0], b[1]])))
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u16::from_le_bytes(*b))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u64::from(u32::from_le_bytes(*b)))
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u32::from_le_bytes(*b))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
@@ -76,9 +78,9 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Bytes of a source; the range is within it.
-fn bytes_at(source: &dyn Source, at: u64, len: u64) -> Result<Vec<u8>> {
+fn bytes_at(source: &dyn Source, at: u64, len: u64, context: &mut Context<'_>) -> Result<Vec<u8>> {
     let mut made = memory::bytes(len)?;
-    source.read(at, &mut made)?;
+    source.read_long(at, &mut made, context)?;
     Ok(made)
 }
 
@@ -96,16 +98,16 @@ struct ZipEnd {
 
 impl Archive {
     /// Reads the directory. Reads no record.
-    pub fn read(source: &dyn Source) -> Result<Archive> {
+    pub fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<Archive> {
         let len = source.size();
         let tail_at = len.saturating_sub(END + COMMENT + LOCATOR + END_64);
-        let tail = bytes_at(source, tail_at, len - tail_at)?;
+        let tail = bytes_at(source, tail_at, len - tail_at, context)?;
         let end = find_end(&tail, tail_at)?;
         if end.size > MOST_DIRECTORY || end.count > end.size / ENTRY as u64 {
             let detail = format!("a zip directory of {} records in {} bytes", end.count, end.size);
             return Err(malformed(end.at, detail));
         }
-        let directory = bytes_at(source, end.at, end.size)?;
+        let directory = bytes_at(source, end.at, end.size, context)?;
         let mut records = memory::reserve(end.count)?;
         let mut at = 0usize;
         for _ in 0..end.count {
@@ -124,9 +126,9 @@ impl Archive {
 /// Finds the end record, and the zip64 end record before it.
 fn find_end(tail: &[u8], tail_at: u64) -> Result<ZipEnd> {
     let found = |at: usize| {
-        tail[at..].starts_with(b"PK\x05\x06") && at + END as usize + u16_at(tail, at + 20) as usize == tail.len()
+        tail[at..].starts_with(b"PK\x05\x06") && at + to_usize(END) + usize::from(u16_at(tail, at + 20)) == tail.len()
     };
-    let last = tail.len().checked_sub(END as usize);
+    let last = tail.len().checked_sub(to_usize(END));
     let mut ends = (0..=last.unwrap_or(0)).rev().filter(|at| last.is_some() && found(*at));
     let Some(at) = ends.next() else {
         return Err(Error::new(
@@ -142,10 +144,11 @@ fn find_end(tail: &[u8], tail_at: u64) -> Result<ZipEnd> {
     }
     let place = tail_at + at as u64;
     let (disk, first_disk) = (u16_at(tail, at + 4), u16_at(tail, at + 6));
-    let here = u16_at(tail, at + 8);
-    let mut end = ZipEnd { count: u16_at(tail, at + 10), size: u32_at(tail, at + 12), at: u32_at(tail, at + 16) };
+    let here = u64::from(u16_at(tail, at + 8));
+    let [size, begin] = [12, 16].map(|field| u64::from(u32_at(tail, at + field)));
+    let mut end = ZipEnd { count: u64::from(u16_at(tail, at + 10)), size, at: begin };
     let mut stop = place;
-    if let Some(locator) = at.checked_sub(LOCATOR as usize).filter(|at| tail[*at..].starts_with(b"PK\x06\x07")) {
+    if let Some(locator) = at.checked_sub(to_usize(LOCATOR)).filter(|at| tail[*at..].starts_with(b"PK\x06\x07")) {
         let (wide, begins) = end_64(tail, tail_at, locator)?;
         let same = |narrow: u64, all: u64, wide: u64| narrow == all || narrow == wide;
         if !same(end.count, 0xffff, wide.count)
@@ -195,13 +198,14 @@ fn entry(directory: &[u8], at: usize, base: u64, records: &mut Vec<ZipRecord>) -
     if rest.len() < ENTRY || !rest.starts_with(b"PK\x01\x02") {
         return Err(malformed(place, "expected a record of the zip directory, found other bytes"));
     }
-    let (name, extra, comment) = (u16_at(rest, 28) as usize, u16_at(rest, 30) as usize, u16_at(rest, 32) as usize);
+    let (name, extra, comment) =
+        (usize::from(u16_at(rest, 28)), usize::from(u16_at(rest, 30)), usize::from(u16_at(rest, 32)));
     let whole = ENTRY + name + extra + comment;
     let Some(body) = rest.get(ENTRY..whole) else {
         return Err(malformed(place, "a record of the zip directory extends past the directory"));
     };
     let (name, extra) = (&body[..name], &body[name..name + extra]);
-    let mut numbers = [u32_at(rest, 24), u32_at(rest, 20), u32_at(rest, 42)];
+    let mut numbers = [24, 20, 42].map(|at| u64::from(u32_at(rest, at)));
     widen(&mut numbers, extra).map_err(|e| malformed(place, format!("'{}': {e}", shown(name))))?;
     let [size, stored, local] = numbers;
     let (flags, method) = (u16_at(rest, 8), u16_at(rest, 10));
@@ -211,7 +215,7 @@ fn entry(directory: &[u8], at: usize, base: u64, records: &mut Vec<ZipRecord>) -
         0 | 8 => None,
         _ => Some("expected a stored or deflated record, found another compression"),
     };
-    let crc = u32_at(rest, 16) as u32;
+    let crc = u32_at(rest, 16);
     let name = name.to_vec();
     records.push(ZipRecord { name, deflated: method == 8, stored, size, crc, local, end: 0, refused });
     Ok(whole)
@@ -224,7 +228,7 @@ fn widen(numbers: &mut [u64; 3], mut extra: &[u8]) -> Result<(), &'static str> {
         let Some((head, rest)) = extra.split_first_chunk::<4>() else {
             return Err("expected a zip64 extra field, found none");
         };
-        let (id, len) = (u16_at(head, 0), u16_at(head, 2) as usize);
+        let (id, len) = (u16_at(head, 0), usize::from(u16_at(head, 2)));
         let Some(field) = rest.get(..len) else { return Err("an extra field that is longer than all of them") };
         if id == 1 {
             let values = field.chunks_exact(8).map(|value| u64_at(value, 0));
@@ -283,20 +287,20 @@ fn check_order(records: &mut [ZipRecord], directory: u64) -> Result<()> {
 
 impl ZipRecord {
     /// The offset of the record's data. Reads the local header.
-    pub fn data(&self, source: &dyn Source) -> Result<u64> {
+    pub fn data(&self, source: &dyn Source, context: &mut Context<'_>) -> Result<u64> {
         if let Some(refused) = self.refused {
             return Err(Error::new(Kind::Unsupported, format!("'{}': {refused}", shown(&self.name))).byte(self.local));
         }
         let wanted = LOCAL + self.name.len() as u64;
-        let header = bytes_at(source, self.local, wanted.min(self.end - self.local))?;
-        let name = u16_at(&header, 26) as usize;
+        let header = bytes_at(source, self.local, wanted.min(self.end - self.local), context)?;
+        let name = usize::from(u16_at(&header, 26));
         let same =
-            header.starts_with(b"PK\x03\x04") && name == self.name.len() && header[LOCAL as usize..] == self.name[..];
+            header.starts_with(b"PK\x03\x04") && name == self.name.len() && header[to_usize(LOCAL)..] == self.name[..];
         if !same || u16_at(&header, 6) & 1 != 0 || (u16_at(&header, 8) == 8) != self.deflated {
             let detail = format!("expected the local header of '{}', found another", shown(&self.name));
             return Err(malformed(self.local, detail));
         }
-        let start = self.local + wanted + u16_at(&header, 28);
+        let start = self.local + wanted + u64::from(u16_at(&header, 28));
         match start.checked_add(self.stored) {
             Some(end) if end <= self.end => Ok(start),
             _ => Err(malformed(
@@ -307,8 +311,8 @@ impl ZipRecord {
     }
 
     /// The content, of at most `most` bytes.
-    pub fn content(&self, source: &dyn Source, most: u64) -> Result<Vec<u8>> {
-        let at = self.data(source)?;
+    pub fn content(&self, source: &dyn Source, most: u64, context: &mut Context<'_>) -> Result<Vec<u8>> {
+        let at = self.data(source, context)?;
         if self.size > most {
             return Err(malformed(
                 self.local,
@@ -316,10 +320,10 @@ impl ZipRecord {
             ));
         }
         if !self.deflated {
-            return bytes_at(source, at, self.stored);
+            return bytes_at(source, at, self.stored, context);
         }
         let deflated = DeflatedRange { source, at, stored: self.stored, size: self.size };
-        let content = deflated.content(&mut || false);
+        let content = deflated.content(context);
         content.map_err(|e| Error { detail: format!("'{}': {}", shown(&self.name), e.detail), ..e })
     }
 }
@@ -330,6 +334,7 @@ mod tests {
     use super::*;
     use crate::location::Location;
     use crate::source::held::Held;
+    use crate::threads::Stop;
 
     /// An archive of stored records, as (name, content).
     fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
@@ -368,8 +373,12 @@ mod tests {
 
     fn refusal(bytes: Vec<u8>) -> String {
         let source = held(bytes);
-        let all = Archive::read(&source).and_then(|archive| {
-            archive.records.iter().map(|record| record.content(&source, 100)).collect::<Result<Vec<_>>>()
+        let all = Archive::read(&source, &mut Context::of_part(&Stop::new())).and_then(|archive| {
+            archive
+                .records
+                .iter()
+                .map(|record| record.content(&source, 100, &mut Context::of_part(&Stop::new())))
+                .collect::<Result<Vec<_>>>()
         });
         all.unwrap_err().to_string()
     }
@@ -377,10 +386,14 @@ mod tests {
     #[test]
     fn records_are_read_by_the_directory() {
         let source = held(archive(&[("a", b"first"), ("b/c", b""), ("d", b"last")]));
-        let found = Archive::read(&source).unwrap();
-        let read: Vec<_> = found.records.iter().map(|r| (shown(&r.name), r.content(&source, 100).unwrap())).collect();
+        let found = Archive::read(&source, &mut Context::of_part(&Stop::new())).unwrap();
+        let read: Vec<_> = found
+            .records
+            .iter()
+            .map(|r| (shown(&r.name), r.content(&source, 100, &mut Context::of_part(&Stop::new())).unwrap()))
+            .collect();
         assert_eq!(read, [("a".into(), b"first".to_vec()), ("b/c".into(), vec![]), ("d".into(), b"last".to_vec())]);
-        assert!(Archive::read(&held(archive(&[]))).unwrap().records.is_empty());
+        assert!(Archive::read(&held(archive(&[])), &mut Context::of_part(&Stop::new())).unwrap().records.is_empty());
     }
 
     #[test]
@@ -424,7 +437,7 @@ mod tests {
     fn every_truncation_is_refused() {
         let good = archive(&[("a", b"first"), ("b", b"second")]);
         for cut in 0..good.len() {
-            assert!(Archive::read(&held(good[..cut].to_vec())).is_err(), "{cut}");
+            assert!(Archive::read(&held(good[..cut].to_vec()), &mut Context::of_part(&Stop::new())).is_err(), "{cut}");
         }
     }
 }

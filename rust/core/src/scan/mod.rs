@@ -7,8 +7,8 @@ mod found;
 mod look;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 pub use self::found::{Oddity, Scan};
 use self::look::{Look, RowsHash};
@@ -22,7 +22,7 @@ use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::memory::zeroed;
 use crate::rows::Rows;
-use crate::threads::{self, Stop, Turns, Watch, make_ahead};
+use crate::threads::{self, Lock, Stop, Turns, Watch, make_ahead};
 
 /// Bytes per part.
 const PART: u64 = 2 << 20;
@@ -65,6 +65,7 @@ pub struct ScanNeeds {
 
 /// What [`scan`] takes. Plans the same reads, and reads no rows. `total` are bytes of rows of the whole scan, of which this range
 /// may be a sample: they decide about the page cache and the number of threads that read.
+#[expect(clippy::disallowed_methods, reason = "a counting reader reads nothing")]
 pub fn needs(rows: &Rows, group: usize, examples: Range<u64>, total: u64, watch: Watch<'_>) -> Result<ScanNeeds> {
     let row = rows.row();
     let cast = Cast::between(row.dtype, row.dtype)?;
@@ -84,14 +85,14 @@ pub fn needs(rows: &Rows, group: usize, examples: Range<u64>, total: u64, watch:
     }
     let mut mine = ScanningThread::new(row, false)?;
     mine.reader = BlockReader::counting(total > memory_limit() / 2)?;
-    let (turns, stop) = (Turns::new(1), Stop::default());
+    let (turns, stop) = (Turns::new(1), Stop::never());
     for part in group.parts() {
         let (wave, part) = part?;
         group.scan_part(
             &wave,
             part,
             &mut Look::new(row.dtype, row.width, &vec![0; row.bytes])?,
-            (&mut mine, &turns, &stop),
+            (&mut mine, &turns, stop),
         )?;
         if watch() {
             return Err(threads::interrupted());
@@ -150,8 +151,8 @@ impl Group<'_> {
         let bytes = u128::from(seen) * u128::from(all) / u128::from(some.max(1));
         let past_cache = bytes > u128::from(memory_limit() / 2);
         let first = first.unwrap_or_default();
-        let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
-        let lock = || spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let (turns, spare) = (Turns::new(threads::num_threads()), Lock::new(vec![]));
+        let lock = || spare.lock();
         let scan_part = |part: Result<(Arc<Wave>, Range<usize>)>, stop: &Stop| -> Result<Scan> {
             let (wave, part) = part?;
             let taken = lock().pop();
@@ -251,9 +252,6 @@ impl Group<'_> {
                     let tokens: Vec<i64> = (from..count.min(from + at_once)).collect();
                     let pick = Pick::Tokens { examples: Ints::One(wave.ids[e]), tokens: Ints::Each(&tokens) };
                     let bytes = mine.read(self, pick, tokens.len(), tokens.len(), stop)?;
-                    if stop.is_set() {
-                        return Ok(());
-                    }
                     let Some(bytes) = bytes else { continue };
                     turns.take(|| wide(|| look.rows(wave.ids[e] as u64, from as u64, bytes, &mut hash)));
                 }
@@ -270,9 +268,6 @@ impl Group<'_> {
             let present: Vec<i64> = (e..end).filter(|i| wave.counts[*i] > 0).map(|i| wave.ids[i]).collect();
             let pick = Pick::Whole { examples: Ints::Each(&present) };
             let bytes = mine.read(self, pick, present.len(), rows as usize, stop)?;
-            if stop.is_set() {
-                return Ok(());
-            }
             let first = std::mem::replace(&mut e, end);
             let Some(bytes) = bytes else { continue };
             turns.take(|| {

@@ -51,12 +51,9 @@ fn copy_range(store: &dyn Store, range: &CopiedRange, stop: &Stop) -> Result<()>
     let source = store.open_many(&[&range.from], Access::Once, stop).pop().ok_or_else(none)??;
     let mut bytes = zeroed::<u8>(range.len.min(STEP) as usize)?;
     let mut done = 0;
-    while done < range.len && !stop.is_set() {
+    while done < range.len {
         let part = &mut bytes[..(range.len - done).min(STEP) as usize];
         source.read_many(&mut [RangeRead { at: range.at + done, into: part }], stop)?;
-        if stop.is_set() {
-            break; // the bytes may be incomplete
-        }
         file.write_all_at(part, range.at + done).map_err(|e| Error::from_io(&e, range.into.as_path(), "write"))?;
         done += part.len() as u64;
     }

@@ -2,11 +2,12 @@
 
 use std::fs::{File, Metadata};
 use std::path::Path;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, TryLockError, Weak};
 use std::time::Duration;
 
 use crate::error::{Error, Kind, Result, is_out_of_descriptors};
+use crate::threads::ForkSafe;
 
 /// Cached open files of this process, over all datasets.
 static KEPT: AtomicUsize = AtomicUsize::new(0);
@@ -132,11 +133,11 @@ struct Keepers {
     hand: (usize, usize),
 }
 
-static KEEPERS: Mutex<Keepers> = Mutex::new(Keepers { list: vec![], hand: (0, 0) });
+static KEEPERS: ForkSafe<Keepers> = ForkSafe::new(Keepers { list: vec![], hand: (0, 0) });
 
 /// Registers slots. The lock is only tried: an unregistered dataset keeps its files until it is dropped.
 pub(super) fn list(slots: Weak<dyn Keeper>) {
-    if let Ok(mut keepers) = KEEPERS.try_lock() {
+    if let Some(mut keepers) = KEEPERS.try_lock() {
         keepers.list.retain(|keeper| keeper.strong_count() > 0);
         keepers.list.push(slots);
     }
@@ -152,11 +153,7 @@ const LOOKS: usize = 256;
 fn evict(emergency: bool) -> usize {
     let most = if emergency { (budget() / 16).max(1) } else { 1 };
     let (mut visits, mut looks) = if emergency { (usize::MAX, usize::MAX) } else { (VISITS, LOOKS) };
-    let mut keepers = match KEEPERS.try_lock() {
-        Ok(keepers) => keepers,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => return 0,
-    };
+    let Some(mut keepers) = KEEPERS.try_lock() else { return 0 };
     let Keepers { list, hand } = &mut *keepers;
     let (mut closed, mut passed) = (0, 0);
     while closed < most && visits > 0 && looks > 0 && passed <= list.len() {

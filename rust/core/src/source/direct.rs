@@ -5,22 +5,20 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 use super::descriptors::Share;
+use crate::threads::ForkSafe;
 
 /// Direct reads begin and end at multiples of this, in the file and in memory: the largest logical block of common disks.
 pub const DIRECT: u64 = 4096;
 
-/// Tries to lock: another thread opens the file meanwhile.
-const TRIES: usize = 1000;
-
 /// A file opened a second time, for direct reads, when it is first needed.
 #[derive(Debug, Default)]
 pub struct DirectFile {
-    // Only tried, never waited for: a forked child may inherit a locked lock. Then reads go through the cache.
-    opened: Mutex<Option<(Arc<File>, Share)>>,
+    /// Reads go through the cache where it cannot be locked.
+    opened: ForkSafe<Option<(Arc<File>, Share)>>,
     /// The file system cannot read directly.
     refused: AtomicBool,
 }
@@ -53,12 +51,8 @@ impl DirectFile {
         if self.refused.load(Ordering::Relaxed) {
             return None;
         }
-        let mut opened = (0..TRIES).find_map(|_| {
-            self.opened.try_lock().ok().or_else(|| {
-                std::thread::yield_now();
-                None
-            })
-        })?;
+        // Another thread may be opening it.
+        let mut opened = self.opened.lock_briefly()?;
         if let Some((kept, _)) = &*opened {
             return Some(Arc::clone(kept));
         }

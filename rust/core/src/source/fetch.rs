@@ -90,6 +90,7 @@ pub fn deliver<T: Send>(
 }
 
 /// Hands over ranges that need no network, such as those in a cache on disk; returns the others, in order.
+#[expect(clippy::disallowed_methods, reason = "a few near parts take a moment")]
 fn hand_over_near<T: Send>(
     sources: &[Option<&dyn Source>],
     wanted: Vec<WantedRange<T>>,
@@ -117,7 +118,7 @@ fn hand_over_near<T: Send>(
         0 => return Ok(lacking),
         // Few bytes are read before threads have started; readers of streams are already separate threads.
         1..=NEAR_INLINE => {
-            let here = |part| work(0, part, &Stop::default());
+            let here = |part| work(0, part, Stop::never());
             parts.into_iter().map(here).collect::<Result<Vec<_>>>()?
         }
         _ => threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?,
@@ -150,10 +151,7 @@ fn hand_over_part<T>(
             // A thread never waits for a larger share while it holds one.
             drop(held.take());
             if len as u64 > NEAR_PART {
-                held = HELD.take(len as u64, stop)?;
-                if held.is_none() {
-                    return Ok(vec![]); // stopped
-                }
+                held = Some(HELD.take(len as u64, stop)?);
             }
             block = zeroed::<u8>(len)?;
         }
@@ -194,11 +192,11 @@ impl<T> Request<T> {
         if let Some(gaps) = self.gaps(delivery.place) {
             return self.read_in_place(gaps, source, delivery.place, stop);
         }
-        let Some(_held) = HELD.take(self.len, stop)? else { return Ok(()) };
+        let _held = HELD.take(self.len, stop)?;
         let mut block = zeroed::<u8>(self.len as usize)?;
         let mut reads: Vec<_> = cut(self.at, &mut block, largest).collect();
         source.read_many(&mut reads, stop)?;
-        if stop.is_set() { Ok(()) } else { self.hand_over(&block, delivery.each) }
+        self.hand_over(&block, delivery.each)
     }
 
     /// Bytes between its ranges, if these are long, do not overlap, and have places.
@@ -224,7 +222,7 @@ impl<T> Request<T> {
         place: fn(&mut T) -> Option<&mut [u8]>,
         stop: &Stop,
     ) -> Result<()> {
-        let Some(_held) = HELD.take(gaps, stop)? else { return Ok(()) };
+        let _held = HELD.take(gaps, stop)?;
         let mut dropped = zeroed::<u8>(gaps as usize)?;
         let (mut rest, mut at, end) = (&mut dropped[..], self.at, self.at + self.len);
         let mut reads = Vec::with_capacity(self.wanted.len() * 2 + 1);

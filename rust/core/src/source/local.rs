@@ -161,25 +161,20 @@ impl Source for Positioned {
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for read in reads {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             pread::read_exact_at(&self.file, read.into, read.at).map_err(|e| self.failed(&e, read))?;
         }
         Ok(())
     }
 
-    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
+    fn read_past_cache(&self, read: RangeRead<'_>, stop: &Stop) -> Result<()> {
         let wanted = usize::try_from(self.len.saturating_sub(read.at)).unwrap_or(usize::MAX).min(read.into.len());
         let done = self.direct.read(&self.file, read.into, read.at);
         if done >= wanted {
             return Ok(());
         }
         // The rest through the page cache: also finds out whether the file was truncated.
-        self.read_many(
-            &mut [RangeRead { at: read.at + done as u64, into: &mut read.into[done..wanted] }],
-            &Stop::default(),
-        )
+        self.read_many(&mut [RangeRead { at: read.at + done as u64, into: &mut read.into[done..wanted] }], stop)
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
@@ -277,8 +272,8 @@ impl Source for Mapped {
         self.read.read_many(reads, stop)
     }
 
-    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
-        self.read.read_past_cache(read)
+    fn read_past_cache(&self, read: RangeRead<'_>, stop: &Stop) -> Result<()> {
+        self.read.read_past_cache(read, stop)
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {

@@ -16,11 +16,12 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
 use crate::kernels::prefetch;
+use crate::threads::ForkSafe;
 
 /// How the pages of a mapping are read from the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,14 +76,14 @@ impl Map {
 /// The last mapping of a file, shared while it is in use: the kernel limits the number of mappings, not of views.
 #[derive(Debug, Default)]
 pub struct LastMap {
-    // Only tried, never waited for: a forked child may inherit a locked lock. Then the file is mapped once more.
-    last: Mutex<Weak<Mmap>>,
+    /// Only tried: where it is locked, the file is mapped once more.
+    last: ForkSafe<Weak<Mmap>>,
 }
 
 impl LastMap {
     /// The last mapping if it is still in use, or the one that `open` makes.
     pub fn get_or_open<E>(&self, open: impl FnOnce() -> Result<Map, E>) -> Result<Map, E> {
-        let mut last = self.last.try_lock().ok();
+        let mut last = self.last.try_lock();
         if let Some(inner) = last.as_ref().and_then(|last| last.upgrade()) {
             return Ok(Map { inner });
         }
@@ -129,7 +130,7 @@ mod tests {
         let file = File::open(&path).unwrap();
         let maps = LastMap::default();
         let first = maps.get_or_open(|| Map::open(&file, 9, Paging::Hinted)).unwrap();
-        let _held = maps.last.lock().unwrap();
+        let _held = maps.last.try_lock().unwrap();
         let second = maps.get_or_open(|| Map::open(&file, 9, Paging::Hinted)).unwrap();
         assert!(!std::ptr::eq(first.bytes(), second.bytes()));
         assert_eq!(first.bytes(), second.bytes());

@@ -27,7 +27,7 @@ use self::warmth::Warmth;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::Stores;
 use crate::location::Location;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Context, Stop, Watch};
 
 /// The way to read local files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +57,9 @@ pub struct ByteRange {
     /// Its length.
     pub len: u64,
 }
+
+/// Bytes of a long range that are read at once: a fraction of a second.
+const LONG: usize = 16 << 20;
 
 /// A read of a source: fills `into` from offset `at`.
 #[derive(Debug)]
@@ -176,16 +179,16 @@ pub trait Source: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Fills all buffers; waits until that is done or `stop` is set. Buffers for bytes that follow each other should be
-    /// neighbours in `reads`: a slow source makes one request for them.
+    /// Fills all buffers, or fails: once `stop` is set, with [`Kind::Interrupted`], so that nobody keeps a buffer that was not
+    /// filled. Buffers for bytes that follow each other should be neighbours in `reads`: a slow source makes one request for them.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 
     /// Fills a buffer with bytes that are read once, without taking room in the page cache for them, if that is possible: the
     /// offset, the length and the buffer's address should be multiples of [`local::DIRECT`]. The buffer may extend past the
     /// source's end; its content there is undefined.
-    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
+    fn read_past_cache(&self, read: RangeRead<'_>, stop: &Stop) -> Result<()> {
         let len = usize::try_from(self.size().saturating_sub(read.at)).unwrap_or(usize::MAX).min(read.into.len());
-        self.read_many(&mut [RangeRead { at: read.at, into: &mut read.into[..len] }], &Stop::default())
+        self.read_many(&mut [RangeRead { at: read.at, into: &mut read.into[..len] }], stop)
     }
 
     /// Fills a buffer if that needs no waiting; otherwise its content is undefined.
@@ -227,8 +230,20 @@ pub trait Source: Debug + Send + Sync {
 
 impl dyn Source + '_ {
     /// Reads one range.
-    pub fn read(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        self.read_many(&mut [RangeRead { at, into }], &Stop::default())
+    pub fn read(&self, at: u64, into: &mut [u8], stop: &Stop) -> Result<()> {
+        self.read_many(&mut [RangeRead { at, into }], stop)
+    }
+
+    /// Reads one long range, a near one in pieces, between which the context is asked whether to go on. A far read ends at its
+    /// stop, and one of the whole range makes more requests at once.
+    pub fn read_long(&self, mut at: u64, into: &mut [u8], context: &mut Context<'_>) -> Result<()> {
+        let most = if self.is_near(at) { LONG } else { into.len().max(1) };
+        for piece in into.chunks_mut(most) {
+            self.read(at, piece, context.stop())?;
+            at += piece.len() as u64;
+            context.check()?;
+        }
+        Ok(())
     }
 }
 
@@ -254,8 +269,9 @@ pub trait Store: Debug + Send + Sync {
     fn list(&self, folder: &Location) -> Result<Vec<String>>;
 
     /// Fails unless a file, object or folder of this name exists.
+    #[expect(clippy::disallowed_methods, reason = "of a slow store on a thread that is abandoned instead")]
     fn look(&self, location: &Location) -> Result<()> {
-        match opened(self.open_many(&[location], Access::Once, &Stop::default()).pop(), location) {
+        match opened(self.open_many(&[location], Access::Once, Stop::never()).pop(), location) {
             Ok(_) => Ok(()),
             Err(error) if error.kind == Kind::NotFound && !self.list(location)?.is_empty() => Ok(()),
             Err(error) => Err(error),
@@ -284,8 +300,22 @@ fn opened(answer: Option<Result<Box<dyn Source>>>, location: &Location) -> Resul
 
 impl dyn Store + '_ {
     /// Opens one source.
-    pub fn open(&self, location: &Location, access: Access) -> Result<Box<dyn Source>> {
-        opened(self.open_many(&[location], access, &Stop::default()).pop(), location)
+    pub fn open(&self, location: &Location, access: Access, stop: &Stop) -> Result<Box<dyn Source>> {
+        opened(self.open_many(&[location], access, stop).pop(), location)
+    }
+
+    /// Opens one source while the caller's watch is called.
+    pub fn open_watched(&self, location: &Location, access: Access, watch: Watch<'_>) -> Result<Box<dyn Source>> {
+        self.work(&|context| self.open(location, access, context.stop()), watch)
+    }
+
+    /// Does work that opens and reads its sources: on this thread if they are near, else on one that may block, while the
+    /// caller's watch is called.
+    pub fn work<R: Send>(&self, work: &(dyn Fn(&mut Context<'_>) -> Result<R> + Sync), watch: Watch<'_>) -> Result<R> {
+        match self.wishes() {
+            None => work(&mut Context::of_caller(watch)),
+            Some(_) => threads::wait_for(&|stop| work(&mut Context::of_part(stop)), watch),
+        }
     }
 
     /// Opens each source while the caller's watch is called; returns one result per location.

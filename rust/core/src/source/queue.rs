@@ -79,9 +79,7 @@ pub fn read_all<T: Ranged>(
     let mut can_ask = true;
     let mut hints = Hints::new(sources);
     for each in ranges {
-        if stop.is_set() {
-            return Ok(());
-        }
+        stop.check()?;
         if can_ask {
             match read(each, false)? {
                 Ready::Yes => continue,
@@ -103,9 +101,7 @@ pub fn read_all<T: Ranged>(
     }
     hints.flush();
     for each in coming {
-        if stop.is_set() {
-            return Ok(());
-        }
+        stop.check()?;
         read(each, true)?;
     }
     Ok(())
@@ -113,14 +109,13 @@ pub fn read_all<T: Ranged>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::super::{RangeRead, Version};
     use super::*;
     use crate::location::Location;
+    use crate::threads::Lock;
 
     #[derive(Debug)]
-    struct Cold(Location, Mutex<Vec<ByteRange>>);
+    struct Cold(Location, Lock<Vec<ByteRange>>);
 
     impl Source for Cold {
         fn location(&self) -> &Location {
@@ -140,7 +135,7 @@ mod tests {
         }
 
         fn will_need(&self, ranges: &[ByteRange]) {
-            self.1.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend_from_slice(ranges);
+            self.1.lock().extend_from_slice(ranges);
         }
 
         fn unchanged(&self) -> Result<()> {
@@ -162,12 +157,11 @@ mod tests {
 
     /// The hints of a cold read of these ranges, as (first byte, bytes) of each source; every range was hinted before it was waited for.
     fn hints_of(ranges: &[At]) -> Vec<Vec<(u64, u64)>> {
-        let cold: Vec<Cold> =
-            (0..2).map(|n| Cold(Location::object("store", n.to_string()), Mutex::default())).collect();
+        let cold: Vec<Cold> = (0..2).map(|n| Cold(Location::object("store", n.to_string()), Lock::default())).collect();
         let sources: Vec<Option<&dyn Source>> = cold.iter().map(|source| Some(source as &dyn Source)).collect();
-        let hinted = |source: usize| cold[source].1.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        let hinted = |source: usize| cold[source].1.lock().clone();
         let mut waited = 0;
-        let done = read_all(&sources, ranges, &Stop::default(), |each, wait| {
+        let done = read_all(&sources, ranges, &Stop::new(), |each, wait| {
             waited += usize::from(wait);
             let covers = |hint: &ByteRange| hint.at <= each.1 && each.1 + each.2 <= hint.at + hint.len;
             assert!(!wait || hinted(each.0).iter().any(covers), "{} is waited for without a hint", each.1);

@@ -90,13 +90,12 @@ fn bytes_of<T: Ranged>(ranges: &[T]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::super::warmth::Warmth;
     use super::super::{RangeRead, Version};
     use super::*;
     use crate::error::Result;
     use crate::location::Location;
+    use crate::threads::Lock;
     use crate::threads::Stop;
 
     /// A mapped file with cold bytes in one range.
@@ -105,7 +104,7 @@ mod tests {
         location: Location,
         cold: std::ops::Range<u64>,
         warmth: Warmth,
-        hinted: Mutex<Vec<ByteRange>>,
+        hinted: Lock<Vec<ByteRange>>,
     }
 
     impl Source for Partly {
@@ -134,7 +133,7 @@ mod tests {
         }
 
         fn will_need(&self, ranges: &[ByteRange]) {
-            self.hinted.lock().unwrap_or_else(std::sync::PoisonError::into_inner).extend_from_slice(ranges);
+            self.hinted.lock().extend_from_slice(ranges);
         }
 
         fn unchanged(&self) -> Result<()> {
@@ -156,7 +155,7 @@ mod tests {
 
     /// Rows that a scout hints, which runs ahead of a copy of `rows` rows, and its hints.
     fn hints(cold: std::ops::Range<u64>, rows: u64) -> (usize, usize) {
-        let (location, hinted) = (Location::object("store", "a"), Mutex::new(vec![]));
+        let (location, hinted) = (Location::object("store", "a"), Lock::new(vec![]));
         let source = Partly { location, cold, warmth: Warmth::new(1 << 20), hinted };
         let sources: [Option<&dyn Source>; 1] = [Some(&source)];
         let ranges: Vec<Row> = (0..rows).map(Row).collect();
@@ -164,7 +163,7 @@ mod tests {
         for copied in (0..ranges.len()).step_by(BLOCK) {
             scout.run_ahead_of(copied);
         }
-        let hinted = source.hinted.into_inner().unwrap_or_default();
+        let hinted = source.hinted.into_inner();
         (hinted.iter().map(|range| range.len as usize / 100).sum(), hinted.len())
     }
 

@@ -1,10 +1,11 @@
 //! A cache of opened files.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, RwLock, Weak};
+use std::sync::{Arc, Weak};
 
 use super::descriptors::{self, Keeper, Visit, budget};
 use crate::error::Result;
+use crate::threads::SharedLock;
 
 /// A cache of opened files: file `n` uses slot `n % len`. A slot's lock is only *tried*, never waited for: if a thread that does
 /// not exist in a forked child holds it, the child only needs an extra `open`.
@@ -19,7 +20,7 @@ pub(crate) struct Slots<T: Opened + 'static> {
 #[derive(Debug)]
 struct FileSlot<T> {
     /// A file's number, and the file.
-    held: RwLock<Option<(u64, Arc<T>)>>,
+    held: SharedLock<Option<(u64, Arc<T>)>>,
     /// Whether it was used since the clock's last visit.
     used: AtomicBool,
 }
@@ -48,7 +49,7 @@ impl<T: Opened + 'static> Slots<T> {
 
     fn with(slots: usize) -> Slots<T> {
         let len = slots.max(1);
-        let slot = |_| FileSlot { held: RwLock::new(None), used: AtomicBool::new(false) };
+        let slot = |_| FileSlot { held: SharedLock::new(None), used: AtomicBool::new(false) };
         let slots: Arc<Box<[FileSlot<T>]>> = Arc::new((0..len).map(slot).collect());
         descriptors::list(Arc::downgrade(&slots) as Weak<dyn Keeper>);
         Slots { slots }
@@ -57,7 +58,7 @@ impl<T: Opened + 'static> Slots<T> {
     /// A cached file.
     pub(crate) fn kept(&self, number: u64) -> Option<Arc<T>> {
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
-        let guard = slot.held.try_read().ok()?;
+        let guard = slot.held.try_read()?;
         let (held, file) = guard.as_ref()?;
         if *held != number {
             return None;
@@ -89,7 +90,7 @@ impl<T: Opened + 'static> Slots<T> {
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
         let file = Arc::new(open()?);
         if file.may_keep()
-            && let Ok(mut guard) = slot.held.try_write()
+            && let Some(mut guard) = slot.held.try_write()
         {
             // Another thread may have been faster; either file is valid.
             *guard = Some((number, Arc::clone(&file)));
@@ -101,7 +102,7 @@ impl<T: Opened + 'static> Slots<T> {
     /// Drops all cached files; those in use are closed when their readers finish.
     pub(crate) fn clear(&self) {
         for slot in self.slots.iter() {
-            if let Ok(mut guard) = slot.held.try_write() {
+            if let Some(mut guard) = slot.held.try_write() {
                 *guard = None;
             }
         }
@@ -115,7 +116,7 @@ impl<T: Opened + 'static> Keeper for Box<[FileSlot<T>]> {
 
     fn close(&self, slot: usize, any: bool) -> Visit {
         let Some(slot) = self.get(slot) else { return Visit::Empty };
-        let Ok(mut guard) = slot.held.try_write() else { return Visit::Spared };
+        let Some(mut guard) = slot.held.try_write() else { return Visit::Spared };
         let Some((_, file)) = guard.as_ref().filter(|(_, file)| file.holds_descriptor()) else { return Visit::Empty };
         if (slot.used.swap(false, Ordering::Relaxed) && !any) || Arc::strong_count(file) > 1 {
             return Visit::Spared;

@@ -5,7 +5,7 @@
 //! it and waits must not hold the GIL.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use super::chunks::{ChunkJob, ChunkMaker, ChunkRows, Chunks};
@@ -16,7 +16,7 @@ use super::pool::WindowPool;
 use super::rescale::Convert;
 use crate::error::{Error, Kind, Result};
 use crate::rows::Rows;
-use crate::threads::{Watch, make_ahead, make_weighed_ahead};
+use crate::threads::{Lock, Watch, make_ahead, make_weighed_ahead};
 
 pub use super::chunks::Wanted;
 
@@ -56,7 +56,7 @@ pub enum Supply<M> {
 /// Batches read ahead.
 pub struct Ahead<M> {
     shared: Arc<Exchange<Batch<M>, M>>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Lock<Option<JoinHandle<()>>>,
     pid: u32,
 }
 
@@ -83,7 +83,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             .name("actshard-ahead".to_owned())
             .spawn(work)
             .map_err(|e| Error::new(Kind::Access, format!("cannot start a thread: {e}")))?;
-        Ok(Ahead { shared, thread: Mutex::new(Some(thread)), pid: std::process::id() })
+        Ok(Ahead { shared, thread: Lock::new(Some(thread)), pid: std::process::id() })
     }
 
     /// Returns the next batch; `None` after the last, or if the stream was stopped meanwhile. An error is returned after all
@@ -120,7 +120,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         }
         if let Err(interrupted) = self.shared.wait_until_finished(watch) {
             // Without the handle, dropping this does not wait uninterruptibly.
-            drop(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
+            drop(self.thread.lock().take());
             return Err(interrupted);
         }
         self.join();
@@ -136,12 +136,12 @@ impl<M> Ahead<M> {
 
     /// The garbage collector may drop an iterator on its own reading thread, when that calls Python.
     fn is_own_thread(&self) -> bool {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let thread = self.thread.lock();
         thread.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id())
     }
 
     fn join(&self) {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
         }
@@ -151,7 +151,7 @@ impl<M> Ahead<M> {
 impl<M> Drop for Ahead<M> {
     fn drop(&mut self) {
         if self.is_inherited() {
-            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+            std::mem::forget(self.thread.get_mut().take());
             std::mem::forget(Arc::clone(&self.shared));
             return;
         }

@@ -5,7 +5,7 @@
 //! past the page cache.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::plan::{Epoch, EqualUnits, Item, Plan, Shuffle, Window};
 use crate::dtype::Cast;
@@ -15,7 +15,7 @@ use crate::gather::{Ints, Out, Pick};
 use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::rows::Rows;
-use crate::threads::{NextResult, Stop, Watch};
+use crate::threads::{Lock, NextResult, Stop, Watch};
 
 /// Bytes of a chunk in stored order, at most.
 const CHUNK: u64 = 4 << 20;
@@ -157,9 +157,9 @@ pub struct ChunkMaker<'a> {
     past_cache: bool,
     /// Whether a slow source sends the rows: a chunk is one request of it, or a few at once.
     far: bool,
-    readers: Mutex<Vec<BlockReader>>,
+    readers: Lock<Vec<BlockReader>>,
     /// Memory of used chunks.
-    spare: Mutex<Vec<Output>>,
+    spare: Lock<Vec<Output>>,
 }
 
 /// Chunks in order, and the way to get the next one.
@@ -182,7 +182,7 @@ impl<'a> ChunkMaker<'a> {
         let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, chunk_bytes) / item_bytes).max(1);
         // Rows that take half of the memory do not stay in the page cache until the next epoch.
         let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
-        let (readers, spare) = (Mutex::new(vec![]), Mutex::new(vec![]));
+        let (readers, spare) = (Lock::new(vec![]), Lock::new(vec![]));
         ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_bytes, chunk_items, past_cache, far, readers, spare }
     }
 
@@ -275,11 +275,11 @@ impl<'a> ChunkMaker<'a> {
         if self.far {
             self.rows.gather(groups, pick, picks.len(), cast, Out::Dense(out), &mut || stop.is_set())?;
         } else {
-            let spare = lock(&self.readers).pop();
+            let spare = self.readers.lock().pop();
             let mut reader = spare.map_or_else(|| BlockReader::new(self.past_cache), Ok)?;
             let done =
                 self.rows.gather_in_blocks(groups, pick, picks.len(), cast, Out::Dense(out), (&mut reader, stop));
-            lock(&self.readers).push(reader);
+            self.readers.lock().push(reader);
             done?;
         }
         Ok(Chunk { number, covered, items, rows: ChunkRows::Read(memory) })
@@ -300,7 +300,7 @@ impl<'a> ChunkMaker<'a> {
     }
 
     fn memory(&self, bytes: usize) -> Result<Output> {
-        let mut spare = lock(&self.spare);
+        let mut spare = self.spare.lock();
         while let Some(memory) = spare.pop() {
             if memory.bytes().len() >= bytes {
                 return Ok(memory);
@@ -368,11 +368,7 @@ impl<'a, 'n> Chunks<'a, 'n> {
     /// Returns a chunk's memory.
     pub fn done(&self, chunk: Chunk) {
         if let ChunkRows::Read(memory) = chunk.rows {
-            lock(&self.maker.spare).push(memory);
+            self.maker.spare.lock().push(memory);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

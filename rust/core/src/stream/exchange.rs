@@ -1,17 +1,15 @@
 //! The exchange of batches and memory between the reading thread and the consumer.
 
 use std::collections::VecDeque;
-use std::sync::PoisonError;
 
 use crate::error::{Error, Result};
 use crate::threads::sync::atomic::{AtomicBool, Ordering};
-use crate::threads::sync::{Condvar, Mutex, MutexGuard};
-use crate::threads::{LOOK, Watch, interrupted};
+use crate::threads::{LOOK, Lock, LockGuard, Signal, Watch, interrupted};
 
 /// Ready batches `B` and free memory `M`.
 pub(super) struct Exchange<B, M> {
-    state: Mutex<ExchangeState<B, M>>,
-    changed: Condvar,
+    state: Lock<ExchangeState<B, M>>,
+    changed: Signal,
     stop: AtomicBool,
 }
 
@@ -25,15 +23,15 @@ struct ExchangeState<B, M> {
 impl<B, M> Exchange<B, M> {
     pub(super) fn new(spare: Vec<M>) -> Exchange<B, M> {
         let state = ExchangeState { ready: VecDeque::new(), spare, finished: None };
-        Exchange { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) }
+        Exchange { state: Lock::new(state), changed: Signal::new(), stop: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ExchangeState<B, M>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> LockGuard<'_, ExchangeState<B, M>> {
+        self.state.lock()
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, ExchangeState<B, M>>) -> MutexGuard<'a, ExchangeState<B, M>> {
-        self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
+    fn wait<'a>(&self, state: LockGuard<'a, ExchangeState<B, M>>) -> LockGuard<'a, ExchangeState<B, M>> {
+        self.changed.wait_timeout(state, LOOK).0
     }
 
     // -- consumer --------------------------------------------------------------------------------------------------

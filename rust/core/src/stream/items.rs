@@ -82,7 +82,8 @@ impl BatchItems {
             Ok(())
         };
         if n <= 2 * IDS {
-            return parts.into_iter().enumerate().try_for_each(|(p, part)| fill(p, part, &Stop::default()));
+            #[expect(clippy::disallowed_methods, reason = "a few thousand numbers")]
+            return parts.into_iter().enumerate().try_for_each(|(p, part)| fill(p, part, Stop::never()));
         }
         threads::for_each(parts, &fill, watch)
     }
@@ -177,7 +178,8 @@ pub fn convert_rows(
         Ok(())
     };
     let work = |p: usize, out: &mut [u8], stop: &Stop| {
-        if stop.is_set() { Ok(()) } else { kernels::storing(stream, |stores| fill(p, out, stores)) }
+        stop.check()?;
+        kernels::storing(stream, |stores| fill(p, out, stores))
     };
     threads::for_each(out.chunks_mut(at_once * to), &work, watch)
 }

@@ -15,11 +15,11 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Mutex;
 
 use super::order::{Permutation, key};
 use super::plan::Shuffle;
 use crate::error::{Error, Kind, Result};
+use crate::threads::ForkSafe;
 
 /// The settings of a packing.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +57,7 @@ pub struct PackedSequences {
     /// For stored order: batches by their first sequence.
     ordered: Vec<u32>,
     batches: u64,
-    epoch: Mutex<Option<EpochOrders>>,
+    epoch: ForkSafe<Option<EpochOrders>>,
 }
 
 /// Consecutive slots of one batch. If a pattern is repeated, the next batch has the slots after them.
@@ -141,7 +141,7 @@ impl PackedSequences {
             windows: vec![0],
             ordered: vec![],
             batches,
-            epoch: Mutex::new(None),
+            epoch: ForkSafe::new(None),
         };
         planned.number(made);
         Ok(planned)
@@ -248,12 +248,12 @@ impl PackedSequences {
     /// The permutations of an epoch: the kept ones, or new ones. The lock is only tried, and only to take them: a child
     /// that was forked while it was locked computes them again.
     fn take_orders(&self, epoch: u64) -> EpochOrders {
-        let held = self.epoch.try_lock().ok().and_then(|mut held| held.take());
+        let held = self.epoch.try_lock().and_then(|mut held| held.take());
         held.filter(|orders| orders.number == epoch).unwrap_or_else(|| self.orders(epoch))
     }
 
     fn put_back(&self, orders: EpochOrders) {
-        if let Ok(mut held) = self.epoch.try_lock() {
+        if let Some(mut held) = self.epoch.try_lock() {
             *held = Some(orders);
         }
     }

@@ -1,11 +1,10 @@
 //! Parts of one piece of work, handed out to threads in order. [`pool`](super::pool) and [`waiting`](super::waiting)
 //! provide the threads.
 
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use super::sync::{Condvar, Mutex};
+use super::sync::{Lock, Signal};
 use crate::error::{Error, Kind, Result};
 
 /// Interval at which a waiting caller calls its watch.
@@ -20,19 +19,76 @@ pub fn interrupted() -> Error {
 }
 
 /// A flag that stops the parts of a piece of work.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Stop(AtomicBool);
 
 impl Stop {
+    /// For who will set it. Work that another one may stop is given that one's.
+    #[expect(clippy::new_without_default, reason = "a default would be one that nobody sets")]
+    pub fn new() -> Stop {
+        Stop(AtomicBool::new(false))
+    }
+
+    /// A stop that nobody sets: for work of a moment. clippy.toml demands a reason, because Ctrl-C waits for that work.
+    #[cfg(not(actshard_loom))]
+    pub fn never() -> &'static Stop {
+        static NEVER: Stop = Stop(AtomicBool::new(false));
+        &NEVER
+    }
+
+    #[cfg(actshard_loom)]
+    pub fn never() -> &'static Stop {
+        Box::leak(Box::new(Stop::new()))
+    }
+
     /// Whether the work was stopped: another part failed or the caller's watch returned true.
     #[inline]
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Fails if the work was stopped.
+    pub fn check(&self) -> Result<()> {
+        if self.is_set() { Err(interrupted()) } else { Ok(()) }
+    }
+
     /// Stops the work.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Who may stop a piece of work, as one argument: a part's [`Stop`] on any thread, or the caller's watch on the calling one.
+pub struct Context<'a> {
+    stop: &'a Stop,
+    watch: Option<Watch<'a>>,
+}
+
+impl<'a> Context<'a> {
+    /// Of work on another thread, or of a part.
+    pub fn of_part(stop: &'a Stop) -> Context<'a> {
+        Context { stop, watch: None }
+    }
+
+    /// Of work on the calling thread, which calls its watch between two reads of a moment.
+    #[expect(clippy::disallowed_methods, reason = "the watch is called instead")]
+    pub fn of_caller(watch: Watch<'a>) -> Context<'a> {
+        Context { stop: Stop::never(), watch: Some(watch) }
+    }
+
+    /// For reads.
+    pub fn stop(&self) -> &'a Stop {
+        self.stop
+    }
+
+    /// Whether the work is to end.
+    pub fn is_over(&mut self) -> bool {
+        self.stop.is_set() || self.watch.as_mut().is_some_and(|watch| watch())
+    }
+
+    /// Fails if the work is to end.
+    pub fn check(&mut self) -> Result<()> {
+        if self.is_over() { Err(interrupted()) } else { Ok(()) }
     }
 }
 
@@ -46,18 +102,18 @@ pub struct Handout<'a> {
     next: AtomicUsize,
     stop: Stop,
     interrupted: AtomicBool,
-    failed: Mutex<Option<(usize, Error)>>,
+    failed: Lock<Option<(usize, Error)>>,
     /// Threads at work, without the caller.
-    running: Mutex<usize>,
-    finished: Condvar,
+    running: Lock<usize>,
+    finished: Signal,
 }
 
 /// A registered thread; deregistered on drop, also during unwinding.
-pub struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
+pub struct Leave<'a>(&'a Lock<usize>, &'a Signal);
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *self.0.lock() -= 1;
         self.1.notify_all();
     }
 }
@@ -68,23 +124,23 @@ impl<'a> Handout<'a> {
             parts,
             work,
             next: AtomicUsize::new(0),
-            stop: Stop::default(),
+            stop: Stop::new(),
             interrupted: AtomicBool::new(false),
-            failed: Mutex::new(None),
-            running: Mutex::new(0),
-            finished: Condvar::new(),
+            failed: Lock::new(None),
+            running: Lock::new(0),
+            finished: Signal::new(),
         }
     }
 
     /// Registers a thread, before it starts.
     pub fn enter(&self) -> Leave<'_> {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *self.running.lock() += 1;
         Leave(&self.running, &self.finished)
     }
 
     /// Whether only the caller is at work.
     pub fn is_alone(&self) -> bool {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) == 0
+        *self.running.lock() == 0
     }
 
     /// Takes the next part and does it; false if none is left.
@@ -94,7 +150,7 @@ impl<'a> Handout<'a> {
             return false;
         }
         if let Err(error) = (self.work)(part, &self.stop) {
-            let mut first = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut first = self.failed.lock();
             // A part that was stopped because another one failed is not the cause, however low its number. An exception that a
             // callback raised, KeyboardInterrupt too, is one.
             let rank = |part: usize, error: &Error| (error.kind == Kind::Interrupted && error.carried.is_none(), part);
@@ -116,15 +172,15 @@ impl<'a> Handout<'a> {
 
     /// Waits until all registered threads have left.
     pub fn wait(&self, watch: Watch<'_>) {
-        let mut left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut left = self.running.lock();
         while *left > 0 {
-            let (guard, timeout) = self.finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
+            let (guard, timeout) = self.finished.wait_timeout(left, LOOK);
             left = guard;
-            if timeout.timed_out() && *left > 0 {
+            if timeout && *left > 0 {
                 // Not under the lock: a watch may run arbitrary code.
                 drop(left);
                 self.look(&mut *watch);
-                left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+                left = self.running.lock();
             }
         }
     }
@@ -134,7 +190,7 @@ impl<'a> Handout<'a> {
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(interrupted());
         }
-        match self.failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match self.failed.into_inner() {
             Some((_, error)) => Err(error),
             None => Ok(()),
         }
@@ -162,7 +218,7 @@ mod models {
         }
         handout.wait(watch);
         other.join().map_err(|_| Error::new(Kind::Internal, "a thread died"))?;
-        match handout.failed.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+        match handout.failed.lock().clone() {
             _ if handout.interrupted.load(Ordering::Relaxed) => Err(interrupted()),
             Some((_, error)) => Err(error),
             None => Ok(()),

@@ -1,7 +1,6 @@
 //! Parts that own an item: the chunk of the output that they fill, or their result.
 
-use std::sync::{Mutex, PoisonError};
-
+use super::Lock;
 use super::handout::{Stop, Watch, Work};
 use super::{pool, waiting};
 use crate::error::{Error, Kind, Result};
@@ -27,11 +26,8 @@ fn hand_out<T: Send, R: Send>(
     work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
     run: impl FnOnce(usize, &Work<'_>) -> Result<()>,
 ) -> Result<Vec<R>> {
-    let slots: Vec<Mutex<PartState<T, R>>> =
-        items.into_iter().map(|item| Mutex::new(PartState::Waiting(item))).collect();
-    let exchange = |i: usize, by: PartState<T, R>| {
-        std::mem::replace(&mut *slots[i].lock().unwrap_or_else(PoisonError::into_inner), by)
-    };
+    let slots: Vec<Lock<PartState<T, R>>> = items.into_iter().map(|item| Lock::new(PartState::Waiting(item))).collect();
+    let exchange = |i: usize, by: PartState<T, R>| std::mem::replace(&mut *slots[i].lock(), by);
     let one = |i: usize, stop: &Stop| {
         let PartState::Waiting(item) = exchange(i, PartState::Taken) else {
             return Err(Error::new(Kind::Internal, "a part was handed out twice"));
@@ -40,7 +36,7 @@ fn hand_out<T: Send, R: Send>(
         Ok(())
     };
     run(slots.len(), &one)?;
-    let made = slots.into_iter().map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    let made = slots.into_iter().map(|slot| match slot.into_inner() {
         PartState::Made(made) => Some(made),
         PartState::Waiting(_) | PartState::Taken => None,
     });

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::iter::Peekable;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::handout::{LOOK, Stop, Watch, interrupted};
+use super::{Lock, LockGuard, Signal};
 use crate::error::{Error, Kind, Result};
 
 /// The time that one thread has for a result before others are started.
@@ -16,8 +16,8 @@ const SOON: Duration = Duration::from_micros(500);
 pub type NextResult<'a, T> = dyn FnMut(Watch<'_>) -> Result<Option<T>> + 'a;
 
 struct Pipeline<'a, I: Iterator, T> {
-    line: Mutex<Line<I, T>>,
-    changed: Condvar,
+    line: Lock<Line<I, T>>,
+    changed: Signal,
     stop: Stop,
     depth: u64,
     weigh: &'a (dyn Fn(&I::Item) -> u64 + Sync),
@@ -71,7 +71,7 @@ where
 {
     let (jobs, weights, made) = (jobs.peekable(), VecDeque::new(), BTreeMap::new());
     let line = Line { jobs, taken: 0, used: 0, weights, ahead: 0, ended: false, made, threads: 0 };
-    let (line, changed, stop, depth) = (Mutex::new(line), Condvar::new(), Stop::default(), depth.max(1) as u64);
+    let (line, changed, stop, depth) = (Lock::new(line), Signal::new(), Stop::new(), depth.max(1) as u64);
     let pipeline = Pipeline { line, changed, stop, depth, weigh, make };
     std::thread::scope(|scope| {
         let _end = End(&pipeline);
@@ -124,8 +124,8 @@ impl<I: Iterator, T> Line<I, T> {
 }
 
 impl<I: Iterator, T> Pipeline<'_, I, T> {
-    fn lock(&self) -> MutexGuard<'_, Line<I, T>> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> LockGuard<'_, Line<I, T>> {
+        self.line.lock()
     }
 
     /// Takes a job with its number; `None` if there is none now.
@@ -169,7 +169,7 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
                 if line.ended {
                     break;
                 }
-                line = self.changed.wait(line).unwrap_or_else(PoisonError::into_inner);
+                line = self.changed.wait(line);
                 continue;
             };
             drop(line);
@@ -208,9 +208,9 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
                 self.stop_after(made.is_err());
                 return made.map(Some);
             }
-            let (guard, timeout) = self.changed.wait_timeout(line, wait).unwrap_or_else(PoisonError::into_inner);
+            let (guard, timeout) = self.changed.wait_timeout(line, wait);
             drop(guard);
-            if timeout.timed_out() {
+            if timeout {
                 start_all();
                 wait = LOOK;
                 if watch() {
@@ -230,14 +230,14 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
 
 /// Turns for threads that compute between their reads: no more compute at once than there are processors.
 pub struct Turns {
-    free: Mutex<usize>,
-    changed: Condvar,
+    free: Lock<usize>,
+    changed: Signal,
 }
 
 impl Turns {
     /// Turns for this many threads.
     pub fn new(threads: usize) -> Turns {
-        Turns { free: Mutex::new(threads.max(1)), changed: Condvar::new() }
+        Turns { free: Lock::new(threads.max(1)), changed: Signal::new() }
     }
 
     /// Runs `work` when it is this thread's turn.
@@ -246,13 +246,13 @@ impl Turns {
         struct Taken<'a>(&'a Turns);
         impl Drop for Taken<'_> {
             fn drop(&mut self) {
-                *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+                *self.0.free.lock() += 1;
                 self.0.changed.notify_one();
             }
         }
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         while *free == 0 {
-            free = self.changed.wait(free).unwrap_or_else(PoisonError::into_inner);
+            free = self.changed.wait(free);
         }
         *free -= 1;
         drop(free);

@@ -186,7 +186,7 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
     let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
     let pool = if workers > 0 && !BUSY.get() { current() } else { None };
     let Some(pool) = pool else {
-        let stop = Stop::default();
+        let stop = Stop::new();
         for part in 0..parts {
             // A single part is a small request: calling the watch would cost more than the work.
             if part > 0 && watch() {

@@ -35,9 +35,8 @@ impl SharedBytes {
         SharedBytes { most: bytes / UNIT, taken: AtomicU64::new(0) }
     }
 
-    /// Waits until this many bytes are free. Returns `None` once `stop` is set, and an error if the caller no longer
-    /// waits for this thread. More than half of the budget counts as half: a piece that cannot be cut may exceed it.
-    pub fn take(&self, bytes: u64, stop: &Stop) -> Result<Option<TakenBytes<'_>>> {
+    /// Waits until this many bytes are free, at most until `stop` is set or the caller no longer waits for this thread. More than half of the budget counts as half: a piece that cannot be cut may exceed it.
+    pub fn take(&self, bytes: u64, stop: &Stop) -> Result<TakenBytes<'_>> {
         let (pid, units) = (std::process::id(), bytes.div_ceil(UNIT).min(self.most / 2));
         let mut pause = Duration::from_micros(20);
         loop {
@@ -46,15 +45,11 @@ impl SharedBytes {
             if taken + units <= self.most {
                 let new = u64::from(pid) << 32 | (taken + units);
                 if self.taken.compare_exchange_weak(now, new, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-                    return Ok(Some(TakenBytes { from: self, pid, units }));
+                    return Ok(TakenBytes { from: self, pid, units });
                 }
                 continue;
             }
-            if stop.is_set() {
-                return Ok(None);
-            }
-            if is_abandoned() {
-                // An error, because callers expect `None` only after their own stop.
+            if stop.is_set() || is_abandoned() {
                 return Err(interrupted());
             }
             std::thread::sleep(pause);
@@ -78,6 +73,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
+    use crate::error::Kind;
 
     #[test]
     fn shares_never_exceed_the_whole() {
@@ -88,7 +84,7 @@ mod tests {
                 let (shared, most) = (&shared, &most);
                 scope.spawn(move || {
                     for n in 0..2_000 {
-                        let _share = shared.take((i + n) % 5 * UNIT + 1, &Stop::default()).unwrap().unwrap();
+                        let _share = shared.take((i + n) % 5 * UNIT + 1, &Stop::new()).unwrap();
                         most.fetch_max(shared.taken.load(Ordering::Relaxed) & u64::from(u32::MAX), Ordering::Relaxed);
                     }
                 });
@@ -101,12 +97,12 @@ mod tests {
     #[test]
     fn a_stop_ends_the_wait_and_a_child_begins_anew() {
         let shared = SharedBytes::new(4 * UNIT);
-        let whole = shared.take(100 * UNIT, &Stop::default()).unwrap().unwrap();
-        let other = shared.take(2 * UNIT, &Stop::default()).unwrap().unwrap();
-        let (stop, waited) = (Stop::default(), AtomicBool::new(false));
+        let whole = shared.take(100 * UNIT, &Stop::new()).unwrap();
+        let other = shared.take(2 * UNIT, &Stop::new()).unwrap();
+        let (stop, waited) = (Stop::new(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                assert!(shared.take(1, &stop).unwrap().is_none());
+                assert_eq!(shared.take(1, &stop).unwrap_err().kind, Kind::Interrupted);
                 waited.store(true, Ordering::Relaxed);
             });
             stop.set();
@@ -115,7 +111,7 @@ mod tests {
         // As if another process had taken them.
         std::mem::forget((whole, other));
         shared.taken.fetch_xor(1 << 32, Ordering::Relaxed);
-        drop(shared.take(2 * UNIT, &Stop::default()).unwrap());
+        drop(shared.take(2 * UNIT, &Stop::new()).unwrap());
         assert_eq!(shared.taken.load(Ordering::Relaxed) & u64::from(u32::MAX), 0);
     }
 }

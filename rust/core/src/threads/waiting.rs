@@ -13,7 +13,7 @@ thread_local! {
 }
 
 /// Whether the caller no longer waits for this thread's work. Stores that wait for a network check it in addition to
-/// their [`Stop`], because opening a file reads metadata and indexes without receiving a stop.
+/// their [`Stop`]: work that takes a moment at near files, and so receives no stop, may be done at far ones.
 pub fn is_abandoned() -> bool {
     ABANDONED.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed)))
 }

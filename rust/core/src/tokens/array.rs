@@ -6,8 +6,8 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
@@ -28,7 +28,7 @@ use crate::kernels::prefetch;
 use crate::location::Location;
 use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, ByteRange, Ready, Source, Store};
-use crate::threads::Watch;
+use crate::threads::{ForkSafe, Stop, Watch};
 
 /// A cache of decoded blocks, shared by arrays.
 pub type BlockCache = Cache<Planes, UnitKey>;
@@ -55,7 +55,7 @@ pub struct TokenFile {
     seen: Arc<[AtomicU8]>,
     /// Frame headers fetched from a slow store, by inner chunk; `None` for other stores. The lock is only tried, not waited
     /// for: a child forked while another thread held it reads the header again.
-    headers: Option<Arc<Mutex<HashMap<usize, FrameHeader>>>>,
+    headers: Option<Arc<ForkSafe<HashMap<usize, FrameHeader>>>>,
 }
 
 type FrameHeader = [u8; HEADER];
@@ -73,12 +73,12 @@ impl TokenFile {
     }
 
     fn header(&self, chunk: usize) -> Option<FrameHeader> {
-        self.headers.as_ref()?.try_lock().ok()?.get(&chunk).copied()
+        self.headers.as_ref()?.try_lock()?.get(&chunk).copied()
     }
 
     /// Caches the header of an inner chunk's frame.
     pub(super) fn keep_header(&self, chunk: usize, header: FrameHeader) {
-        if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock().ok()) {
+        if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock()) {
             headers.insert(chunk, header);
         }
     }
@@ -219,10 +219,14 @@ impl TokenArray {
         self.files.get(number, || self.open_shard(number))
     }
 
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     fn open_shard(&self, number: u64) -> Result<TokenFile> {
         let location = self.meta.file(&self.folder, number);
-        let file =
-            ChunkFile::open(self.store.open(&location, Access::Kept), |source, version| match &self.meta.index {
+        let file = ChunkFile::open(self.store.open(&location, Access::Kept, Stop::never()), |source, version| {
+            match &self.meta.index {
                 Some(form) => {
                     let (at, raw) = form.read(source, Kind::Truncated)?;
                     let entries = form.parse_within(&raw, source.size());
@@ -230,7 +234,8 @@ impl TokenArray {
                     Ok(Arc::new(Entries(entries.into())))
                 }
                 None => ChunkFile::one_unit(source, version),
-            })?;
+            }
+        })?;
         self.ledger.check(&*self.store)?;
         if file.source().is_none() && self.ledger.is_complete {
             let detail = "the file is missing: the cache is incomplete; copy it again, or build it again";
@@ -349,6 +354,7 @@ impl TokenArray {
         }
     }
 
+    #[expect(clippy::disallowed_methods, reason = "a header, and far ones are fetched together")]
     fn find_in_frame<'a>(
         &self,
         shard: &'a TokenFile,
@@ -363,7 +369,7 @@ impl TokenArray {
             Some(frame) => header.copy_from_slice(&frame[..HEADER]),
             None => match shard.header(piece.chunk) {
                 Some(known) => header = known,
-                None => unit.source.read(unit.offset, &mut header)?,
+                None => unit.source.read(unit.offset, &mut header, Stop::never())?,
             },
         }
         match Frame::parse(&header, unit.len, self.inner_bytes(), self.meta.item()).map_err(|e| unit.bad(e))? {

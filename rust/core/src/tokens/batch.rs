@@ -106,9 +106,7 @@ fn in_order<T: Send>(
         let one = |_: usize, chunk: &mut [T], stop: &Stop| {
             let mut scratch = fetched.as_ref().map_or_else(Cursors::default, Cursors::over);
             for at in 0..chunk.len() {
-                if stop.is_set() {
-                    break;
-                }
+                stop.check()?;
                 // The first misses of the next window overlap with the copy of this one.
                 if let (Some(field), Some(next)) = (ahead, chunk.get(at + 1)) {
                     field.prefetch(&scratch.tokens, place(next), typical);

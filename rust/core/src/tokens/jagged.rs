@@ -259,6 +259,10 @@ impl Field {
     }
 
     /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     pub fn shapes_folder(&self) -> Result<Option<Location>> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
         let Some(part) = self.parts.get(typed) else { return Ok(None) };
@@ -266,7 +270,7 @@ impl Field {
         let found = match self.store.wishes() {
             None => return Ok(self.store.look(&folder).is_ok().then_some(folder)),
             // Looking for a folder may take a listing, which some stores do not have.
-            Some(_) => self.store.open(&folder.join(METADATA), Access::Once),
+            Some(_) => self.store.open(&folder.join(METADATA), Access::Once, Stop::never()),
         };
         match found {
             Ok(_) => Ok(Some(folder)),

@@ -3,6 +3,7 @@
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::source::{Access, Store, Version};
+use crate::threads::Stop;
 
 /// A cache's ledger at the time when it was read.
 #[derive(Clone, Debug, Default)]
@@ -17,9 +18,13 @@ pub struct LedgerState {
 impl LedgerState {
     /// Fails if the ledger was removed or replaced. Called after a file is opened: a cache is replaced ledger first, so a file that
     /// was opened under an unchanged ledger is of the same cache.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "opening a near file takes a moment, and far ones are opened together"
+    )]
     pub(super) fn check(&self, store: &dyn Store) -> Result<()> {
         let Some((location, size, changed)) = &self.file else { return Ok(()) };
-        let detail = match store.open(location, Access::Once).map(|file| file.version()) {
+        let detail = match store.open(location, Access::Once, Stop::never()).map(|file| file.version()) {
             Ok(Some(Version::File(_, _, now, [(seconds, ns), _])))
                 if now == *size && seconds.wrapping_mul(1_000_000_000).wrapping_add(ns) == *changed =>
             {

@@ -15,6 +15,7 @@ use crate::error::{Error, Finding, Kind, Result};
 use crate::location::Location;
 use crate::memory::zeroed;
 use crate::source::{Access, Store};
+use crate::threads::Stop;
 
 /// The file that describes an array.
 pub(super) const METADATA: &str = "zarr.json";
@@ -57,16 +58,20 @@ impl Meta {
     }
 
     /// Reads `zarr.json` from the array's folder; also returns its text.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a text of a few kilobytes, on a thread that is abandoned if it is far"
+    )]
     pub(super) fn read_with_text(store: &dyn Store, folder: &Location) -> Result<(Meta, Vec<u8>)> {
         let path = folder.join(METADATA);
-        let source = store.open(&path, Access::Once)?;
+        let source = store.open(&path, Access::Once, Stop::never())?;
         if source.size() > MOST {
             return Err(
                 Error::new(Kind::Format, format!("expected at most {MOST} bytes of metadata, found more")).at(&path)
             );
         }
         let mut text = zeroed(source.size() as usize)?;
-        source.read(0, &mut text)?;
+        source.read(0, &mut text, Stop::never())?;
         let meta = Meta::parse(&text).map_err(|e| e.at(&path))?;
         Ok((meta, text))
     }

@@ -6,10 +6,8 @@
 //! `Generator.integers` (Lemire, 2019). They are implemented here because numpy does not guarantee that a `Generator` gives the
 //! same numbers in its next version.
 
-use std::sync::Mutex;
-
 use crate::error::{Error, Kind, Result};
-use crate::threads::{self, Watch};
+use crate::threads::{self, ForkSafe, Watch};
 
 /// A key of JAX's random numbers.
 pub type Key = [u32; 2];
@@ -332,7 +330,7 @@ struct BlockShuffle {
 
 /// Permutations, by window or era.
 #[derive(Debug, Default)]
-struct KeptPermutations(Mutex<Vec<Option<Simple>>>);
+struct KeptPermutations(ForkSafe<Vec<Option<Simple>>>);
 
 impl KeptPermutations {
     fn get(&self, number: u64, make: impl Fn() -> Simple) -> Simple {
@@ -340,7 +338,7 @@ impl KeptPermutations {
             return make();
         }
         // Only tried: another thread may have locked it at a fork.
-        let Ok(mut kept) = self.0.try_lock() else { return make() };
+        let Some(mut kept) = self.0.try_lock() else { return make() };
         let at = number as usize;
         if kept.len() <= at {
             kept.resize(at + 1, None);

@@ -5,10 +5,9 @@ use std::ffi::OsString;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Error, Kind, Result};
-use crate::threads::{self, Watch};
+use crate::threads::{self, Lock, Watch};
 
 /// Calls at once: a file server answers many, a local disk is as fast with few.
 const AT_ONCE: usize = 16;
@@ -30,15 +29,15 @@ struct FolderFiles {
 /// # Errors
 /// `Kind::Format`: something is neither a file nor a folder. Other kinds: the system's error, with the path.
 pub fn move_files(folders: &[PathBuf], root: &Path, but: &BTreeSet<PathBuf>, watch: Watch<'_>) -> Result<Vec<PathBuf>> {
-    let found: Mutex<Vec<FolderFiles>> = Mutex::new(vec![]);
+    let found: Lock<Vec<FolderFiles>> = Lock::new(vec![]);
     let list = |i: usize| {
         let mut some = vec![];
         list_files(&folders[i], Path::new(""), root, but, &mut some)?;
-        found.lock().unwrap_or_else(PoisonError::into_inner).append(&mut some);
+        found.lock().append(&mut some);
         Ok(())
     };
     threads::run_waiting(folders.len(), AT_ONCE, &|job, _| list(job), watch)?;
-    let found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let found = found.into_inner();
     let mut changed = BTreeSet::new();
     for files in &found {
         for above in files.to.ancestors().take_while(|path| path.starts_with(root)) {

@@ -3,13 +3,13 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use super::disk::{AT_ONCE, on_threads, open_to_write};
 use crate::error::{Error, Kind, Result};
 use crate::memory::output::Output;
-use crate::threads::Watch;
+use crate::threads::{Lock, Watch};
 
 /// Bytes per write, at most: large enough for the disk, small enough to balance threads.
 const JOB: u64 = 4 << 20;
@@ -59,7 +59,7 @@ struct Open {
 }
 
 struct TargetState {
-    open: Mutex<Option<Arc<Open>>>,
+    open: Lock<Option<Arc<Open>>>,
     left: AtomicUsize,
     bytes: u64,
 }
@@ -72,7 +72,7 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
 
     let jobs = jobs_of(&order);
     let slots: Vec<TargetState> =
-        targets.iter().map(|_| TargetState { open: Mutex::new(None), left: AtomicUsize::new(0), bytes: 0 }).collect();
+        targets.iter().map(|_| TargetState { open: Lock::new(None), left: AtomicUsize::new(0), bytes: 0 }).collect();
     let mut slots = slots;
     for job in &jobs {
         *slots[job.file].left.get_mut() += 1;
@@ -82,7 +82,7 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
         let job = &jobs[j];
         let (slot, target) = (&slots[job.file], &targets[job.file]);
         let open = {
-            let mut held = slot.open.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut held = slot.open.lock();
             match &*held {
                 Some(open) => Arc::clone(open),
                 None => Arc::clone(held.insert(Arc::new(open_target(target, direct && slot.bytes >= DIRECT_FROM)?))),
@@ -90,7 +90,7 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
         };
         do_job(job, &order, sources, &open).map_err(|e| Error::from_io(&e, &target.path, "write"))?;
         if slot.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            slot.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+            slot.open.lock().take();
             grow(&open.plain, target)?;
         }
         Ok(())

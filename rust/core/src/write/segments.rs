@@ -8,7 +8,6 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 use super::pieces::{Piece, Target, write};
 use crate::error::{Error, Kind, Result};
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Lock, Signal, Stop, Watch};
 
 /// Bytes deflated separately.
 const STRETCH: usize = 1 << 20;
@@ -166,10 +165,6 @@ impl GzipFile {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// One thread at a time hashes and writes stretches whose turn it is, while the others deflate. It writes one and goes back to
 /// deflating: on a slow disk the calling thread, which watches for signals, would otherwise write to the end.
 fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_>) -> Result<Digested> {
@@ -179,12 +174,12 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
     if all.is_empty() {
         all.push(vec![]);
     }
-    let target = Mutex::new(target);
-    let (deflated, turn): (Mutex<Deflated>, Condvar) = Default::default();
+    let target = Lock::new(target);
+    let (deflated, turn): (Lock<Deflated>, Signal) = Default::default();
     // Writes the next stretch if it is ready and no other thread is writing; returns whether it did.
     let write_one = || -> Result<bool> {
-        let Ok(mut target) = target.try_lock() else { return Ok(false) };
-        let mut waits = lock(&deflated);
+        let Some(mut target) = target.try_lock() else { return Ok(false) };
+        let mut waits = deflated.lock();
         let next = waits.next;
         let Some((bytes, part)) = waits.waiting.remove(&next) else { return Ok(false) };
         waits.next += 1;
@@ -195,11 +190,11 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
     };
     let work = |i: usize, stop: &Stop| -> Result<()> {
         let most = AHEAD.max(threads::num_threads() * 2);
-        while i >= lock(&deflated).next + most && !stop.is_set() {
+        while i >= deflated.lock().next + most && !stop.is_set() {
             if !write_one()? {
-                let waits = lock(&deflated);
+                let waits = deflated.lock();
                 if i >= waits.next + most {
-                    drop(turn.wait_timeout(waits, LOOK).unwrap_or_else(PoisonError::into_inner));
+                    drop(turn.wait_timeout(waits, LOOK));
                 }
             }
         }
@@ -207,7 +202,7 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
             return Ok(());
         }
         let made = deflate(&all[i], level, i + 1 == all.len())?;
-        lock(&deflated).waiting.insert(i, made);
+        deflated.lock().waiting.insert(i, made);
         write_one().map(drop)
     };
     threads::run(all.len(), &work, &mut *watch)?;
@@ -216,12 +211,12 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
             return Err(Error::new(Kind::Interrupted, "interrupted"));
         }
     }
-    let mut target = target.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut target = target.into_inner();
     let length: u64 = segments.iter().map(|s| s.len() as u64).sum();
     let crc = target.crc.clone().finalize();
     target.put(path, &crc.to_le_bytes())?;
     target.put(path, &(length as u32).to_le_bytes())?; // modulo 2^32 (RFC 1952)
-    if deflated.into_inner().unwrap_or_else(PoisonError::into_inner).next != all.len() {
+    if deflated.into_inner().next != all.len() {
         return Err(Error::new(Kind::Internal, "a stretch that was not written"));
     }
     Ok(Digested { size: target.size, sha256: target.sha.finalize().into() })
@@ -281,7 +276,9 @@ mod tests {
                 assert!(back == bytes, "{total} at level {level}");
                 assert_eq!(wrote, digest(&path, &mut || false).unwrap());
                 let stored = std::fs::read(&path).unwrap();
-                let ours = crate::codec::inflate::inflate(&stored, 1 << 30).unwrap();
+                let ours =
+                    crate::codec::inflate::inflate(&stored, 1 << 30, &mut threads::Context::of_part(&Stop::new()))
+                        .unwrap();
                 assert!(ours[..] == bytes[..], "{total} at level {level}, by our reader");
             }
         }

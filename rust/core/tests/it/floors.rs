@@ -7,12 +7,13 @@ use crate::sources::sources;
 
 /// Lowest first. A module uses those before it; on one floor, modules are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
+    "number",
     "location",
     "error",
     "kernels",
     "dtype",
-    "memory",
     "threads",
+    "memory",
     "source",
     "disk_cache",
     "codec",

@@ -168,7 +168,7 @@ fn read(rows: &Rows, groups: Ints<'_>, pick: Pick<'_>, items: usize, count: usiz
     if rows.reads_blocks() {
         let (mut blocks, mut reader) = (vec![0xa5; count * size], BlockReader::new(false)?);
         let out = Out::Dense(&mut blocks);
-        rows.gather_in_blocks(groups, pick, items, cast, out, (&mut reader, &Stop::default()))?;
+        rows.gather_in_blocks(groups, pick, items, cast, out, (&mut reader, &Stop::new()))?;
         assert_eq!(dense, blocks);
     }
     Ok(dense)

@@ -1,5 +1,6 @@
 //! libFuzzer over one target, which FUZZ_TARGET names: one program for all targets, because each takes long to link.
 #![no_main]
+#![allow(clippy::disallowed_types, reason = "this program does not fork")]
 
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::process::abort;

@@ -1,10 +1,11 @@
 //! Writing a field of a token cache.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
+use actshard_core::threads::{Lock, Signal};
 use actshard_core::tokens::write::{FieldWriter, Storage, WriteOptions};
 use actshard_core::{Error, Kind};
 use numpy::PyReadonlyArray1;
@@ -20,8 +21,8 @@ type Checksums = Vec<(String, u32)>;
 /// A field being written.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenFieldWriter {
-    state: Mutex<Writing>,
-    idle: Condvar,
+    state: Lock<Writing>,
+    idle: Signal,
 }
 
 /// The owner of the writer. Calls take the writer out, so that no lock is locked while Python code (a signal handler)
@@ -40,7 +41,7 @@ struct Given<'a> {
 
 impl Drop for Given<'_> {
     fn drop(&mut self) {
-        let mut state = self.owner.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.owner.state.lock();
         *state = self.writer.take().map_or(Writing::Done, Writing::Idle);
         self.owner.idle.notify_all();
     }
@@ -52,14 +53,14 @@ impl TokenFieldWriter {
     fn take(&self, watch: actshard_core::threads::Watch<'_>) -> actshard_core::Result<Given<'_>> {
         const LOOK: Duration = Duration::from_millis(20);
         loop {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.state.lock();
             match &*state {
                 Writing::Busy(thread) if *thread == thread::current().id() => {
                     let detail = "this call interrupted another call that is writing the same field";
                     return Err(Error::new(Kind::Argument, detail));
                 }
                 Writing::Busy(_) => {
-                    drop(self.idle.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0);
+                    drop(self.idle.wait_timeout(state, LOOK).0);
                     if watch() {
                         return Err(Error::new(Kind::Interrupted, "interrupted"));
                     }
@@ -110,7 +111,7 @@ impl TokenFieldWriter {
             let writer = detach::detached(py, |_| {
                 FieldWriter::create(&folder, dtype, axes, WriteOptions::new(storage, direct))
             })?;
-            Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
+            Ok(TokenFieldWriter { state: Lock::new(Writing::Idle(Box::new(writer))), idle: Signal::new() })
         })
     }
 

@@ -17,7 +17,8 @@ use crate::address::{StoreUrl, name_of, path_of};
 use crate::credentials;
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, RequestLimits, Secret};
-use crate::runtime::{ForkLock, PerProcess};
+use crate::runtime::PerProcess;
+use actshard_core::threads::ForkSafe;
 
 /// A client of one dataset.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ pub struct HubClient {
     pace: Arc<Pace>,
     places: PerProcess<Arc<ResolvedFiles>>,
     /// The commit of all requests. Kept across a fork, unlike connections.
-    commit: ForkLock<Option<String>>,
+    commit: ForkSafe<Option<String>>,
 }
 
 #[derive(Deserialize)]
@@ -75,7 +76,7 @@ impl HubClient {
             limits: Arc::new(settings.limits.clone()),
             pace,
             places: PerProcess::default(),
-            commit: ForkLock::new(pinned),
+            commit: ForkSafe::new(pinned),
         }
     }
 

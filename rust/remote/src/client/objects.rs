@@ -24,7 +24,8 @@ use crate::checks::why_not;
 use crate::credentials::{self, aws, cloud};
 use crate::failure::{Cause, Failure, shown};
 use crate::options::{ProviderSettings, RequestLimits, is_true, plain};
-use crate::runtime::{ForkLock, PerProcess};
+use crate::runtime::PerProcess;
+use actshard_core::threads::ForkSafe;
 
 /// A bucket, and the address of its server.
 #[derive(Clone)]
@@ -52,7 +53,7 @@ pub struct BucketClient {
     bucket_store: PerProcess<Bucket>,
     pub(super) writing: PerProcess<WriteSide>,
     /// The region that the server named, if it is not the configured one.
-    region: ForkLock<Option<String>>,
+    region: ForkSafe<Option<String>>,
 }
 
 impl BucketClient {
@@ -66,7 +67,7 @@ impl BucketClient {
             pace,
             bucket_store: PerProcess::default(),
             writing: PerProcess::default(),
-            region: ForkLock::default(),
+            region: ForkSafe::default(),
         }
     }
 

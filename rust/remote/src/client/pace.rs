@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
-use crate::runtime::ForkLock;
+use actshard_core::threads::ForkSafe;
 
 /// Answers that the median latency comes from.
 const RECENT: usize = 64;
@@ -48,10 +48,10 @@ struct Measured {
 /// Measurements and counts of a store.
 #[derive(Debug)]
 pub struct Pace {
-    measured: ForkLock<Measured>,
+    measured: ForkSafe<Measured>,
     origin: Instant,
     /// Hosts that accept no request before a time, with the answers that stated it.
-    held: ForkLock<HashMap<String, (Instant, Failure)>>,
+    held: ForkSafe<HashMap<String, (Instant, Failure)>>,
     /// Long bodies that arrive now, and their minimum number in this window.
     flying: AtomicUsize,
     least_flying: AtomicUsize,
@@ -72,9 +72,9 @@ impl Default for Pace {
         let measured = Measured { latencies: vec![], next: 0, rate: 0.0, since: now, before: 0 };
         let zero = || AtomicU64::new(0);
         Pace {
-            measured: ForkLock::new(measured),
+            measured: ForkSafe::new(measured),
             origin: now,
-            held: ForkLock::default(),
+            held: ForkSafe::default(),
             flying: AtomicUsize::new(0),
             least_flying: AtomicUsize::new(0),
             window_end: zero(),

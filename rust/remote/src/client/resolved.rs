@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use object_store::client::HttpResponse;
@@ -17,6 +17,7 @@ use super::wire::Wire;
 use super::{Answer, Expected, Tag};
 use crate::failure::{Cause, Failure};
 use crate::options::{LONGEST, Secret};
+use actshard_core::threads::Lock;
 
 /// Redirects that are followed.
 const HOPS: usize = 5;
@@ -53,7 +54,7 @@ type ResolvedSlot = Arc<tokio::sync::Mutex<Option<Resolved>>>;
 pub struct ResolvedFiles {
     wire: Wire,
     /// Not locked while a request waits.
-    by_key: Mutex<HashMap<String, ResolvedSlot>>,
+    by_key: Lock<HashMap<String, ResolvedSlot>>,
 }
 
 /// A request for a range.
@@ -73,7 +74,7 @@ pub struct WantedBytes<'a> {
 impl ResolvedFiles {
     /// No places known.
     pub fn new(wire: Wire) -> ResolvedFiles {
-        ResolvedFiles { wire, by_key: Mutex::default() }
+        ResolvedFiles { wire, by_key: Lock::default() }
     }
 
     /// The connections.
@@ -84,7 +85,7 @@ impl ResolvedFiles {
     /// Requests a range, directly from its place if that is known. One request at a time finds the place of a key.
     pub async fn get(&self, key: &str, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
         let slot = {
-            let mut by_key = self.by_key.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut by_key = self.by_key.lock();
             Arc::clone(by_key.entry(key.to_string()).or_default())
         };
         let mut place = slot.lock().await;

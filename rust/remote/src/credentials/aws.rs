@@ -18,7 +18,8 @@ use crate::address::Provider;
 use crate::checks::{not_a_header, why_not};
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, Secret, plain};
-use crate::runtime::{ForkLock, PerProcess};
+use crate::runtime::PerProcess;
+use actshard_core::threads::ForkSafe;
 
 /// The settings that the profile adds to the options and the environment.
 #[derive(Debug, Default)]
@@ -206,7 +207,7 @@ const SPARE: Duration = Duration::from_secs(30);
 struct ProcessProvider {
     command: Secret,
     patience: Duration,
-    kept: ForkLock<Option<Kept>>,
+    kept: ForkSafe<Option<Kept>>,
     asking: PerProcess<Arc<tokio::sync::Mutex<()>>>,
 }
 
@@ -218,7 +219,7 @@ impl std::fmt::Debug for ProcessProvider {
 
 impl ProcessProvider {
     fn new(command: Secret, patience: Duration) -> ProcessProvider {
-        ProcessProvider { command, patience, kept: ForkLock::default(), asking: PerProcess::default() }
+        ProcessProvider { command, patience, kept: ForkSafe::default(), asking: PerProcess::default() }
     }
 
     fn kept(&self) -> Option<Kept> {

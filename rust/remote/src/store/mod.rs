@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicU64;
 use actshard_core::disk_cache::{DiskCache, PAGE};
 use actshard_core::location::Location;
 use actshard_core::source::{Access, LinkPace, Source, Store, Wishes};
-use actshard_core::threads::{Stop, interrupted};
+use actshard_core::threads::{ForkSafe, Renewed, Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
 use sha2::{Digest, Sha256};
 
@@ -27,7 +27,7 @@ use crate::object::{Head, LARGEST, SHORT_PARALLEL};
 use crate::offline;
 use crate::options::Options;
 use crate::reading::Link;
-use crate::runtime::{ForkLock, Renewed, wait};
+use crate::runtime::wait;
 use crate::state::State;
 use crate::upload::{UploadJob, Uploaded, Uploader, hex};
 
@@ -55,7 +55,7 @@ pub struct RemoteStore {
     url: crate::options::Secret,
     options: Options,
     link: Arc<Link>,
-    heads: ForkLock<Heads>,
+    heads: ForkSafe<Heads>,
     cache: Option<DiskCache>,
 }
 
@@ -70,7 +70,10 @@ impl RemoteStore {
     pub fn over(self, client: Box<dyn Client>) -> RemoteStore {
         let (pace, limits) = (Arc::clone(&self.link.pace), self.link.limits.clone());
         let known = self.link.known.with(std::mem::take);
-        RemoteStore { link: Arc::new(Link { client, pace, limits, known: Renewed::new(known) }), ..self }
+        RemoteStore {
+            link: Arc::new(Link { client, pace, limits, known: Renewed::new(known, Known::default()) }),
+            ..self
+        }
     }
 
     fn with(url: &str, options: Options, revision: Option<String>, known: Known) -> Result<RemoteStore> {
@@ -84,9 +87,9 @@ impl RemoteStore {
             Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
             Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
         };
-        let link = Arc::new(Link { client, pace, limits, known: Renewed::new(known) });
+        let link = Arc::new(Link { client, pace, limits, known: Renewed::new(known, Known::default()) });
         let url = crate::options::Secret(url.to_string());
-        Ok(RemoteStore { address, url, options, link, heads: ForkLock::default(), cache: None })
+        Ok(RemoteStore { address, url, options, link, heads: ForkSafe::default(), cache: None })
     }
 
     /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.
@@ -135,7 +138,7 @@ impl RemoteStore {
     /// A digest of the properties that distinguish servers whose objects have equal URLs: endpoint and account. Makes
     /// no request.
     pub fn origin(&self, stop: &Stop) -> Result<String> {
-        let origin = wait(async { self.link.client.origin() }, stop)?.ok_or_else(interrupted)?;
+        let origin = wait(async { self.link.client.origin() }, stop)?;
         origin.map(|text| hex(&Sha256::digest(text))).map_err(|failure| self.link.error(&failure, &self.root()))
     }
 
@@ -213,7 +216,7 @@ impl RemoteStore {
 
     /// Everything below the URL, as it is now.
     pub fn everything(&self, stop: &Stop) -> Result<Vec<ListedObject>> {
-        let listing = wait(self.link.client.list(&self.address.key, true), stop)?.ok_or_else(interrupted)?;
+        let listing = wait(self.link.client.list(&self.address.key, true), stop)?;
         Ok(listing.map_err(|failure| failure.at(&self.root()))?.objects)
     }
 
@@ -269,7 +272,7 @@ impl RemoteStore {
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
         let from_root = self.address.provider == Provider::Hub && self.is_in_root(key);
         let from = if from_root { self.address.key.as_str() } else { key };
-        let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
+        let listing = wait(self.link.client.list(from, deep), stop)?;
         let listing = listing.map_err(|failure| {
             // Public objects in a bucket whose names are not public; without credentials, Google returns 401.
             let anonymous = self.address.provider == Provider::Gcs && failure.status() == Some(401);
@@ -314,7 +317,7 @@ impl RemoteStore {
     /// example, whose absence the requests report.
     fn cache_from(&self, stop: &Stop) -> Option<(&DiskCache, String)> {
         let cache = self.cache.as_ref()?;
-        let origin = wait(async { self.link.client.origin() }, stop).ok()??.ok()?;
+        let origin = wait(async { self.link.client.origin() }, stop).ok()?.ok()?;
         Some((cache, origin))
     }
 
@@ -363,8 +366,9 @@ impl Store for RemoteStore {
         answers.into_iter().zip(locations).map(fill).map(|answer| answer.map(through)).collect()
     }
 
+    #[expect(clippy::disallowed_methods, reason = "on a thread that is abandoned instead")]
     fn list(&self, folder: &Location) -> Result<Vec<String>> {
-        Ok(self.scan(folder, false, &Stop::default())?.into_iter().map(|found| found.name).collect())
+        Ok(self.scan(folder, false, Stop::never())?.into_iter().map(|found| found.name).collect())
     }
 
     fn look(&self, location: &Location) -> Result<()> {

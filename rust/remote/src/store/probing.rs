@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use actshard_core::location::Location;
 use actshard_core::source::{Access, Source};
+use actshard_core::threads::ForkSafe;
 use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::future::join;
@@ -15,7 +16,6 @@ use crate::failure::{Cause, Failure};
 use crate::known::{KnownName, NEWER, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject};
 use crate::reading::Beginning;
-use crate::runtime::ForkLock;
 
 /// Bytes in the first request for an unknown object.
 const HEAD: u64 = 64 << 10;
@@ -75,7 +75,7 @@ impl RemoteStore {
             location: location.clone(),
             key: key.to_string(),
             opened: facts,
-            head: ForkLock::new(head),
+            head: ForkSafe::new(head),
         })
     }
 

@@ -68,7 +68,7 @@ impl RemoteStore {
             return Ok(Standing::Absent);
         }
         let access = if is_metadata { Access::Once } else { Access::Kept };
-        match wait(self.probe_twice(key, access), stop)?.ok_or_else(interrupted)?? {
+        match wait(self.probe_twice(key, access), stop)?? {
             Ok((facts, head)) => {
                 if let Some(head) = head.filter(|_| is_metadata) {
                     self.keep_head(key, head);
@@ -125,25 +125,26 @@ impl RemoteStore {
     }
 
     /// Sends a request even for a known name: absent chunks have fill values only while their array is there.
+    #[expect(clippy::disallowed_methods, reason = "on a thread that is abandoned instead")]
     pub(super) fn look_at(&self, location: &Location) -> Result<()> {
         let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
-        let (key, stop) = (self.key(location)?, Stop::default());
+        let (key, stop) = (self.key(location)?, Stop::never());
         match self.look_up(key) {
             KnownName::Newer => Err(Failure::changed(NEWER).at(location)),
             KnownName::Object(facts) => {
-                let still = wait(self.is_still(key, facts), &stop)?.ok_or_else(interrupted)?;
+                let still = wait(self.is_still(key, facts), stop)?;
                 still.map_err(|failure| if failure.cause == Cause::Gone { missing() } else { failure.at(location) })
             }
             // A commit does not change.
             KnownName::Folder if self.address.provider == Provider::Hub => Ok(()),
             KnownName::Folder => {
-                let listing = wait(self.link.client.list(key, false), &stop)?.ok_or_else(interrupted)?;
+                let listing = wait(self.link.client.list(key, false), stop)?;
                 let listing = listing.map_err(|failure| failure.at(location))?;
                 let is_there = !(listing.objects.is_empty() && listing.folders.is_empty());
                 is_there.then_some(()).ok_or_else(missing)
             }
             KnownName::Absent => Err(missing()),
-            KnownName::Unknown => match self.stat(location, &stop)? {
+            KnownName::Unknown => match self.stat(location, stop)? {
                 Standing::Object(_) | Standing::Folder => Ok(()),
                 Standing::Absent => Err(missing()),
                 Standing::Denied(error) => Err(error),

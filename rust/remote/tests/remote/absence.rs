@@ -74,7 +74,7 @@ fn a_404_of_a_web_server_is_asked_for_again() {
     fake.fault(".zarray", page(404, PAGE), 1);
     assert!(open(&store, &array).is_ok());
     fake.fault("/web/", page(404, PAGE), 3);
-    let opened = store.open_many(&[&a, &b, &none], Access::Kept, &Stop::default());
+    let opened = store.open_many(&[&a, &b, &none], Access::Kept, &Stop::new());
     assert_eq!(read(&**opened[0].as_ref().unwrap(), 0, 1000).unwrap(), noise(1000, 2));
     assert_eq!(read(&**opened[1].as_ref().unwrap(), 0, 1000).unwrap(), noise(1000, 3));
     assert_eq!(opened[2].as_ref().unwrap_err().kind, Kind::NotFound);
@@ -91,12 +91,12 @@ fn a_stat_asks_a_web_server_again_too() {
     let store = fake.web("run", &[]);
     open(&store, &store.root().join(".zarray")).unwrap();
     fake.fault("run/0.0", page(404, PAGE), 1);
-    let found = store.stat(&store.root().join("0.0"), &Stop::default()).unwrap();
+    let found = store.stat(&store.root().join("0.0"), &Stop::new()).unwrap();
     assert!(matches!(found, Standing::Object(1000)), "{found:?}");
-    let found = store.stat(&store.root().join("0.9"), &Stop::default()).unwrap();
+    let found = store.stat(&store.root().join("0.9"), &Stop::new()).unwrap();
     assert!(matches!(found, Standing::Absent), "{found:?}");
     fake.fault("/web/", page(404, PAGE), 1000);
-    let error = store.stat(&store.root().join("0.8"), &Stop::default()).unwrap_err();
+    let error = store.stat(&store.root().join("0.8"), &Stop::new()).unwrap_err();
     assert!(error.kind == Kind::Format && error.detail.contains("it is gone"), "{error}");
 }
 
@@ -149,7 +149,7 @@ fn a_listing_that_repeats_a_page_ends() {
 fn a_stat_asks_for_no_more_than_the_beginning() {
     let fake = Fake::new([("run/a", noise(3 << 20, 1))]);
     let store = fake.web("run", &[]);
-    let found = store.stat(&store.root().join("a"), &Stop::default()).unwrap();
+    let found = store.stat(&store.root().join("a"), &Stop::new()).unwrap();
     assert!(matches!(found, Standing::Object(size) if size == 3 << 20), "{found:?}");
     assert_eq!(fake.seen()[0].headers["range"], "bytes=0-65535");
 }

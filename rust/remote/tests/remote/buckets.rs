@@ -19,7 +19,7 @@ fn any_range_has_the_bytes_of_the_object() {
     }
     let (mut a, mut b) = (vec![0; 100], vec![0; 5 << 20]);
     let reads = &mut [RangeRead { at: 8 << 20, into: &mut a }, RangeRead { at: 3, into: &mut b }];
-    source.read_many(reads, &Stop::default()).unwrap();
+    source.read_many(reads, &Stop::new()).unwrap();
     assert!(a == bytes[8 << 20..(8 << 20) + 100] && b == bytes[3..3 + (5 << 20)]);
     let error = read(&*source, (9 << 20) - 1, 2).unwrap_err();
     assert_eq!(error.kind, Kind::Truncated);
@@ -34,9 +34,9 @@ fn an_unknown_object_costs_one_request_and_a_listed_one_none() {
     let a = open(&store, &store.location("run/a")).unwrap();
     assert_eq!(read(&*a, 0, 1000).unwrap(), noise(1000, 1));
     assert_eq!(fake.seen().len(), 1);
-    assert_eq!(store.scan(&store.root(), false, &Stop::default()).unwrap().len(), 3);
+    assert_eq!(store.scan(&store.root(), false, &Stop::new()).unwrap().len(), 3);
     let places = [store.location("run/b"), store.location("run/c"), store.location("run/none")];
-    let opened = store.open_many(&places.iter().collect::<Vec<_>>(), Access::Kept, &Stop::default());
+    let opened = store.open_many(&places.iter().collect::<Vec<_>>(), Access::Kept, &Stop::new());
     assert_eq!(fake.seen().len(), 1);
     assert_eq!(opened[1].as_ref().unwrap().size(), 100_000);
     assert_eq!(opened[2].as_ref().unwrap_err().kind, Kind::NotFound);
@@ -54,7 +54,7 @@ fn folders_are_listed_by_level_and_by_pages() {
     let fake = Fake::new(keys.map(|key| (key, vec![1])));
     fake.set_page(2);
     let names = |store: &RemoteStore, key: &str, deep| {
-        let found = store.scan(&store.location(key), deep, &Stop::default()).unwrap();
+        let found = store.scan(&store.location(key), deep, &Stop::new()).unwrap();
         found.into_iter().map(|found| (found.name, found.size)).collect::<Vec<_>>()
     };
     let all = [("x", None), ("y", None), ("meta.json", Some(1)), ("é a+b%", Some(1))];
@@ -88,7 +88,7 @@ fn a_replaced_object_is_an_error_and_never_other_bytes() {
                 fake.set_bare_listings();
             }
             let store = fake.s3("run", &[]);
-            store.scan(&store.root(), false, &Stop::default()).unwrap();
+            store.scan(&store.root(), false, &Stop::new()).unwrap();
             let source = open(&store, &store.location("run/a")).unwrap();
             assert_eq!(read(&*source, 0, 10).unwrap(), noise(200_000, 1)[..10]);
             assert!(matches!(source.version(), Some(Version::Tag(_))));
@@ -119,7 +119,7 @@ fn an_object_opened_again_is_still_the_first_one() {
 fn a_state_opens_the_same_store_without_a_request() {
     let fake = Fake::new([("run/a", noise(200_000, 1)), ("run/x/b", noise(10, 2))]);
     let store = fake.s3("run", &[]);
-    store.scan(&store.root(), true, &Stop::default()).unwrap();
+    store.scan(&store.root(), true, &Stop::new()).unwrap();
     let state = store.state().unwrap();
     fake.seen();
     let other = RemoteStore::from_state(&state).unwrap();
@@ -172,11 +172,11 @@ fn an_object_that_is_read_once_comes_with_its_first_request() {
     let fake = Fake::new([("run/0.0", bytes.clone()), ("run/0.1", noise(5 << 20, 2))]);
     let store = fake.s3("run", &[]);
     let place = store.location("run/0.0");
-    let source = store.open_many(&[&place], Access::Once, &Stop::default()).pop().unwrap().unwrap();
+    let source = store.open_many(&[&place], Access::Once, &Stop::new()).pop().unwrap().unwrap();
     assert_eq!(read(&*source, 0, 3 << 20).unwrap(), bytes);
     assert_eq!(fake.seen().len(), 1);
     let place = store.location("run/0.1");
-    let longer = store.open_many(&[&place], Access::Once, &Stop::default()).pop().unwrap().unwrap();
+    let longer = store.open_many(&[&place], Access::Once, &Stop::new()).pop().unwrap().unwrap();
     assert_eq!(read(&*longer, 0, 5 << 20).unwrap(), noise(5 << 20, 2));
     let seen = fake.seen();
     assert_eq!(
@@ -212,9 +212,7 @@ fn a_bucket_that_may_not_be_listed_is_read_by_name() {
     assert!(!store.lists());
     assert_eq!(stat(&store, &store.location("run/metadata.json")), Some(Some(2)));
     let place = store.location("run/labels.bin");
-    let Standing::Denied(error) = store.stat(&place, &Stop::default()).unwrap() else {
-        panic!("told as absent or there")
-    };
+    let Standing::Denied(error) = store.stat(&place, &Stop::new()).unwrap() else { panic!("told as absent or there") };
     assert!(error.kind == Kind::Access && error.detail.contains("used: the credentials of storage_options"), "{error}");
     assert_eq!(
         open(&store, &place).unwrap_err().kind,
@@ -231,8 +229,8 @@ fn wrong_credentials_are_no_absence() {
     let wrong = "<Error><Code>SignatureDoesNotMatch</Code><Message>no</Message></Error>";
     fake.fault("bucket", Fault::Status(403, vec![], wrong), 1000);
     let store = fake.s3("run", &[]);
-    assert_eq!(store.stat(&store.root(), &Stop::default()).unwrap_err().kind, Kind::Access);
-    let error = store.stat(&store.location("run/a.json"), &Stop::default()).unwrap_err();
+    assert_eq!(store.stat(&store.root(), &Stop::new()).unwrap_err().kind, Kind::Access);
+    let error = store.stat(&store.location("run/a.json"), &Stop::new()).unwrap_err();
     assert!(store.lists() && error.detail.contains("check the credentials"), "{error}");
 }
 
@@ -242,7 +240,7 @@ fn an_object_below_which_nothing_is_listed_is_listed_once() {
     let store = fake.s3("run/index/a.parquet", &[]);
     for _ in 0..3 {
         assert_eq!(stat(&store, &store.root()), Some(Some(4)));
-        assert!(store.scan(&store.root(), false, &Stop::default()).unwrap().is_empty());
+        assert!(store.scan(&store.root(), false, &Stop::new()).unwrap().is_empty());
     }
     let source = open(&store, &store.root()).unwrap();
     assert_eq!(read(&*source, 0, 4).unwrap(), b"PAR1");

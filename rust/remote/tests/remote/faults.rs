@@ -118,7 +118,7 @@ fn reads_that_follow_each_other_are_one_request() {
             fake.fault("run/a", fault, 1);
         }
         let before = store.counts().hedges;
-        source.read_many(&mut reads, &Stop::default()).unwrap();
+        source.read_many(&mut reads, &Stop::new()).unwrap();
         // Each for itself they were four. On a busy machine a slow answer is asked for twice, and a broken one may have brought
         // nothing: what is asked for again need not begin at another byte.
         let asked: Vec<_> = fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
@@ -187,7 +187,7 @@ fn a_stop_ends_every_wait() {
     let store = fake.s3("run", &[]);
     store.list(&store.root()).unwrap();
     let source = open(&store, &store.location("run/a")).unwrap();
-    let (stop, hour) = (Stop::default(), Duration::from_secs(3600));
+    let (stop, hour) = (Stop::new(), Duration::from_secs(3600));
     fake.fault("/bucket", Fault::Late(hour), 1000);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -195,7 +195,8 @@ fn a_stop_ends_every_wait() {
             stop.set();
         });
         let mut into = vec![0; 10];
-        assert!(source.read_many(&mut [RangeRead { at: 0, into: &mut into }], &stop).is_ok());
+        let error = source.read_many(&mut [RangeRead { at: 0, into: &mut into }], &stop).unwrap_err();
+        assert_eq!(error.kind, Kind::Interrupted);
         let error = store.scan(&store.location("elsewhere"), false, &stop).unwrap_err();
         assert_eq!(error.kind, Kind::Interrupted);
         let other = store.location("elsewhere/b");

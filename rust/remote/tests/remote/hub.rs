@@ -23,7 +23,7 @@ fn a_dataset_is_pinned_listed_once_and_each_file_resolved_once() {
     let bytes = noise(300_000, 1);
     let mut into = vec![vec![0; 1000]; 50];
     let reads = into.iter_mut().enumerate().map(|(i, into)| RangeRead { at: i as u64 * 5000, into });
-    source.read_many(&mut reads.collect::<Vec<_>>(), &Stop::default()).unwrap();
+    source.read_many(&mut reads.collect::<Vec<_>>(), &Stop::new()).unwrap();
     assert!(into.iter().enumerate().all(|(i, part)| *part == bytes[i * 5000..i * 5000 + 1000]));
     let (seen, repeated) = (fake.seen(), store.counts().hedges as usize);
     let resolved = seen.iter().filter(|seen| !seen.away).count();

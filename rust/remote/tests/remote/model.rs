@@ -405,7 +405,7 @@ impl Family {
     fn open_and_read(store: &RemoteStore, key: &str) -> Result<Vec<u8>, Error> {
         let source = super::server::open(store, &store.location(key))?;
         let mut bytes = vec![0; source.size() as usize];
-        source.read(0, &mut bytes)?;
+        source.read(0, &mut bytes, &Stop::new())?;
         Ok(bytes)
     }
 
@@ -419,7 +419,7 @@ impl Family {
     fn stat(&mut self, store: usize, key: &'static str) -> Said {
         let before = self.world();
         let store = &self.stores[store];
-        match store.stat(&store.location(key), &Stop::default()) {
+        match store.stat(&store.location(key), &Stop::new()) {
             Ok(Standing::Object(size)) => {
                 let states = before.since(key, self.opened().unwrap_or(before.now));
                 let sized = states.iter().flatten().any(|put| put.size as u64 == size);
@@ -445,7 +445,7 @@ impl Family {
     fn list(&mut self, store: usize, folder: &'static str, deep: bool) -> Said {
         let before = self.world();
         let store = &self.stores[store];
-        match store.scan(&store.location(folder), deep, &Stop::default()) {
+        match store.scan(&store.location(folder), deep, &Stop::new()) {
             Ok(found) => {
                 let names: BTreeSet<String> =
                     found.into_iter().map(|found| format!("{folder}/{}", found.name)).collect();
@@ -555,7 +555,7 @@ impl Family {
             Op::ReadKept(which) if which < self.kept.len() => {
                 let (key, source) = &self.kept[which];
                 let mut bytes = vec![0; source.size() as usize];
-                let (key, made) = (*key, source.read(0, &mut bytes));
+                let (key, made) = (*key, source.read(0, &mut bytes, &Stop::new()));
                 self.said(key, made.map(|()| bytes), &before)
             }
             Op::Stat(store, key) => self.stat(store % count, KEYS[key]),

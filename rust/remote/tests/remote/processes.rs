@@ -25,7 +25,7 @@ fn children_of_a_busy_parent_can_read_with_its_store() {
     let bytes = noise(300_000, 1);
     let fake = Fake::new([("run/a", bytes.clone())]);
     let store = fake.s3("run", &[]);
-    store.scan(&store.root(), false, &actshard_core::threads::Stop::default()).unwrap();
+    store.scan(&store.root(), false, &actshard_core::threads::Stop::new()).unwrap();
     let source = open(&store, &store.location("run/a")).unwrap();
     assert_eq!(read(&*source, 0, 300_000).unwrap(), bytes);
     let done = AtomicBool::new(false);

@@ -201,12 +201,12 @@ pub fn noise(len: usize, seed: u64) -> Vec<u8> {
 }
 
 pub fn open(store: &RemoteStore, location: &Location) -> Result<Box<dyn Source>> {
-    store.open_many(&[location], Access::Kept, &Stop::default()).pop().unwrap()
+    store.open_many(&[location], Access::Kept, &Stop::new()).pop().unwrap()
 }
 
 /// The size of an object, `Some(None)` for a folder.
 pub fn stat(store: &RemoteStore, location: &Location) -> Option<Option<u64>> {
-    match store.stat(location, &Stop::default()).unwrap() {
+    match store.stat(location, &Stop::new()).unwrap() {
         Standing::Object(size) => Some(Some(size)),
         Standing::Folder => Some(None),
         Standing::Absent => None,
@@ -216,7 +216,7 @@ pub fn stat(store: &RemoteStore, location: &Location) -> Option<Option<u64>> {
 
 pub fn read(source: &dyn Source, at: u64, len: usize) -> Result<Vec<u8>> {
     let mut bytes = vec![0; len];
-    source.read(at, &mut bytes)?;
+    source.read(at, &mut bytes, &Stop::new())?;
     Ok(bytes)
 }
 

@@ -46,7 +46,7 @@ fn an_object_that_was_replaced_before_its_first_answer_is_an_error() {
                 );
                 assert_eq!(fake.seen().len(), requests, "no request beside the first one for its bytes");
             }
-            assert!(store.stat(&store.root().join("b/0"), &Stop::default()).is_err());
+            assert!(store.stat(&store.root().join("b/0"), &Stop::new()).is_err());
             // A store that is opened now reads the new dataset.
             let store = stores(&fake).into_iter().nth(at).unwrap();
             open(&store, &store.root().join("ledger.json")).unwrap();

@@ -74,7 +74,7 @@ fn no_value_of_an_option_reaches_a_panic() {
                 pairs.push(((*name).to_string(), value.to_string()));
                 let options = actshard_remote::Options::new(pairs);
                 let found = RemoteStore::open(&url, options).and_then(|store| {
-                    let stop = Stop::default();
+                    let stop = Stop::new();
                     store.stat(&store.root().join("metadata.json"), &stop)
                 });
                 let Err(error) = found else { continue };
@@ -111,7 +111,7 @@ fn refused_values_are_errors_that_name_the_option() {
         ("az://b/k", &[("account_key", "YWJj")][..], "access_key"),
     ] {
         let store = RemoteStore::open(url, options_of(pairs)).unwrap();
-        let error = store.stat(&store.root(), &Stop::default()).unwrap_err();
+        let error = store.stat(&store.root(), &Stop::new()).unwrap_err();
         assert!(error.kind == Kind::Access && error.detail.contains(names), "{error}");
         assert!(!error.detail.contains("fish"), "{error}");
     }
@@ -144,7 +144,7 @@ fn objects_without_strong_tags_are_not_cached() {
     let folder = tempfile::tempdir().unwrap();
     for _ in 0..2 {
         let store = fake.s3("run", &[]).cached(folder.path(), 64 << 20).unwrap();
-        store.scan(&store.root(), false, &Stop::default()).unwrap();
+        store.scan(&store.root(), false, &Stop::new()).unwrap();
         let source = super::server::open(&store, &store.location("run/a")).unwrap();
         fake.seen();
         assert!(read(&*source, 0, 200_000).unwrap() == bytes);

@@ -6,6 +6,7 @@
 //! (Knespel and Brunst, 2023).
 
 use crate::memory;
+use crate::number::to_usize;
 
 /// The largest distance of a match, in bytes.
 pub const WINDOW: usize = 32 << 10;
@@ -54,10 +55,11 @@ impl<'a> BitReader<'a> {
         word >> (self.at % 8)
     }
 
+    /// The next bits, at most 16.
     fn take(&mut self, n: u32) -> Option<u32> {
         let value = self.peek() & ((1 << n) - 1);
         self.skip(n)?;
-        Some(value as u32)
+        u32::try_from(value).ok()
     }
 
     fn skip(&mut self, n: u32) -> Option<()> {
@@ -87,7 +89,8 @@ impl Code {
         if filled != 1 << MAX_BITS && !(sparse && used <= 1 && filled <= 1 << (MAX_BITS - 1)) {
             return None;
         }
-        let bits = (1..=MAX_BITS).rev().find(|n| count[*n] > 0).unwrap_or(1) as u32;
+        let bits = (1..=MAX_BITS).rev().find(|n| count[*n] > 0).unwrap_or(1);
+        let bits = u32::try_from(bits).ok()?;
         let mut next = [0u32; MAX_BITS + 2];
         for n in 1..=MAX_BITS {
             next[n + 1] = (next[n] + count[n]) << 1;
@@ -96,12 +99,12 @@ impl Code {
         let mut table = memory::reserve(1 << bits).ok()?;
         table.resize_with(1 << bits, Default::default);
         for (symbol, length) in lengths.iter().enumerate().filter(|(_, n)| **n > 0) {
-            let n = u32::from(*length);
+            let (n, symbol) = (u32::from(*length), u16::try_from(symbol).ok()?);
             let code = next[usize::from(*length)];
             next[usize::from(*length)] += 1;
             let reversed = code.reverse_bits() >> (32 - n);
             for entry in table.iter_mut().skip(reversed as usize).step_by(1 << n) {
-                *entry = (symbol as u16, *length);
+                *entry = (symbol, *length);
             }
         }
         Some(Code { table, bits })
@@ -109,7 +112,7 @@ impl Code {
 
     #[inline]
     fn read(&self, bits: &mut BitReader<'_>) -> Option<u16> {
-        let (symbol, length) = self.table[(bits.peek() & ((1 << self.bits) - 1)) as usize];
+        let (symbol, length) = self.table[to_usize(bits.peek() & ((1 << self.bits) - 1))];
         if length == 0 {
             return None;
         }
@@ -169,13 +172,13 @@ fn dynamic_codes(bits: &mut BitReader<'_>, steps: &mut Steps) -> Option<Codes> {
     }
     let mut lengths = [0u8; 19];
     for place in &CODE_LENGTH_ORDER[..n] {
-        lengths[*place] = bits.take(3)? as u8;
+        lengths[*place] = u8::try_from(bits.take(3)?).ok()?;
     }
     let code = Code::new(&lengths, false, steps)?;
     let mut all: Vec<u8> = vec![];
     while all.len() < literals + distances {
         let (value, times) = match code.read(bits)? {
-            symbol @ 0..=15 => (symbol as u8, 1),
+            symbol @ 0..=15 => (u8::try_from(symbol).ok()?, 1),
             16 => (*all.last()?, bits.take(2)? + 3),
             17 => (0, bits.take(3)? + 3),
             _ => (0, bits.take(7)? + 11),
@@ -277,14 +280,14 @@ fn block(
             256 => return Some(()),
             symbol => {
                 let i = usize::from(symbol) - 257;
-                let length = LENGTH_BASE.get(i)? + bits.take(u32::from(LENGTH_EXTRA[i]))? as u16;
+                let length = u32::from(*LENGTH_BASE.get(i)?) + bits.take(u32::from(LENGTH_EXTRA[i]))?;
                 let i = usize::from(codes.distances.read(bits)?);
                 let distance = usize::from(*DISTANCE_BASE.get(i)?) + bits.take(u32::from(DISTANCE_EXTRA[i]))? as usize;
                 for _ in 0..length {
                     let value = match values.len().checked_sub(distance) {
                         Some(at) => values[at],
                         // In the unknown window, which ends where the values begin.
-                        None => MARK + (WINDOW - (distance - values.len())) as u16,
+                        None => MARK + u16::try_from(WINDOW - (distance - values.len())).ok()?,
                     };
                     values.push(value);
                     if value >= MARK {

@@ -14,7 +14,6 @@ mod libdeflate;
 mod parallel;
 
 use std::io::Read;
-use std::sync::{Mutex, PoisonError};
 
 use flate2::{Decompress, FlushDecompress, Status};
 
@@ -23,8 +22,9 @@ use self::parallel::Beside;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::memory;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::Source;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Context, Lock, Stop, Watch};
 
 /// The maximum ratio of deflate (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
@@ -83,7 +83,7 @@ pub fn guess(gz: &[u8]) -> u64 {
 pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Buffer> {
     if !threads::are_free() {
         beside(&mut *watch)?;
-        return inflate(gz, limit);
+        return inflate(gz, limit, &mut Context::of_caller(watch));
     }
     let size = guess(gz);
     // With several members the guess covers only the last: usually less than the file's size, and otherwise detected at the
@@ -91,26 +91,26 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
     let whole = size >= gz.len() as u64 && size <= limit;
     let plan = if whole { parallel::plan(gz, &mut *watch)? } else { None };
     if let Some(plan) = plan {
-        return match parallel::inflate(gz, &plan, size, beside, watch)? {
+        return match parallel::inflate(gz, &plan, size, beside, &mut *watch)? {
             Some(block) => Ok(block),
-            None => inflate(gz, limit),
+            None => inflate(gz, limit, &mut Context::of_caller(watch)),
         };
     }
-    let made: Mutex<Option<Buffer>> = Mutex::default();
+    let made: Lock<Option<Buffer>> = Lock::default();
     let work = |part: usize, stop: &Stop| match part {
         0 => beside(&mut || stop.is_set()),
         _ => {
-            *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(inflate(gz, limit)?);
+            *made.lock() = Some(inflate(gz, limit, &mut Context::of_part(stop))?);
             Ok(())
         }
     };
     threads::run(2, &work, watch)?;
-    let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let made = made.into_inner();
     made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
 
-/// Inflates all members to at most `limit` bytes.
-pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
+/// Inflates all members to at most `limit` bytes. Members that are not small are inflated in steps.
+pub fn inflate(gz: &[u8], limit: u64, context: &mut Context<'_>) -> Result<Buffer> {
     if !is_gzip(gz) {
         return Err(Error::new(
             Kind::Format,
@@ -122,10 +122,11 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::NoMemory, format!("cannot allocate memory to inflate into: {e}"));
     // A truncated file ends in data, so the guess may be any number; it decides only the first size of the buffer.
-    let mut out = Buffer::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
+    let mut out = Buffer::new(to_usize(guess(gz).min(most).max(1))).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
-    let (mut read, mut made) = (0usize, 0usize);
+    let (mut read, mut made, mut last) = (0usize, 0usize, 0usize);
     while read < gz.len() {
+        context.check()?;
         // Zeros may follow the last member (RFC 1952 does not mention them; Python skips them).
         if read > 0 && gz[read..].iter().all(|b| *b == 0) {
             break;
@@ -135,10 +136,15 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
                 .finds(Finding::Gzip)
                 .byte(read as u64));
         }
-        match inflater.member(&gz[read..], &mut out.bytes_mut()[made..]) {
+        let (member, space) = (&gz[read..], &mut out.bytes_mut()[made..]);
+        // In a file of many members, the next one is probably as short as the last.
+        let is_short = member.len().max(space.len()) as u64 <= MEMBER || (1..=to_usize(MEMBER)).contains(&last);
+        let outcome = if is_short { inflater.member(member, space) } else { in_steps(member, space, context)? };
+        match outcome {
             Outcome::Done { read: r, made: m } => {
                 read += r;
                 made += m;
+                last = m;
             }
             Outcome::Full => {
                 // Several members, or more than 4 GiB: retry this member with twice the space.
@@ -146,15 +152,36 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
                 if next <= out.len() as u64 {
                     return Err(too_large(limit));
                 }
-                let mut larger = Buffer::new(next as usize).map_err(no_memory)?;
+                let mut larger = Buffer::new(to_usize(next)).map_err(no_memory)?;
                 larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }
-            Outcome::Bad => return Err(why_bad(&gz[read..], (most - made as u64).saturating_add(1)).byte(read as u64)),
+            Outcome::Bad => {
+                return Err(why_bad(&gz[read..], (most - made as u64).saturating_add(1), context)?.byte(read as u64));
+            }
         }
     }
     out.truncate(made);
     Ok(out)
+}
+
+/// Inflates the first gzip member in steps, and checks its checksum and length.
+fn in_steps(gz: &[u8], out: &mut [u8], context: &mut Context<'_>) -> Result<Outcome> {
+    let mut member = flate2::bufread::GzDecoder::new(gz);
+    let (mut made, mut more) = (0usize, [0]);
+    loop {
+        context.check()?;
+        let step = made.saturating_add(STEP).min(out.len());
+        // The end is read with at least one byte of room.
+        let (into, is_full) = if made < step { (&mut out[made..step], false) } else { (&mut more[..], true) };
+        match member.read(into) {
+            Ok(0) => return Ok(Outcome::Done { read: gz.len() - member.into_inner().len(), made }),
+            Ok(_) if is_full => return Ok(Outcome::Full),
+            Ok(n) => made += n,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => return Ok(Outcome::Bad),
+        }
+    }
 }
 
 /// The first `most` bytes of deflate data, or fewer before the end or an error.
@@ -167,6 +194,8 @@ pub fn raw_front(data: &[u8], most: usize) -> Vec<u8> {
 
 /// Deflated data up to this size are inflated at once, by libdeflate: it is faster, but cannot be stopped.
 const WHOLE: u64 = if cfg!(test) { 1 << 18 } else { 64 << 20 };
+/// A member of this many bytes, and room for as many, is inflated at once: half a second.
+const MEMBER: u64 = if cfg!(test) { 1 << 18 } else { 256 << 20 };
 /// Bytes that are inflated between two calls of the watch.
 const STEP: usize = if cfg!(test) { 1 << 16 } else { 4 << 20 };
 
@@ -190,7 +219,7 @@ impl DeflatedRange<'_> {
     }
 
     /// The content.
-    pub fn content(&self, watch: Watch<'_>) -> Result<Vec<u8>> {
+    pub fn content(&self, context: &mut Context<'_>) -> Result<Vec<u8>> {
         let least = self.size.div_ceil(BEST_RATIO).saturating_sub(1);
         // Even data that do not compress grow by less than a thousandth.
         if self.stored < least || self.stored > self.size.saturating_mul(2).saturating_add(1 << 16) {
@@ -198,11 +227,11 @@ impl DeflatedRange<'_> {
         }
         if self.stored.max(self.size) > WHOLE {
             let mut content = memory::reserve(self.size)?;
-            self.each(watch, &mut |some| content.extend_from_slice(some))?;
+            self.each(context, &mut |some| content.extend_from_slice(some))?;
             return Ok(content);
         }
         let mut packed = memory::bytes(self.stored)?;
-        self.source.read(self.at, &mut packed)?;
+        self.source.read(self.at, &mut packed, context.stop())?;
         // One byte more: data that inflate further are damaged, not complete.
         let mut content = memory::bytes(self.size + 1)?;
         match Inflater::new()?.raw(&packed, &mut content) {
@@ -215,33 +244,31 @@ impl DeflatedRange<'_> {
     }
 
     /// Passes the content to `sink`, piece by piece; fails after the last if there is more or less than expected.
-    pub fn each(&self, watch: Watch<'_>, sink: &mut dyn FnMut(&[u8])) -> Result<()> {
+    pub fn each(&self, context: &mut Context<'_>, sink: &mut dyn FnMut(&[u8])) -> Result<()> {
         let mut inflater = Decompress::new(false);
         let (mut packed, mut piece) = (memory::bytes(self.stored.min(STEP as u64))?, memory::bytes(STEP as u64)?);
         let (mut fed, mut ended) = (0, false);
         while fed < self.stored {
-            let n = packed.len().min((self.stored - fed) as usize);
-            self.source.read(self.at + fed, &mut packed[..n])?;
+            let n = packed.len().min(to_usize(self.stored - fed));
+            self.source.read(self.at + fed, &mut packed[..n], context.stop())?;
             fed += n as u64;
             let mut rest = &packed[..n];
             loop {
                 let before = (inflater.total_in(), inflater.total_out());
                 let status = inflater.decompress(rest, &mut piece, FlushDecompress::None);
                 let (read, made) = (inflater.total_in() - before.0, inflater.total_out() - before.1);
-                rest = &rest[read as usize..];
+                rest = &rest[to_usize(read)..];
                 if ended || status.is_err() || inflater.total_out() > self.size {
                     return Err(self.damaged());
                 }
-                sink(&piece[..made as usize]);
-                if watch() {
-                    return Err(threads::interrupted());
-                }
+                sink(&piece[..to_usize(made)]);
+                context.check()?;
                 ended = matches!(status, Ok(Status::StreamEnd));
                 if ended && !rest.is_empty() {
                     return Err(self.damaged());
                 }
                 // A full piece may not be all that the bytes read so far inflate to.
-                if ended || (rest.is_empty() && (made as usize) < piece.len()) || (read == 0 && made == 0) {
+                if ended || (rest.is_empty() && to_usize(made) < piece.len()) || (read == 0 && made == 0) {
                     break;
                 }
             }
@@ -251,13 +278,22 @@ impl DeflatedRange<'_> {
 }
 
 /// Why inflating a member failed: libdeflate does not distinguish damage from truncation.
-fn why_bad(member: &[u8], most: u64) -> Error {
-    let mut one = flate2::bufread::GzDecoder::new(member).take(most);
-    let detail = match std::io::copy(&mut one, &mut std::io::sink()) {
-        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => "the gzip data end too early: the file is truncated",
+fn why_bad(member: &[u8], most: u64, context: &mut Context<'_>) -> Result<Error> {
+    let mut one = flate2::bufread::GzDecoder::new(member);
+    let mut left = most;
+    let ended = loop {
+        context.check()?;
+        match std::io::copy(&mut (&mut one).take(left.min(STEP as u64)), &mut std::io::sink()) {
+            Ok(0) => break None,
+            Ok(n) => left -= n,
+            Err(error) => break Some(error.kind()),
+        }
+    };
+    let detail = match ended {
+        Some(std::io::ErrorKind::UnexpectedEof) => "the gzip data end too early: the file is truncated",
         _ => "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
     };
-    Error::new(Kind::Format, detail).finds(Finding::Gzip)
+    Ok(Error::new(Kind::Format, detail).finds(Finding::Gzip))
 }
 
 #[cfg(test)]
@@ -281,10 +317,10 @@ mod tests {
             let mut gz: Vec<u8> = parts.iter().flat_map(|p| gzip(p)).collect();
             gz.resize(gz.len() + zeros, 0);
             let whole: Vec<u8> = parts.concat();
-            prop_assert_eq!(&inflate(&gz, 1 << 20).unwrap()[..], &whole[..]);
+            prop_assert_eq!(&inflate(&gz, 1 << 20, &mut Context::of_part(&Stop::new())).unwrap()[..], &whole[..]);
             prop_assert_eq!(&front(&gz, 100)[..], &whole[..whole.len().min(100)]);
             if whole.len() > 1 {
-                prop_assert!(inflate(&gz, whole.len() as u64 - 1).is_err());
+                prop_assert!(inflate(&gz, whole.len() as u64 - 1, &mut Context::of_part(&Stop::new())).is_err());
             }
         }
 
@@ -293,11 +329,11 @@ mod tests {
             let gz = gzip(&bytes);
             let mut damaged = gz.clone();
             *at.get_mut(&mut damaged[..]) ^= flip;
-            if let Ok(found) = inflate(&damaged, 1 << 20) {
+            if let Ok(found) = inflate(&damaged, 1 << 20, &mut Context::of_part(&Stop::new())) {
                 // Only the header has unused bits.
                 prop_assert_eq!(&found[..], &bytes[..]);
             }
-            prop_assert!(inflate(&gz[..cut.index(gz.len())], 1 << 20).is_err());
+            prop_assert!(inflate(&gz[..cut.index(gz.len())], 1 << 20, &mut Context::of_part(&Stop::new())).is_err());
         }
     }
 
@@ -385,25 +421,58 @@ mod tests {
                     let stored = &packed[..packed.len() - cut];
                     let source = Held::new(Location::object("test", "a"), stored.to_vec().into());
                     let deflated = DeflatedRange { source: &source, at: 0, stored: stored.len() as u64, size };
-                    let content = deflated.content(&mut || false);
+                    let content = deflated.content(&mut Context::of_part(&Stop::new()));
                     assert_eq!(content.is_ok_and(|content| content == bytes), whole && cut == 0);
                     let mut pieces = vec![];
-                    let ended = deflated.each(&mut || false, &mut |some| pieces.extend_from_slice(some));
+                    let ended =
+                        deflated.each(&mut Context::of_part(&Stop::new()), &mut |some| pieces.extend_from_slice(some));
                     assert_eq!(ended.is_ok() && pieces == bytes, whole && cut == 0);
                 }
                 let source = Held::new(Location::object("test", "a"), packed.clone().into());
                 let deflated = DeflatedRange { source: &source, at: 0, stored: packed.len() as u64, size };
-                assert!(deflated.each(&mut || true, &mut |_| ()).is_err());
+                assert!(deflated.each(&mut Context::of_caller(&mut || true), &mut |_| ()).is_err());
             }
         }
     }
 
     #[test]
+    fn a_long_member_ends_when_its_context_does() {
+        let gz = gzip(&vec![7; 64 * STEP]);
+        let mut looks = 0;
+        let mut watch = || {
+            looks += 1;
+            looks == 9
+        };
+        let error = inflate(&gz, 1 << 30, &mut Context::of_caller(&mut watch)).unwrap_err();
+        assert_eq!((error.kind, looks), (Kind::Interrupted, 9));
+        // Also while the reason of damage is looked for, which inflates it again.
+        let mut damaged = gz.clone();
+        let last = damaged.len() - 5;
+        damaged[last] ^= 1;
+        assert_eq!(inflate(&damaged, 1 << 30, &mut Context::of_part(&Stop::new())).unwrap_err().kind, Kind::Format);
+        let (mut looks, mut all) = (0, 0);
+        let _ = inflate(
+            &damaged,
+            1 << 30,
+            &mut Context::of_caller(&mut || {
+                all += 1;
+                false
+            }),
+        );
+        let mut watch = || {
+            looks += 1;
+            looks == all
+        };
+        let error = inflate(&damaged, 1 << 30, &mut Context::of_caller(&mut watch)).unwrap_err();
+        assert_eq!(error.kind, Kind::Interrupted);
+    }
+
+    #[test]
     fn a_bomb_is_refused_when_the_limit_is_reached() {
         let gz = gzip(&vec![0; 20 << 20]);
-        let error = inflate(&gz, 1 << 20).unwrap_err();
+        let error = inflate(&gz, 1 << 20, &mut Context::of_part(&Stop::new())).unwrap_err();
         assert!(error.detail.contains("1048576"), "{error}");
-        assert_eq!(inflate(&gz, 20 << 20).unwrap().len(), 20 << 20);
+        assert_eq!(inflate(&gz, 20 << 20, &mut Context::of_part(&Stop::new())).unwrap().len(), 20 << 20);
     }
 
     #[test]
@@ -425,18 +494,20 @@ mod tests {
         let bytes = material(3, 300_000, 150, true);
         let gz = gzip(&bytes);
         for cut in (10..gz.len()).step_by(gz.len() / 40) {
-            let error = inflate(&gz[..cut], 1 << 19).unwrap_err();
+            let error = inflate(&gz[..cut], 1 << 19, &mut Context::of_part(&Stop::new())).unwrap_err();
             assert!(error.detail.contains("end too early"), "{cut}: {error}");
         }
         let mut damaged = gz.clone();
         let last = gz.len() - 5;
         damaged[last] ^= 1; // the checksum
-        assert!(inflate(&damaged, 1 << 20).unwrap_err().detail.contains("damaged"));
+        assert!(
+            inflate(&damaged, 1 << 20, &mut Context::of_part(&Stop::new())).unwrap_err().detail.contains("damaged")
+        );
         // A truncated file whose last bytes claim 4 GiB.
         let mut claims = gz[..gz.len() / 2].to_vec();
         let n = claims.len();
         claims[n - 4..].fill(0xff);
-        let error = inflate(&claims, 1 << 20).unwrap_err();
+        let error = inflate(&claims, 1 << 20, &mut Context::of_part(&Stop::new())).unwrap_err();
         assert!(!error.detail.contains("inflates to more"), "{error}");
     }
 
@@ -481,7 +552,7 @@ mod tests {
                 gz.truncate(cut.index(gz.len()));
             }
             let limit = 1 << 17;
-            prop_assert_eq!(inflate(&gz, limit).ok().map(|b| b.to_vec()), as_another_decoder(&gz, limit));
+            prop_assert_eq!(inflate(&gz, limit, &mut Context::of_part(&Stop::new())).ok().map(|b| b.to_vec()), as_another_decoder(&gz, limit));
         }
     }
 }

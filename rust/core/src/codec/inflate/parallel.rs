@@ -13,7 +13,6 @@
 //! whole: if they or anything else differ, the result is `None` and one thread inflates the file from the start.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
 
@@ -22,7 +21,8 @@ use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
 use crate::error::Result;
 use crate::memory;
 use crate::memory::buffer::Buffer;
-use crate::threads::{self, Stop, Watch};
+use crate::number::to_usize;
+use crate::threads::{self, Lock, Stop, Watch};
 
 /// Compressed bytes per stretch: small relative to a cache, large relative to the cost of searching for a block.
 const STRETCH: usize = 3 << 20;
@@ -82,11 +82,11 @@ pub fn inflate(
     beside: Beside<'_>,
     watch: Watch<'_>,
 ) -> Result<Option<Buffer>> {
-    let Ok(mut out) = Buffer::new(size as usize) else {
+    let Ok(mut out) = Buffer::new(to_usize(size)) else {
         beside(watch)?;
         return Ok(None);
     };
-    let ordered = Mutex::new(Ordered {
+    let ordered = Lock::new(Ordered {
         next: 0,
         rest: out.bytes_mut(),
         window: vec![],
@@ -95,16 +95,16 @@ pub fn inflate(
         waiting: BTreeMap::new(),
         failed: false,
     });
-    let spare: Mutex<Vec<Buffer>> = Mutex::default();
+    let spare: Lock<Vec<Buffer>> = Lock::default();
     let usual = (STRETCH as u64 * size / gz.len() as u64 * 5 / 4) as usize + (1 << 16);
     let work = |part: usize, stop: &Stop| -> Result<()> {
         let Some(i) = part.checked_sub(1) else { return beside(&mut || stop.is_set()) };
-        if lock(&ordered).failed {
+        if ordered.lock().failed {
             return Ok(());
         }
-        let recycled = lock(&spare).pop();
-        let made = stretch(gz, &stretches[i], recycled, usual, size as usize);
-        let mut ordered = lock(&ordered);
+        let recycled = spare.lock().pop();
+        let made = stretch(gz, &stretches[i], recycled, usual, to_usize(size));
+        let mut ordered = ordered.lock();
         match made {
             Some(made) => ordered.waiting.insert(i, made),
             None => {
@@ -122,12 +122,12 @@ pub fn inflate(
                 return Ok(());
             }
             ordered.next += 1;
-            lock(&spare).push(block);
+            spare.lock().push(block);
         }
         Ok(())
     };
     threads::run(stretches.len() + 1, &work, watch)?;
-    let done = ordered.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let done = ordered.into_inner();
     let trailer: [u8; 8] = gz.last_chunk().copied().unwrap_or_default();
     let [a, b, c, d, ..] = trailer;
     let whole = !done.failed
@@ -135,10 +135,6 @@ pub fn inflate(
         && done.rest.is_empty()
         && done.crc.finalize() == u32::from_le_bytes([a, b, c, d]);
     Ok(whole.then_some(out))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Bytes of a stretch's output that belong to its window.
@@ -152,7 +148,7 @@ impl Ordered<'_> {
             let made: Vec<u8> = warm
                 .values
                 .iter()
-                .map(|v| if *v < MARK { Some(*v as u8) } else { self.window.get(usize::from(*v - MARK)).copied() })
+                .map(|v| u8::try_from(*v).ok().or_else(|| self.window.get(usize::from(v.checked_sub(MARK)?)).copied()))
                 .collect::<Option<_>>()?;
             // Marks count from the oldest byte of a full window; in the first 32 KiB of the file they would be wrong.
             if self.window.len() < WINDOW {
@@ -248,19 +244,24 @@ fn stretch(
     if let Some(warm) = &stretch.warm {
         // A stored block that is not the last: three zero bits, padding, its length, and the length's complement.
         input.push(0);
-        input.extend_from_slice(&(WINDOW as u16).to_le_bytes());
-        input.extend_from_slice(&(!(WINDOW as u16)).to_le_bytes());
-        input.extend(warm.values[warm.values.len() - WINDOW..].iter().map(|v| *v as u8));
+        let len = u16::try_from(WINDOW).ok()?;
+        input.extend_from_slice(&len.to_le_bytes());
+        input.extend_from_slice(&(!len).to_le_bytes());
+        // No marks are in it: what follows does not refer to the unknown window.
+        let window = warm.values[warm.values.len() - WINDOW..].iter().map(|v| u8::try_from(*v).ok());
+        for byte in window {
+            input.push(byte?);
+        }
     }
     shift_copy(gz, stretch.begin, bits, &mut input);
     if !stretch.last {
         // An empty last block of the fixed code: bits 1, 1, 0, and seven zeros.
         let used = bits % 8;
-        let end = 3u32 << used;
+        let [low, high] = (3u16 << used).to_le_bytes();
         match input.last_mut() {
             Some(byte) if used > 0 => {
-                *byte = (*byte & ((1 << used) - 1)) | end as u8;
-                input.extend_from_slice(&[(end >> 8) as u8, 0]);
+                *byte = (*byte & ((1 << used) - 1)) | low;
+                input.extend_from_slice(&[high, 0]);
             }
             _ => input.extend_from_slice(&[3, 0]),
         }
@@ -289,7 +290,7 @@ fn stretch(
 /// Appends `bits` bits starting at bit `begin`; the first becomes the lowest of a byte.
 fn shift_copy(bytes: &[u8], begin: u64, bits: u64, out: &mut Vec<u8>) {
     let (first, shift) = ((begin / 8) as usize, begin % 8);
-    let n = bits.div_ceil(8) as usize;
+    let n = to_usize(bits.div_ceil(8));
     if shift == 0 {
         out.extend_from_slice(&bytes[first..(first + n).min(bytes.len())]);
         return;

@@ -1,14 +1,14 @@
 //! The bytes of the shard that is needed next: read, and hashed as far as time permits, while rows of an earlier shard are used.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
+use std::sync::Arc;
 
 use super::stored::ShardRead;
 use crate::error::Result;
-use crate::threads::{LOOK, Stop, Watch, interrupted};
+use crate::threads::{ForkSafe, LOOK, Lock, Signal, Stop, Watch, interrupted};
 
 /// At most one shard: its bytes take the memory of those from which the shard before it was decoded.
 #[derive(Default)]
-pub(super) struct NextShard(Mutex<Option<Arc<Coming>>>);
+pub(super) struct NextShard(ForkSafe<Option<Arc<Coming>>>);
 
 /// A shard that a thread reads.
 struct Coming {
@@ -20,31 +20,31 @@ struct Coming {
     /// Set when the bytes are no longer needed.
     dropped: Stop,
     /// `None` until the thread is done; then the bytes, or `None` if they could not be read.
-    read: Mutex<Option<Option<ShardRead>>>,
-    done: Condvar,
+    read: Lock<Option<Option<ShardRead>>>,
+    done: Signal,
 }
 
 impl Coming {
     fn new(shard: usize) -> Coming {
-        let (wanted, dropped) = (Stop::default(), Stop::default());
-        Coming { shard, pid: std::process::id(), wanted, dropped, read: Mutex::new(None), done: Condvar::new() }
+        let (wanted, dropped) = (Stop::new(), Stop::new());
+        Coming { shard, pid: std::process::id(), wanted, dropped, read: Lock::new(None), done: Signal::new() }
     }
 
     fn end(&self, read: Option<ShardRead>) {
-        self.read.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(read);
+        self.read.lock().get_or_insert(read);
         self.done.notify_all();
     }
 
     fn wait(&self, watch: Watch<'_>) -> Result<Option<ShardRead>> {
         self.wanted.set();
-        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut read = self.read.lock();
         loop {
             if let Some(read) = read.take() {
                 return Ok(read);
             }
-            let (again, waited) = self.done.wait_timeout(read, LOOK).unwrap_or_else(PoisonError::into_inner);
+            let (again, waited) = self.done.wait_timeout(read, LOOK);
             read = again;
-            if waited.timed_out() && watch() {
+            if waited && watch() {
                 self.dropped.set();
                 return Err(interrupted());
             }
@@ -62,19 +62,6 @@ impl Drop for Ending<'_> {
 }
 
 impl NextShard {
-    /// Calls `change` with the place of the shard, unless another thread holds it for long.
-    fn with<R>(&self, change: impl FnOnce(&mut Option<Arc<Coming>>) -> R) -> Option<R> {
-        // Only tried: in a forked child, a thread that does not exist there may hold the lock; others hold it for nanoseconds.
-        for _ in 0..1000 {
-            match self.0.try_lock() {
-                Ok(mut place) => return Some(change(&mut place)),
-                Err(TryLockError::Poisoned(_)) => return None,
-                Err(TryLockError::WouldBlock) => std::thread::yield_now(),
-            }
-        }
-        None
-    }
-
     /// Calls `read` on a separate thread, unless the shard is being read. It stops hashing once the first flag is set,
     /// and ends once the second is set. Another shard that was read and not used is dropped.
     pub(super) fn read(&self, shard: usize, read: impl FnOnce(&Stop, &Stop) -> Option<ShardRead> + Send + 'static) {
@@ -90,29 +77,28 @@ impl NextShard {
 
     /// Puts a shard in the place of another; `None` if it is there.
     fn begin(&self, shard: usize) -> Option<Arc<Coming>> {
-        self.with(|place| {
-            if place.as_ref().is_some_and(|there| there.shard == shard && there.pid == std::process::id()) {
-                return None;
-            }
-            let coming = Arc::new(Coming::new(shard));
-            if let Some(left) = place.replace(Arc::clone(&coming)) {
-                left.dropped.set();
-            }
-            Some(coming)
-        })?
+        let mut place = self.0.lock_briefly()?;
+        if place.as_ref().is_some_and(|there| there.shard == shard && there.pid == std::process::id()) {
+            return None;
+        }
+        let coming = Arc::new(Coming::new(shard));
+        if let Some(left) = place.replace(Arc::clone(&coming)) {
+            left.dropped.set();
+        }
+        Some(coming)
     }
 
     /// Drops the shard; its thread ends soon.
     pub(super) fn clear(&self) {
-        if let Some(Some(left)) = self.with(Option::take) {
+        if let Some(left) = self.0.lock_briefly().and_then(|mut place| place.take()) {
             left.dropped.set();
         }
     }
 
     /// The bytes of a shard if a thread reads or has read them. Errors of that thread recur when the shard is read.
     pub(super) fn take(&self, shard: usize, watch: Watch<'_>) -> Result<Option<ShardRead>> {
-        match self.with(|place| place.take_if(|coming| coming.shard == shard)) {
-            Some(Some(coming)) if coming.pid == std::process::id() => coming.wait(watch),
+        match self.0.lock_briefly().and_then(|mut place| place.take_if(|coming| coming.shard == shard)) {
+            Some(coming) if coming.pid == std::process::id() => coming.wait(watch),
             _ => Ok(None),
         }
     }
@@ -176,9 +162,9 @@ mod tests {
     fn a_forked_child_does_not_wait() {
         let ahead = NextShard::default();
         let parents = Arc::new(Coming { pid: std::process::id() + 1, ..Coming::new(5) });
-        *ahead.0.lock().unwrap() = Some(Arc::clone(&parents));
+        *ahead.0.try_lock().unwrap() = Some(Arc::clone(&parents));
         assert!(ahead.begin(5).is_some(), "the parent's thread does not exist here");
-        *ahead.0.lock().unwrap() = Some(parents);
+        *ahead.0.try_lock().unwrap() = Some(parents);
         assert!(ahead.take(5, &mut || false).unwrap().is_none());
     }
 

@@ -190,11 +190,11 @@ impl Building<'_> {
             return Err(Error::new(Kind::Internal, "expected an array of two axes"));
         };
         let dtype = array.element.dtype;
-        let Some(class) = class_of(dtype) else {
+        let Some(class) = class_of(dtype).and_then(|class| u8::try_from(class).ok()) else {
             return Err(Error::new(Kind::Internal, format!("an array of {}", dtype.name())));
         };
         if self.index.types == 0 {
-            (self.index.width, self.index.first) = (width, class as u8);
+            (self.index.width, self.index.first) = (width, class);
         } else if width != self.index.width {
             return Err(Error::new(
                 Kind::Format,
@@ -208,7 +208,6 @@ impl Building<'_> {
         let tokens = u32::try_from(tokens).map_err(|_| {
             Error::new(Kind::Unsupported, format!("expected fewer than 2^32 tokens in one sample, found {tokens}"))
         })?;
-        let class = class as u8;
         if let Some(range) = array.in_place() {
             self.here |= tokens > 0;
             return Ok(Spot { offset: range.start as u64, tokens, class, aside: false });

@@ -1,8 +1,8 @@
 //! Reads, verifies, inflates, indexes and caches shards.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock, TryLockError};
 
 use super::ahead::NextShard;
 use super::index::{ShardIndex, TYPES, class_of};
@@ -17,12 +17,13 @@ use crate::files::open::OpenFile;
 use crate::layout::row::Row;
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::parse::pickle::{Tree, machine};
 use crate::source::fetch::{SCRATCH, read_all};
 use crate::source::local::Local;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, RangeRead, Source, Store, Version, Wishes};
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, SharedLock, Stop, Watch};
 
 /// A shard that is loaded.
 #[derive(Clone, Debug)]
@@ -81,7 +82,7 @@ pub struct Shards {
     /// Whether files are mapped, and views allowed.
     pub(super) maps: bool,
     pub(super) slots: Slots<OpenFile>,
-    known: Vec<RwLock<Option<KnownShard>>>,
+    known: Vec<SharedLock<Option<KnownShard>>>,
     /// By shard; shards without decoded bytes are not cached.
     decoded: Cache<Loaded, usize>,
     /// For compressed shards of a slow store: the inflated size that they claim plus one, or 0 before it is known.
@@ -139,7 +140,7 @@ impl Shards {
         }
         let mut shards = Shards {
             slots: Slots::new(specs.len() as u64 * 2),
-            known: specs.iter().map(|_| RwLock::new(None)).collect(),
+            known: specs.iter().map(|_| SharedLock::new(None)).collect(),
             claims: specs.iter().map(|_| AtomicU64::new(0)).collect(),
             wishes: store.wishes(),
             store,
@@ -227,8 +228,8 @@ impl Shards {
 
     /// The first example of a shard that has samples.
     pub fn first_of(&self, s: usize) -> Result<i64> {
-        match (self.specs.get(s), self.firsts.get(s)) {
-            (Some(spec), Some(first)) if spec.samples > 0 => Ok(*first as i64),
+        match (self.specs.get(s), self.firsts.get(s).map(|first| i64::try_from(*first))) {
+            (Some(spec), Some(Ok(first))) if spec.samples > 0 => Ok(first),
             _ => Err(Error::new(Kind::Internal, format!("shard {s} of {} has no samples", self.specs.len()))),
         }
     }
@@ -247,43 +248,25 @@ impl Shards {
         self.firsts.partition_point(|first| *first <= example).saturating_sub(1)
     }
 
-    /// The index of a shard, if it is known. The lock is only tried, not waited for: in a forked child, a thread that does not
-    /// exist there may hold it, and the child indexes the shard again.
+    /// The index of a shard, if it is known. A forked child that cannot lock it indexes the shard again.
     pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Option<Version>)> {
-        // Writers hold the lock for nanoseconds.
-        for _ in 0..1000 {
-            match self.known[s].try_read() {
-                Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone())),
-                Err(TryLockError::Poisoned(_)) => return None,
-                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
-            }
-        }
-        None
+        let slot = self.known[s].read_briefly(|| ())?;
+        slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone()))
     }
 
     /// Stores the index of a shard. Fails if the shard was indexed before and has changed.
     fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Option<Version>) -> Result<()> {
-        for _ in 0..1000 {
-            let mut slot = match self.known[s].try_write() {
-                Ok(slot) => slot,
-                Err(TryLockError::Poisoned(_)) => return Ok(()),
-                Err(TryLockError::WouldBlock) => {
-                    std::thread::yield_now();
-                    continue;
-                }
-            };
-            if let Some(known) = &*slot {
-                if known.index != *index {
-                    return Err(Error::new(
-                        Kind::Format,
-                        "was replaced or changed after it was indexed, and contains other samples or arrays now; reopen the dataset",
-                    ));
-                }
-                *index = Arc::clone(&known.index);
+        let Some(mut slot) = self.known[s].write_briefly() else { return Ok(()) };
+        if let Some(known) = &*slot {
+            if known.index != *index {
+                return Err(Error::new(
+                    Kind::Format,
+                    "was replaced or changed after it was indexed, and contains other samples or arrays now; reopen the dataset",
+                ));
             }
-            *slot = Some(KnownShard { index: Arc::clone(index), version });
-            return Ok(());
+            *index = Arc::clone(&known.index);
         }
+        *slot = Some(KnownShard { index: Arc::clone(index), version });
         Ok(())
     }
 
@@ -293,12 +276,12 @@ impl Shards {
     }
 
     /// Fails unless an open file is the one that was indexed, or has the same content.
-    pub(super) fn check_same(&self, s: usize, source: &dyn Source) -> Result<()> {
+    pub(super) fn check_same(&self, s: usize, source: &dyn Source, watch: Watch<'_>) -> Result<()> {
         let version = source.version();
         if self.known(s).is_none() || self.is_same(s, version.as_ref()) {
             return Ok(());
         }
-        let fresh = self.fresh(s, self.stored(s, &mut || false)?, &mut || false)?;
+        let fresh = self.fresh(s, self.stored(s, &mut *watch)?, watch)?;
         if fresh.version != version {
             return Err(
                 Error::new(Kind::Format, "the file changes during the read; reopen the dataset").at(source.location())
@@ -310,12 +293,13 @@ impl Shards {
     /// The number of these shards that may be decoded concurrently.
     pub(super) fn at_once(&self, which: &[usize]) -> usize {
         let largest = which.iter().map(|s| self.decoded_guess(*s)).max().unwrap_or(0);
-        let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, |n| n as usize);
+        let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, to_usize);
         // More than the number of threads, so that threads do not wait for the slowest shard of each round.
         fit.clamp(1, threads::num_threads() * 4)
     }
 
     /// The memory that a shard will need: known, or the size that the file claims, limited by its compressed size.
+    #[expect(clippy::disallowed_methods, reason = "four bytes of a near file")]
     fn decoded_guess(&self, s: usize) -> u64 {
         match self.known(s) {
             Some((index, _)) => index.decoded + index.aside,
@@ -324,9 +308,9 @@ impl Shards {
             }
             None if self.specs[s].compressed => {
                 let claimed = || {
-                    let source = self.store.open(&self.specs[s].location, Access::Once).ok()?;
+                    let source = self.store.open(&self.specs[s].location, Access::Once, Stop::never()).ok()?;
                     let mut last = [0; 4];
-                    source.read(source.size().checked_sub(4)?, &mut last).ok()?;
+                    source.read(source.size().checked_sub(4)?, &mut last, Stop::never()).ok()?;
                     Some(self.claimed(s, last, source.size()))
                 };
                 claimed().unwrap_or(0)
@@ -355,8 +339,8 @@ impl Shards {
             let (len, mut last) = (source.size(), [0; 4]);
             let Some(at) = len.checked_sub(4) else { return Ok(()) };
             let claimed = match source.read_many(&mut [RangeRead { at, into: &mut last }], stop) {
-                Ok(()) if stop.is_set() => return Ok(()),
                 Ok(()) => self.claimed(s, last, len),
+                Err(error) if error.kind == Kind::Interrupted => return Err(error),
                 // It may inflate to the allowed maximum; the others are read by their claimed sizes.
                 Err(_) => self.limit(s, len),
             };
@@ -537,7 +521,7 @@ impl Shards {
     fn stored(&self, s: usize, watch: Watch<'_>) -> Result<ShardRead> {
         let spec = &self.specs[s];
         let mut read = || {
-            let source = self.store.open(&spec.location, Access::Once)?;
+            let source = self.store.open_watched(&spec.location, Access::Once, &mut *watch)?;
             self.check_size(s, source.size())?;
             // Taken before the read: a later change gives another version.
             let version = source.version();

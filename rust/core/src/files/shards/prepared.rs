@@ -19,9 +19,10 @@ use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::number::to_usize;
 use crate::source::mmap::Paging;
 use crate::source::{Access, Source, Wishes};
-use crate::threads::Watch;
+use crate::threads::{Stop, Watch};
 
 /// Indexed shards, some with their decoded bytes.
 pub struct Prepared<'a> {
@@ -170,13 +171,14 @@ impl<'a> Prepared<'a> {
     }
 
     /// A view of the rows of a run, if the shard is mapped.
+    #[expect(clippy::disallowed_methods, reason = "a view is of a near file, which opens in a moment")]
     pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
         let (s, aside) = self.shard_at(at.file);
         let mapped = !aside && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
         if !mapped || !self.shards.maps {
             return Ok(None);
         }
-        View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes, Paging::Hinted)
+        View::of(&*self.get(at.file, Stop::never())?, at.row, rows, self.row().bytes, Paging::Hinted)
     }
 
     /// `sample_idx` of every prepared example, in order.
@@ -196,13 +198,13 @@ impl<'a> Prepared<'a> {
 
     fn find(&self, group: usize, example: u64) -> Option<Spot> {
         let s = self.shards.shard_of(example);
-        self.indexes.get(&s)?.spot(group, (example - self.shards.first(s)) as usize)
+        self.indexes.get(&s)?.spot(group, to_usize(example - self.shards.first(s)))
     }
 
     fn spot(&self, group: usize, example: u64) -> Result<(usize, Spot)> {
         check_group(group, self.groups())?;
         let s = self.shards.shard_of(example);
-        let local = (example - self.shards.first(s)) as usize;
+        let local = to_usize(example - self.shards.first(s));
         let Some(index) = self.indexes.get(&s) else {
             // Indices are read twice: to prepare their shards, and to read their rows.
             return Err(Error::new(
@@ -283,15 +285,18 @@ impl Files for Prepared<'_> {
     }
 
     fn stride(&self, file: u64) -> u64 {
-        self.shards.row_of((file / self.shards.files_per_class()) as usize).bytes as u64
+        self.shards.row_of(to_usize(file / self.shards.files_per_class())).bytes as u64
     }
 
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
+    fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
         match self.held(file) {
             Some(held) => Ok(held),
             None => {
                 let spec = self.in_place(file)?;
-                let open = || self.open(file, self.shards.store.open(&spec.location, Access::Kept));
+                let open = || {
+                    let source = self.shards.store.open(&spec.location, Access::Kept, stop);
+                    self.open(file, source, &mut || stop.is_set())
+                };
                 self.shards.slots.get(file, open)
             }
         }
@@ -303,9 +308,9 @@ impl Files for Prepared<'_> {
         let lacking: Vec<usize> = (0..files.len()).filter(|i| found[*i].is_none()).collect();
         let specs: Vec<&ShardSpec> = lacking.iter().map(|i| self.in_place(files[*i])).collect::<Result<_>>()?;
         let locations: Vec<&Location> = specs.into_iter().map(|spec| &spec.location).collect();
-        let opened = self.shards.store.open_together(&locations, Access::Kept, watch)?;
+        let opened = self.shards.store.open_together(&locations, Access::Kept, &mut *watch)?;
         for (i, source) in lacking.into_iter().zip(opened) {
-            found[i] = Some(self.shards.slots.get(files[i], || self.open(files[i], source))?);
+            found[i] = Some(self.shards.slots.get(files[i], || self.open(files[i], source, &mut *watch))?);
         }
         Ok(found.into_iter().flatten().collect())
     }
@@ -326,7 +331,7 @@ impl Prepared<'_> {
     }
 
     fn class_of(&self, file: u64) -> usize {
-        (file / self.shards.files_per_class()) as usize
+        to_usize(file / self.shards.files_per_class())
     }
 
     /// The shard of a file whose rows are read from the stored file.
@@ -340,7 +345,7 @@ impl Prepared<'_> {
     }
 
     /// A newly opened shard whose rows are read from the stored file.
-    fn open(&self, file: u64, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
+    fn open(&self, file: u64, opened: Result<Box<dyn Source>>, watch: Watch<'_>) -> Result<OpenFile> {
         let (s, _) = self.shard_at(file);
         let source = opened?;
         let (len, expected) = (source.size(), self.indexes.get(&s).map_or(0, |index| index.len));
@@ -354,7 +359,7 @@ impl Prepared<'_> {
             .at(source.location())
             .byte(len));
         }
-        self.shards.check_same(s, &*source)?;
+        self.shards.check_same(s, &*source, watch)?;
         Ok(OpenFile::new(Body::Stored(source), self.place(self.class_of(file), len)))
     }
 }

@@ -10,8 +10,8 @@ use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::fetch::read_all;
 use crate::source::mmap::{Map, Paging};
-use crate::source::{Access, RangeRead, Source, Store, Version, Wishes};
-use crate::threads::{Stop, Watch};
+use crate::source::{Access, Source, Store, Version, Wishes};
+use crate::threads::{Context, Watch};
 
 pub(super) enum ShardBytes {
     Shared(Arc<Buffer>),
@@ -51,18 +51,12 @@ pub(super) fn block_for(source: &dyn Source) -> Result<Buffer> {
 
 /// Reads a source into memory, in pieces.
 fn read_whole(source: &dyn Source, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Buffer> {
-    const PIECE: usize = 16 << 20;
     let mut block = block_for(source)?;
     if let Some(wishes) = wishes {
         read_all(vec![(source, 0, block.bytes_mut())], wishes, watch)?;
         return Ok(block);
     }
-    for (i, into) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
-        if i > 0 && watch() {
-            return Err(Error::new(Kind::Interrupted, "interrupted"));
-        }
-        source.read_many(&mut [RangeRead { at: (i * PIECE) as u64, into }], &Stop::default())?;
-    }
+    source.read_long(0, block.bytes_mut(), &mut Context::of_caller(watch))?;
     Ok(block)
 }
 
@@ -85,7 +79,7 @@ pub fn read_file(
     watch: Watch<'_>,
 ) -> Result<Buffer> {
     let read = |watch: Watch<'_>| {
-        let source = store.open(location, Access::Once)?;
+        let source = store.open_watched(location, Access::Once, &mut *watch)?;
         let stored = read_whole(&*source, store.wishes().as_ref(), &mut *watch)?;
         if !compressed {
             return Ok(stored);

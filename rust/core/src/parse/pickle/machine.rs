@@ -22,6 +22,7 @@ use self::names::TorchName;
 use self::utf8::is_python_utf8;
 use super::{Blob, Id, Node, SavedStorage, Tree};
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
@@ -208,7 +209,7 @@ impl Machine<'_> {
             self.needs = (self.pos as u64).saturating_add(n);
             return Err(self.error(Kind::Truncated, format!("expected {n} more bytes, found {left}")));
         }
-        Ok(n as usize)
+        Ok(to_usize(n))
     }
 
     fn line(&mut self) -> Result<Range<usize>> {

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use crate::dtype::{Cast, DType};
 use crate::error::Result;
+use crate::number::to_usize;
 
 /// Index of a value in its tree.
 pub type Id = u32;
@@ -48,7 +49,7 @@ impl Blob {
     }
 
     fn range(&self) -> Range<usize> {
-        self.start as usize..(self.start + self.len) as usize
+        to_usize(self.start)..to_usize(self.start + self.len)
     }
 }
 
@@ -229,7 +230,7 @@ impl Tree {
         let made = &mut out[first..];
         match array.shape[..] {
             [rows, columns] if array.fortran && rows > 1 && columns > 1 => {
-                let (rows, columns, size) = (rows as usize, columns as usize, cast.from_size);
+                let (rows, columns, size) = (to_usize(rows), to_usize(columns), cast.from_size);
                 // Row by row: writes are dense, and a column's cache line serves the following rows.
                 for r in 0..rows {
                     for c in 0..columns {

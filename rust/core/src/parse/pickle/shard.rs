@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use super::{Id, Node, NumpyArray, Tree};
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
+use crate::number::to_usize;
 
 /// Memory for an index: this, plus four times the input.
 const MEMORY: usize = 8 << 20;
@@ -144,7 +145,7 @@ fn layer_of_key(tree: &Tree, input: &[u8], key: Id) -> Result<i64> {
     let bytes = tree.bytes(input, blob);
     // One text can be the key of many items, so long ones are not read whole.
     let text = || String::from_utf8_lossy(&bytes[..bytes.len().min(160)]).chars().take(40).collect::<String>();
-    let name = std::str::from_utf8(bytes.get(..bytes.len().min(LONGEST_KEY as usize + 1)).unwrap_or_default()).ok();
+    let name = std::str::from_utf8(bytes.get(..bytes.len().min(to_usize(LONGEST_KEY) + 1)).unwrap_or_default()).ok();
     name.filter(|_| blob.len() <= LONGEST_KEY).and_then(layer_of).ok_or_else(|| refuse(format!("'{}'", text())))
 }
 
@@ -195,7 +196,9 @@ fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<LayerSample<'t>> {
             }
             _ => None,
         };
-        let same = declared.as_ref().is_some_and(|s| s.iter().map(|n| *n as u64).eq(array.shape.iter().copied()));
+        let same = declared
+            .as_ref()
+            .is_some_and(|s| s.iter().map(|n| u64::try_from(*n).ok()).eq(array.shape.iter().map(|n| Some(*n))));
         if !same {
             let found = declared.map_or("something else".to_string(), |s| format!("{s:?}"));
             return Err(refuse(format!("'shape': expected the array's shape {:?}, found {found}", array.shape)));

@@ -8,6 +8,7 @@ use super::super::zip::{Archive, shown};
 use super::file::{TorchFile, malformed, place_of};
 use crate::error::{Error, Kind, Result};
 use crate::source::Source;
+use crate::threads::Context;
 
 /// The largest pickle: tensors are stored outside it.
 const MOST_PICKLE: u64 = 1 << 30;
@@ -15,13 +16,13 @@ const MOST_PICKLE: u64 = 1 << 30;
 const MOST_INFLATED: u64 = 16 << 20;
 
 /// Reads an archive.
-pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
-    let archive = Archive::read(source)?;
+pub(super) fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<TorchFile> {
+    let archive = Archive::read(source, context)?;
     let (main, top) = find_pickle(&archive)?;
     let record = &archive.records[main];
-    let at = record.data(source)?;
+    let at = record.data(source, context)?;
     let most = if record.deflated { MOST_INFLATED.max(record.stored.saturating_mul(16)) } else { u64::MAX };
-    let pickle = record.content(source, most.min(MOST_PICKLE))?;
+    let pickle = record.content(source, most.min(MOST_PICKLE), context)?;
     let inside = |e: Error| match e.offset {
         Some(byte) if !record.deflated => e.byte(at + byte),
         _ => e,
@@ -29,7 +30,7 @@ pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
     let (tree, _) = parse_as(&pickle, Dialect::Torch).map_err(inside)?;
     let named: HashMap<&[u8], usize> = archive.records.iter().enumerate().map(|(i, r)| (&r.name[..], i)).collect();
     let part = |name: &str| [&top[..], b"/", name.as_bytes()].concat();
-    let swapped = match named.get(&part("byteorder")[..]).map(|i| archive.records[*i].content(source, 64)) {
+    let swapped = match named.get(&part("byteorder")[..]).map(|i| archive.records[*i].content(source, 64, context)) {
         None => false,
         Some(Err(e)) => return Err(e),
         Some(Ok(order)) => match &order[..] {
@@ -51,7 +52,7 @@ pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
             Some(region) => *region,
             None => {
                 regions.push(Region {
-                    at: record.data(source)?,
+                    at: record.data(source, context)?,
                     stored: record.stored,
                     size: record.size,
                     deflated: record.deflated,

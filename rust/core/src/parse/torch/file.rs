@@ -6,9 +6,10 @@ use super::super::arrays::{ArrayPlace, Region};
 use super::super::pickle::{Node, NumpyArray, SavedStorage, SavedTensor, Tree};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
+use crate::number::to_usize;
 use crate::source::Source;
 use crate::source::held::Held;
-use crate::threads::{Watch, interrupted};
+use crate::threads::Context;
 
 /// Bytes read at once to compute a checksum.
 const PIECE: u64 = 4 << 20;
@@ -89,17 +90,15 @@ impl SavedTensor {
 }
 
 /// Adds stored bytes to a checksum.
-fn update(crc: &mut crc32fast::Hasher, source: &dyn Source, region: &Region, watch: Watch<'_>) -> Result<()> {
+fn update(crc: &mut crc32fast::Hasher, source: &dyn Source, region: &Region, context: &mut Context<'_>) -> Result<()> {
     let mut piece = memory::bytes(region.stored.min(PIECE))?;
     let mut done = 0;
     while done < region.stored {
-        let n = piece.len().min((region.stored - done) as usize);
-        source.read(region.at + done, &mut piece[..n])?;
+        let n = piece.len().min(to_usize(region.stored - done));
+        source.read(region.at + done, &mut piece[..n], context.stop())?;
         crc.update(&piece[..n]);
         done += n as u64;
-        if watch() {
-            return Err(interrupted());
-        }
+        context.check()?;
     }
     Ok(())
 }
@@ -157,14 +156,14 @@ impl TorchFile {
     }
 
     /// Offsets of the storages whose content differs from their CRC-32. A CRC-32 of 0 was not computed by the writer.
-    pub fn damaged(&self, source: &dyn Source, watch: Watch<'_>) -> Result<Vec<u64>> {
+    pub fn damaged(&self, source: &dyn Source, context: &mut Context<'_>) -> Result<Vec<u64>> {
         let mut found = vec![];
         for region in self.regions.iter().filter(|region| region.crc != 0) {
             let mut crc = crc32fast::Hasher::new();
             let read = if region.deflated {
-                region.deflated(source).each(&mut *watch, &mut |some| crc.update(some))
+                region.deflated(source).each(context, &mut |some| crc.update(some))
             } else {
-                update(&mut crc, source, region, &mut *watch)
+                update(&mut crc, source, region, context)
             };
             let is_whole = match read {
                 Err(e) if !region.deflated || e.kind != Kind::Format => return Err(e),

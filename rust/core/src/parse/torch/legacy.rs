@@ -18,6 +18,7 @@ use super::file::{TorchFile, malformed, place_of};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::source::Source;
+use crate::threads::Context;
 
 /// The first bytes: protocol 2, the magic number as a LONG1, STOP.
 pub(super) const MAGIC: &[u8] = &[0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.'];
@@ -34,11 +35,11 @@ struct Pickles {
     end: usize,
 }
 
-pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
+pub(super) fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<TorchFile> {
     let mut known = FRONT.min(source.size());
     let (front, found) = loop {
         let mut front = memory::bytes(known)?;
-        source.read(0, &mut front)?;
+        source.read_long(0, &mut front, context)?;
         match parse_front(&front) {
             Ok(found) => break (front, found),
             Err(e) if e.kind == Kind::Truncated && known < source.size() => {
@@ -48,7 +49,7 @@ pub(super) fn read(source: &dyn Source) -> Result<TorchFile> {
         }
     };
     let pickle = memory::copied(&front[found.range.clone()])?;
-    let places = places(source, &found, &pickle)?;
+    let places = places(source, &found, &pickle, context)?;
     let mut storages = Vec::with_capacity(found.object.storages().len());
     for storage in found.object.storages() {
         let key = found.object.bytes(&pickle, &storage.key);
@@ -78,7 +79,7 @@ struct LegacyStorages {
 }
 
 /// Finds the storages, one after another.
-fn places(source: &dyn Source, found: &Pickles, pickle: &[u8]) -> Result<LegacyStorages> {
+fn places(source: &dyn Source, found: &Pickles, pickle: &[u8], context: &mut Context<'_>) -> Result<LegacyStorages> {
     let sizes: HashMap<&[u8], &SavedStorage> =
         found.object.storages().iter().map(|s| (found.object.bytes(pickle, &s.key), s)).collect();
     let mut made = LegacyStorages { regions: vec![], numbers: HashMap::new() };
@@ -93,7 +94,7 @@ fn places(source: &dyn Source, found: &Pickles, pickle: &[u8]) -> Result<LegacyS
         if source.size() - at < 8 {
             return Err(Error::new(Kind::Truncated, format!("the file ends before storage '{}'", shown(key))).byte(at));
         }
-        source.read(at, &mut count)?;
+        source.read(at, &mut count, context.stop())?;
         let count = if found.swapped { i64::from_be_bytes(count) } else { i64::from_le_bytes(count) };
         let size =
             u64::try_from(count).ok().filter(|n| *n == storage.count).and_then(|n| n.checked_mul(storage.item()));

@@ -28,39 +28,40 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::source::Source;
 use crate::source::held::Held;
+use crate::threads::Context;
 
 /// Reads and checks a file. A gzipped file may inflate to `limit` bytes, or to the usual multiple of its size if that
 /// is more.
-pub fn read(source: &dyn Source, limit: u64) -> Result<TorchFile> {
+pub fn read(source: &dyn Source, limit: u64, context: &mut Context<'_>) -> Result<TorchFile> {
     let location = source.location();
     let mut front = [0; 262];
     let known = front.len().min(usize::try_from(source.size()).unwrap_or(usize::MAX));
-    source.read(0, &mut front[..known])?;
+    source.read(0, &mut front[..known], context.stop())?;
     let front = &front[..known];
     if !inflate::is_gzip(front) {
-        return read_plain(source, front).map_err(|e| e.at(location));
+        return read_plain(source, front, context).map_err(|e| e.at(location));
     }
-    let inflated = || {
+    let inflated = |context: &mut Context<'_>| {
         let most = inflate::allowed(source.size(), u64::MAX, limit);
         let mut gz = memory::bytes(source.size())?;
-        source.read(0, &mut gz)?;
-        inflate::inflate(&gz, most)
+        source.read_long(0, &mut gz, context)?;
+        inflate::inflate(&gz, most, context)
     };
-    let held = Held::new(location.clone(), inflated().map_err(|e: Error| e.at(location))?);
+    let held = Held::new(location.clone(), inflated(context).map_err(|e: Error| e.at(location))?);
     let front = held.bytes().map_or_else(Vec::new, |bytes| bytes[..bytes.len().min(262)].to_vec());
-    let file = read_plain(&held, &front).map_err(|mut e| {
+    let file = read_plain(&held, &front, context).map_err(|mut e| {
         e.detail = format!("inside the gzip file: {}", e.detail);
         e.at(location)
     })?;
     Ok(TorchFile { held: Some(held), ..file })
 }
 
-fn read_plain(source: &dyn Source, front: &[u8]) -> Result<TorchFile> {
+fn read_plain(source: &dyn Source, front: &[u8], context: &mut Context<'_>) -> Result<TorchFile> {
     if front.starts_with(b"PK") {
-        return archive::read(source);
+        return archive::read(source, context);
     }
     if front.starts_with(legacy::MAGIC) {
-        return legacy::read(source);
+        return legacy::read(source, context);
     }
     let found = match front {
         [] => "an empty file".to_string(),

@@ -75,6 +75,7 @@ pub struct SumNeeds {
 
 /// What [`sums`] takes. Plans the same reads, and reads no rows. `total` are rows of all leaves that are summed together, of which
 /// these may be a sample: they decide about the page cache and the number of threads that read.
+#[expect(clippy::disallowed_methods, reason = "a counting reader reads nothing")]
 pub fn needs(
     rows: &Rows,
     group: usize,
@@ -95,10 +96,9 @@ pub fn needs(
         return Ok(SumNeeds { read: None, memory: raw + held * 16 + summing + held.div_ceil(at_once as u64) * sums });
     }
     let past_cache = total.saturating_mul(row.bytes as u64) > memory_limit() / 2;
-    let (mut reader, mut raw, stop) =
-        (BlockReader::counting(past_cache)?, zeroed(source.part_bytes())?, Stop::default());
+    let (mut reader, mut raw, stop) = (BlockReader::counting(past_cache)?, zeroed(source.part_bytes())?, Stop::never());
     for picks in source.parts() {
-        source.read(picks, &mut raw, &mut reader, &stop)?;
+        source.read(picks, &mut raw, &mut reader, stop)?;
         if watch() {
             return Err(threads::interrupted());
         }

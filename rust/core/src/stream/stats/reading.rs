@@ -1,7 +1,6 @@
 //! Reads the selected rows, part by part, and sums them.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 use super::moments::Stats;
 use super::part::{BLOCK, Summer};
@@ -15,7 +14,7 @@ use crate::memory::limit::memory_limit;
 use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::stream::select::Selection;
-use crate::threads::{self, Stop, Turns, Watch, make_ahead};
+use crate::threads::{self, Lock, Stop, Turns, Watch, make_ahead};
 
 /// Bytes per part, unless one block is larger.
 const PART_BYTES: usize = 2 << 20;
@@ -106,9 +105,7 @@ impl Picked<'_> {
                 reading.take(|| Ok((BlockReader::new(past_cache)?, zeroed::<u8>(part_bytes)?)))?;
             let (examples, tokens) = self.read(picks, &mut raw, &mut reader, stop)?;
             let made = turns.take(|| {
-                if stop.is_set() {
-                    return Err(threads::interrupted());
-                }
+                stop.check()?;
                 let mut summer = summing.take(|| Summer::new(row))?;
                 let made = summer.sum(&raw[..examples.len() * row.bytes], (&examples, &tokens));
                 summing.put(summer);
@@ -194,21 +191,21 @@ impl Picked<'_> {
 }
 
 /// Memory of threads that have ended their work, for the next ones.
-struct Spare<T>(Mutex<Vec<T>>);
+struct Spare<T>(Lock<Vec<T>>);
 
 impl<T> Default for Spare<T> {
     fn default() -> Spare<T> {
-        Spare(Mutex::new(vec![]))
+        Spare(Lock::new(vec![]))
     }
 }
 
 impl<T> Spare<T> {
     fn take(&self, new: impl FnOnce() -> Result<T>) -> Result<T> {
-        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let taken = self.0.lock().pop();
         taken.map_or_else(new, Ok)
     }
 
     fn put(&self, used: T) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(used);
+        self.0.lock().push(used);
     }
 }

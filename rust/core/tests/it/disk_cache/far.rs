@@ -110,9 +110,7 @@ impl Source for Far {
         }
         server.waiting.fetch_sub(1, Ordering::SeqCst);
         for read in reads {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             let broken = server.broken.load(Ordering::SeqCst);
             let n = if broken { read.into.len() / 2 } else { read.into.len() };
             oracle(self.number, read.at, &mut read.into[..n]);
@@ -132,7 +130,7 @@ impl Source for Far {
 /// Reads a range and compares it with the oracle.
 pub fn is_right(source: &dyn Source, number: u64, at: u64, len: u64) -> bool {
     let (mut found, mut expected) = (vec![0xA5; len as usize], vec![0; len as usize]);
-    source.read(at, &mut found).unwrap();
+    source.read(at, &mut found, &Stop::new()).unwrap();
     oracle(number, at, &mut expected);
     found == expected
 }

@@ -71,7 +71,7 @@ fn missing_pages_of_many_reads_are_downloaded_by_one_call_and_neighbours_are_mer
     let mut buffers: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len as usize]).collect();
     let mut reads: Vec<_> =
         ranges.iter().zip(&mut buffers).map(|((at, _), into)| RangeRead { at: *at, into }).collect();
-    source.read_many(&mut reads, &Stop::default()).unwrap();
+    source.read_many(&mut reads, &Stop::new()).unwrap();
     let page = 64 * KIB;
     let expected =
         vec![(0, 3 * page), (4 * page, page), (9 * MIB, 3 * MIB), (12 * MIB, 3 * MIB + page), (30 * MIB, page)];
@@ -106,16 +106,18 @@ fn a_failed_or_stopped_download_leaves_nothing() {
     let source = cache.source(Far::new(&server, 3, 5 * MIB).boxed());
     server.broken.store(true, Ordering::SeqCst);
     let mut into = vec![0; 100_000];
-    let error = source.read(7, &mut into).unwrap_err();
+    let error = source.read(7, &mut into, &Stop::new()).unwrap_err();
     assert_eq!((error.kind, error.location), (Kind::Access, Some(source.location().clone())));
     server.broken.store(false, Ordering::SeqCst);
-    let stop = Stop::default();
+    let stop = Stop::new();
     stop.set();
-    source.read_many(&mut [RangeRead { at: 7, into: &mut into }], &stop).unwrap();
+    let read =
+        |into: &mut [u8], stop: &Stop| source.read_many(&mut [RangeRead { at: 7, into }], stop).unwrap_err().kind;
+    assert_eq!(read(&mut into, &stop), Kind::Interrupted);
     server.held.store(true, Ordering::SeqCst);
-    let stop = Stop::default();
+    let stop = Stop::new();
     std::thread::scope(|scope| {
-        scope.spawn(|| source.read_many(&mut [RangeRead { at: 7, into: &mut into }], &stop).unwrap());
+        scope.spawn(|| assert_eq!(read(&mut into, &stop), Kind::Interrupted));
         while server.waiting.load(Ordering::SeqCst) == 0 {
             std::thread::yield_now();
         }
@@ -138,7 +140,7 @@ fn a_stop_ends_the_wait_for_another_reader() {
     server.held.store(true, Ordering::SeqCst);
     let (first, second) =
         (cache.source(Far::new(&server, 3, MIB).boxed()), cache.source(Far::new(&server, 3, MIB).boxed()));
-    let stop = Stop::default();
+    let stop = Stop::new();
     std::thread::scope(|scope| {
         scope.spawn(|| assert!(is_right(&*first, 3, 0, MIB)));
         while server.waiting.load(Ordering::SeqCst) == 0 {
@@ -147,7 +149,7 @@ fn a_stop_ends_the_wait_for_another_reader() {
         let waits = scope.spawn(|| second.read_many(&mut [RangeRead { at: 0, into: &mut [0; 9] }], &stop));
         std::thread::sleep(Duration::from_millis(20));
         stop.set();
-        waits.join().unwrap().unwrap();
+        assert_eq!(waits.join().unwrap().unwrap_err().kind, Kind::Interrupted);
         assert_eq!(server.waiting.load(Ordering::SeqCst), 1);
         server.held.store(false, Ordering::SeqCst);
     });
@@ -415,7 +417,7 @@ fn reads_outside_the_object_and_empty_ones_are_left_to_the_source() {
     let source = cache.source(Far::new(&server, 1, 1000).boxed());
     assert!(is_right(&*source, 1, 1000, 0) && is_right(&*source, 1, 0, 0) && is_right(&*source, 1, 0, 1000));
     server.calls();
-    source.read(990, &mut [0; 20]).unwrap();
+    source.read(990, &mut [0; 20], &Stop::new()).unwrap();
     assert_eq!(server.calls(), [[(990, 20)]]);
 }
 
@@ -448,7 +450,7 @@ proptest! {
             let mut buffers: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![1; *len as usize]).collect();
             let mut reads: Vec<_> =
                 ranges.iter().zip(&mut buffers).map(|((at, _), into)| RangeRead { at: *at, into }).collect();
-            sources[number as usize].read_many(&mut reads, &Stop::default()).unwrap();
+            sources[number as usize].read_many(&mut reads, &Stop::new()).unwrap();
             for ((at, len), found) in ranges.iter().zip(&buffers) {
                 let mut expected = vec![0; *len as usize];
                 oracle(number, *at, &mut expected);

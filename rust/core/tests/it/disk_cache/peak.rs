@@ -34,7 +34,7 @@ fn child_that_measures() {
         let source = cache.source(Far::new(&server, number, 2 * READ).boxed());
         let mut into: Vec<Vec<u8>> = ranges.iter().map(|(_, len)| vec![0; *len as usize]).collect();
         let reads = ranges.iter().zip(&mut into).map(|((at, _), into)| RangeRead { at: *at, into });
-        source.read_many(&mut reads.collect::<Vec<_>>(), &Stop::default()).unwrap();
+        source.read_many(&mut reads.collect::<Vec<_>>(), &Stop::new()).unwrap();
         for ((at, len), into) in ranges.iter().zip(&into) {
             let mut last = [0; 9];
             oracle(number, at + len - 9, &mut last);

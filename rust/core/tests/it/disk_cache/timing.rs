@@ -23,7 +23,7 @@ fn warm_reads_compared_with_pread() {
     let source = cache.source(Far::new(&server(), 1, SIZE).boxed());
     let mut all = vec![0; SIZE as usize];
     let began = Instant::now();
-    source.read(0, &mut all).unwrap();
+    source.read(0, &mut all, &actshard_core::threads::Stop::new()).unwrap();
     eprintln!("first read, of zero latency: {:?}", began.elapsed());
     std::fs::write(folder.path().join("plain"), &all).unwrap();
     let plain = std::fs::File::open(folder.path().join("plain")).unwrap();
@@ -35,7 +35,7 @@ fn warm_reads_compared_with_pread() {
             let (mut ours, mut theirs) = (vec![], vec![]);
             for _ in 0..ROUNDS {
                 let began = Instant::now();
-                places.iter().for_each(|at| source.read(*at, &mut into).unwrap());
+                places.iter().for_each(|at| source.read(*at, &mut into, &actshard_core::threads::Stop::new()).unwrap());
                 ours.push(began.elapsed());
                 assert!(into == all[places[places.len() - 1] as usize..][..len as usize]);
                 let began = Instant::now();

@@ -204,9 +204,7 @@ impl Source for Object {
             self.store.meet();
             std::thread::sleep(self.store.latency);
             self.store.flying.fetch_sub(1, Ordering::SeqCst);
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             let fails = self.store.fails_once.lock().unwrap().take_if(|key| *key == self.key).is_some();
             if fails || self.store.broken.is_some_and(|key| key == self.key) {
                 return Err(Error::new(Kind::Access, "cannot read: 503").at(&self.location).byte(read.at));

@@ -178,9 +178,7 @@ impl Source for Silent {
 
     fn read_many(&self, _: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for _ in 0..1000 {
-            if stop.is_set() {
-                return Ok(());
-            }
+            stop.check()?;
             std::thread::sleep(Duration::from_millis(5));
         }
         Err(Error::new(Kind::Access, "nobody stopped it"))

@@ -106,15 +106,12 @@ impl Machine<'_> {
 fn big_from_decimal(digits: &[u8], negative: bool) -> Vec<u8> {
     let mut bytes: Vec<u8> = vec![];
     for digit in digits {
-        let mut carry = u32::from(digit - b'0');
+        let mut carry = u16::from(digit - b'0');
         for byte in &mut bytes {
-            carry += u32::from(*byte) * 10;
-            *byte = carry as u8;
-            carry >>= 8;
+            let [low, high] = (carry + u16::from(*byte) * 10).to_le_bytes();
+            (*byte, carry) = (low, u16::from(high));
         }
-        if carry > 0 {
-            bytes.push(carry as u8);
-        }
+        bytes.extend(u8::try_from(carry).ok().filter(|carry| *carry > 0));
     }
     bytes.push(0);
     if negative {
@@ -129,6 +126,7 @@ fn big_from_decimal(digits: &[u8], negative: bool) -> Vec<u8> {
 }
 
 /// Appends the UTF-8 of any code point, unpaired surrogates included (Python's "surrogatepass").
+#[expect(clippy::cast_possible_truncation, reason = "each byte has at most 7 bits of the code point")]
 fn push_utf8(out: &mut Vec<u8>, code: u32) {
     match code {
         0..0x80 => out.push(code as u8),
