@@ -369,7 +369,7 @@ def test_the_commands(tmp_path: Path, ragged: Path) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert "lost" in told.stdout
-    assert "every row was compared" in told.stdout
+    assert "every row and column was compared" in told.stdout
     assert actshard.open(tmp_path / "d").layers == (1,)
     told = run_command("convert", str(ragged), str(tmp_path / "e"), "--to", "saev")
     assert told.returncode == 3

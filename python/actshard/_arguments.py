@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeGuard
 from urllib.parse import unquote_to_bytes
@@ -71,6 +72,16 @@ def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
 def is_one_of(value: Any, words: Iterable[str]) -> bool:
     """Whether a value is a str and one of ``words``. Safe for arrays, which compare elementwise."""
     return isinstance(value, str) and value in tuple(words)
+
+
+def one_of(value: Any, words: Iterable[str], name: str) -> str:
+    """Returns a value that is one of ``words``; ``name`` is the argument's. Raises ArgumentError, with the nearest word."""
+    words = tuple(words)
+    if is_one_of(value, words):
+        return str(value)
+    near = get_close_matches(str(value), words, 1)
+    meant = f"; do you mean {near[0]!r}?" if near else ""
+    raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {value!r}{meant}")
 
 
 def as_array(value: Any, expected: str) -> NDArray[Any]:

@@ -237,8 +237,7 @@ def _opened(
             name = formats.described()
         else:
             root, name = find_in(place)
-    if not _arguments.is_one_of(name, formats.names()):
-        raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
+    _arguments.one_of(name, formats.names(), "format")
     mode = io if io != "auto" else network_io(root)
     chosen = formats.get(name)
     if layout is not None and not chosen.takes(layout):

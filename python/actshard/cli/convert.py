@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from actshard._arguments import many
+from actshard import formats
+from actshard._arguments import many, one_of
 from actshard.cli._format import console, size
 from actshard.cli._layers import of_store
 from actshard.cli._messages import spelled
@@ -145,6 +146,7 @@ def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
 
 def run(source: Location | Store, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts a dataset and shows progress."""
+    one_of(format, formats.written(), "to")  # --format is the source's
     with progress(f"converting to {format}", quiet=quiet, unit="examples") as watch:
         return convert(source, target, format, progress=watch.counts, **options)
 
@@ -165,4 +167,4 @@ def show(done: Conversion) -> None:
         over = next((x for x in done.losses if x.what == "overflow"), None)
         what = f", as {done.dtype}" if cast else ""
         same = "the same" if over is None else f"the same, but [yellow]{escape(over.detail)}[/]"
-        out.print(f"every row was compared with the source{what}: {same}", soft_wrap=True)
+        out.print(f"every row and column was compared with the source{what}: {same}", soft_wrap=True)

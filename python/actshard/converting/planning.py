@@ -155,8 +155,7 @@ def ask(
     columns: Iterable[str] | Mapping[str, str] | None = None,
 ) -> Asked:
     """Checks the arguments against the source and returns them as :class:`Asked`."""
-    if not _arguments.is_one_of(format, formats.written()):
-        raise ArgumentError(f"format must be one of {', '.join(formats.written())}, not {format!r}")
+    _arguments.one_of(format, formats.written(), "format")
     if not store.layers:
         raise NotStoredError("contains no hidden states to convert", path=store.path)
     if not _arguments.is_one_of(tokens, TOKENS):

@@ -49,8 +49,7 @@ def _to_url(convert: F, src: Any, target: tuple[str, Any, Any], format: str, giv
             made = convert(src, scratch.folder, format, **given)
     finally:
         scratch.remove_if_empty()
-    with scratch.named():
-        scratch.push()
+    scratch.push()
     return replace(made, path=scratch.place_of(made.path), seconds=time.perf_counter() - began)
 
 

@@ -79,11 +79,8 @@ class Scratch:
         start = f"{self.native.root}/" if self.native.root else ""
         found = [key for key, *_ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
         if found and not any(key.endswith(PUSHING) for key in found):
-            raise ExistsError(
-                f"contains other objects ({found[0][len(start) :]}). Choose another URL, or pass resume=True to complete an "
-                "interrupted call.",
-                path=self.root,
-            )
+            remedy = "Choose another URL, or pass exist_ok=True (--exist-ok) if a dataset there is the result of the same call"
+            raise ExistsError(f"contains other objects ({found[0][len(start) :]}). {remedy}", path=self.root)
 
     def make(self) -> None:
         """Creates the folder, for this user alone.
@@ -140,9 +137,19 @@ class Scratch:
             raise
 
     def push(self) -> None:
-        """Uploads the dataset and removes the folder."""
+        """Uploads the dataset and removes the folder.
+
+        Raises:
+            ExistsError: other objects are at the destination. The dataset stays in the folder.
+        """
         from actshard.pushing import push
 
-        push(self.folder, self.url, self.options)
+        try:
+            with self.named():
+                push(self.folder, self.url, self.options)
+        except ExistsError as error:  # its advice is for push
+            what = error.detail.partition(". Choose another URL")[0]
+            detail = f"{what}. The result of this call is in {self._own}: actshard push uploads it to another URL"
+            raise ExistsError(detail, path=error.path) from error
         shutil.rmtree(self.folder, ignore_errors=True)
         self.remove_if_empty()

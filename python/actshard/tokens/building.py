@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard import errors
+from actshard import _arguments, errors
 from actshard._arguments import local_path, many, numpy_type, whole
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
 from actshard.tokens import formats, pieces, placing, shards
@@ -160,8 +160,7 @@ class BuildOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
-            raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+        _arguments.one_of(self.layout, LAYOUTS, "layout")
         if not isinstance(self.on_error, str) or self.on_error not in ("raise", "skip"):
             raise ArgumentError(f"on_error must be 'raise' or 'skip', not {self.on_error!r}")
         if self.jobs is not None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
+from actshard import _arguments
 from actshard._arguments import local_path, many, whole
 from actshard._json import show
 from actshard.errors import (
@@ -165,10 +166,7 @@ class LmDataConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.stop_strategy not in STOP_STRATEGIES:
-            raise ArgumentError(
-                f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {self.stop_strategy!r}"
-            )
+        _arguments.one_of(self.stop_strategy, STOP_STRATEGIES, "stop_strategy")
         if self.components and self.train_weights is None:
             object.__setattr__(self, "train_weights", dict.fromkeys(self.components, 1.0))
         self._check_names()

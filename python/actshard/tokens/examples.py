@@ -266,8 +266,7 @@ class _Packed(Streamed):
         block_cross_document_attention: bool,
         loss_mask_padding: bool,
     ) -> None:
-        if slice_strategy not in STRATEGIES:
-            raise ArgumentError(f"slice_strategy must be one of {', '.join(STRATEGIES)}, not {slice_strategy!r}")
+        _arguments.one_of(slice_strategy, STRATEGIES, "slice_strategy")
         self.cache = cache
         self.max_length = _arguments.whole(max_length, "max_length", 1)
         self.max_segments = segments_of(pack)

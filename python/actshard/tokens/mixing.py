@@ -98,8 +98,7 @@ class Mixture(Composed):
         key: int | Key | NDArray[Any] = 0,
         stop_strategy: str = "restart",
     ) -> None:
-        if not isinstance(stop_strategy, str) or stop_strategy not in STOP_STRATEGIES:
-            raise ArgumentError(f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {stop_strategy!r}")
+        _arguments.one_of(stop_strategy, STOP_STRATEGIES, "stop_strategy")
         block_size = _whole(block_size, "block_size", 1, MOST_MIXTURE_BLOCK)
         if not isinstance(datasets, Mapping):
             raise ArgumentTypeError(f"datasets: expected datasets by name, found {type(datasets).__name__}")

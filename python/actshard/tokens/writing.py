@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 import actshard._native as _native
+from actshard import _arguments
 from actshard._arguments import dtype as native_dtype
 from actshard._arguments import flat, local_path, numpy_type
 from actshard.errors import (
@@ -43,9 +44,7 @@ _WRITTEN = "written"
 
 def checked_storage(storage: str) -> str:
     """Returns ``storage`` if it is supported; raises ArgumentError otherwise."""
-    if not isinstance(storage, str) or storage not in STORAGES:
-        raise ArgumentError(f"storage must be one of {', '.join(STORAGES)}, not {storage!r}")
-    return storage
+    return _arguments.one_of(storage, STORAGES, "storage")
 
 
 @dataclass(frozen=True)

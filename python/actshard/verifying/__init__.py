@@ -145,9 +145,8 @@ def of_path(
 
 def check_format(format: str | None) -> None:
     """Raises ArgumentError for a ``format=`` argument that is not a format's name. Internal."""
-    names = (*formats.names(), *formats.of_tokens())
-    if format is not None and format not in names:
-        raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
+    if format is not None:
+        _arguments.one_of(format, (*formats.names(), *formats.of_tokens()), "format")
 
 
 def format_for_layout(root: Location, format: str | None, layout: Any) -> str | None:

@@ -49,9 +49,7 @@ def make_target(
     whole: int | None = None,
 ) -> Target:
     """Checks the arguments of :func:`create` and returns the format's target. ``created``, ``whole``: see :class:`Spec`."""
-    known = formats.written()
-    if not _arguments.is_one_of(format, known):
-        raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
+    _arguments.one_of(format, formats.written(), "format")
     root = _arguments.local_path(path)
     plain: dict[str, dict[str, Any]] = {}
     for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):

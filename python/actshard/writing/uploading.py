@@ -71,8 +71,7 @@ class UploadingWriter(Writer):
 
     def _upload(self) -> None:
         if self.complete and not self._uploaded:
-            with self._scratch.named():
-                self._scratch.push()
+            self._scratch.push()
             self._uploaded = True
 
 
