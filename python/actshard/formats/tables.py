@@ -302,6 +302,8 @@ def concatenated(tables: Sequence[pa.Table]) -> tuple[pa.Table, list[str]]:
             values = pa.chunked_array(texts, pa.string())
         fields.append(field)
         columns.append(values)
+    if not fields:
+        return rows_only(sum(table.num_rows for table in tables)), mixed
     return pa.Table.from_arrays(columns, schema=pa.schema(fields)), mixed
 
 
@@ -316,7 +318,10 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
     import pyarrow as pa
 
     order = dict.fromkeys([*names, *(name for columns, _ in parts for name in columns)])
-    tables = [pa.table({name: _arrow(columns.get(name), n) for name in order}) for columns, n in parts]
+    tables = [
+        pa.table({name: _arrow(columns.get(name), n) for name in order}) if order else rows_only(n)
+        for columns, n in parts
+    ]
     return concatenated(tables)[0] if tables else pa.table({name: pa.nulls(0) for name in order})
 
 
