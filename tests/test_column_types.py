@@ -395,6 +395,17 @@ def test_what_a_writer_does_to_values_is_found_without_its_help(
         write(tmp_path / "c", "npy", {"x": [0.5, 1.0]})
 
 
+@pytest.mark.parametrize("name", [".a", "[0]", "a.b", "", "\\.a"])
+def test_keys_of_dicts_are_names_and_no_paths(name: str, tmp_path: Path) -> None:
+    values = [{"a": 2**53 + 1, name: 0.5}, {"a": 1, name: 2.0}]
+    source = write(tmp_path / "npy", "npy", {"x": values})
+    for format in COLUMN_FORMATS:
+        made = actshard.convert(source, tmp_path / f"c-{format}", format).path
+        merged = made if format in ("npy", "safetensors", "hf_arrow") else actshard.merge(tmp_path / f"m-{format}", [made])
+        for path in (made, merged):
+            assert actshard.open(path).table["x"].to_pylist() == values
+
+
 def test_digests_are_keys_of_zarr_stores(tmp_path: Path) -> None:
     keys = [hashlib.sha256(bytes([i])).digest() for i in range(250)]
     keys = [key for key in keys if 0 not in key][:200]

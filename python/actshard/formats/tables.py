@@ -194,7 +194,8 @@ def leaves(
     import pyarrow.compute as pc
 
     if pa.types.is_struct(column.type):
-        inner = [(field.name, pc.struct_field(column, field.name)) for field in column.type]
+        # By number: pyarrow reads names such as ".a" as paths.
+        inner = [(field.name, pc.struct_field(column, [i])) for i, field in enumerate(column.type)]
     elif is_list(column.type):
         inner = [("[]", pc.list_flatten(column))]
     else:
@@ -242,9 +243,8 @@ def _loses(column: Any, made: Any) -> bool:
     if column.type.equals(made.type):
         return False
     if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
-        return any(
-            _loses(pc.struct_field(column, field.name), pc.struct_field(made, field.name)) for field in column.type
-        )
+        places = [(i, made.type.get_field_index(field.name)) for i, field in enumerate(column.type)]
+        return any(_loses(pc.struct_field(column, [i]), pc.struct_field(made, [j])) for i, j in places)
     if is_list(column.type) and is_list(made.type):
         return _loses(pc.list_flatten(column), pc.list_flatten(made))
     if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
