@@ -267,6 +267,13 @@ COLUMNS: dict[str, pa.Array] = {
     "float16": pa.array(np.array([1, 0.1, np.nan, np.inf], np.float16)),
     "float32": pa.array([0.1, None, np.nan, -0.0], pa.float32()),
     "decimal": pa.array([D("1.50"), D("2.00"), D("3.25"), None], pa.decimal128(10, 2)),
+    "decimals, first whole": pa.array([D(1), D(2), D(3), D("1.50")], pa.decimal128(10, 2)),
+    "decimals of many digits": pa.array([D("0.1"), D("2.5"), D(0), None], pa.decimal128(38, 9)),
+    "decimals of 256 bits": pa.array([D("1.10"), D(2), D(3), None], pa.decimal256(50, 2)),
+    "lists of decimals": pa.array([[D("0.1")], [D(2)], [], None], pa.list_(pa.decimal128(38, 9))),
+    "dicts of decimals": pa.array([{"a": D("1.10")}] * 4, pa.struct([("a", pa.decimal256(50, 2))])),
+    "integers of 8 bits": pa.array([-128, 127, None, 0], pa.int8()),
+    "integers of 64 bits": pa.array([-(2**63), 2**63 - 1, None, 0]),
     "large integers": pa.array([D(1), D(10**30), D(3), None], pa.decimal128(38, 0)),
     "date": pa.array([TIME.date()] * 4),
     "time": pa.array([TIME.time()] * 4),
@@ -386,6 +393,17 @@ def test_what_a_writer_does_to_values_is_found_without_its_help(
             call(source, tmp_path / "b", "npy")
     with refuses(actshard.ArgumentError, None, "'x'.*different values would be equal as int32"):
         write(tmp_path / "c", "npy", {"x": [0.5, 1.0]})
+
+
+@pytest.mark.parametrize("name", [".a", "[0]", "a.b", "", "\\.a"])
+def test_keys_of_dicts_are_names_and_no_paths(name: str, tmp_path: Path) -> None:
+    values = [{"a": 2**53 + 1, name: 0.5}, {"a": 1, name: 2.0}]
+    source = write(tmp_path / "npy", "npy", {"x": values})
+    for format in COLUMN_FORMATS:
+        made = actshard.convert(source, tmp_path / f"c-{format}", format).path
+        merged = made if format in ("npy", "safetensors", "hf_arrow") else actshard.merge(tmp_path / f"m-{format}", [made])
+        for path in (made, merged):
+            assert actshard.open(path).table["x"].to_pylist() == values
 
 
 def test_digests_are_keys_of_zarr_stores(tmp_path: Path) -> None:

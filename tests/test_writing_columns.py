@@ -113,6 +113,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[actshard.ActshardError], str]] = [
     ("pickle", {"when": np.array([1, 2], "M8[ns]")}, actshard.ArgumentError, "when"),
     ("pickle", {"sample_idx": [7, 7]}, actshard.ArgumentError, "7 twice"),
     ("pickle", {"sample_idx": [7, None]}, actshard.ArgumentError, "sample_idx"),
+    ("pickle", {"sample_idx": [-1, 7]}, actshard.ArgumentError, "example 0: expected 0 to"),
+    ("pickle", {"sample_idx": [7, 1 << 62]}, actshard.ArgumentError, "example 1: expected 0 to"),
     ("pickle", {"sample_idx": ["a", "b"]}, actshard.ArgumentError, "sample_idx"),
     ("saev", {"a": [1, 2]}, actshard.NotStoredError, "no columns"),
     ("saev", {"patch_labels": [1, 2]}, actshard.ArgumentError, "uint8"),

@@ -194,7 +194,8 @@ def leaves(
     import pyarrow.compute as pc
 
     if pa.types.is_struct(column.type):
-        inner = [(field.name, pc.struct_field(column, field.name)) for field in column.type]
+        # By number: pyarrow reads names such as ".a" as paths.
+        inner = [(field.name, pc.struct_field(column, [i])) for i, field in enumerate(column.type)]
     elif is_list(column.type):
         inner = [("[]", pc.list_flatten(column))]
     else:
@@ -242,9 +243,8 @@ def _loses(column: Any, made: Any) -> bool:
     if column.type.equals(made.type):
         return False
     if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
-        return any(
-            _loses(pc.struct_field(column, field.name), pc.struct_field(made, field.name)) for field in column.type
-        )
+        places = [(i, made.type.get_field_index(field.name)) for i, field in enumerate(column.type)]
+        return any(_loses(pc.struct_field(column, [i]), pc.struct_field(made, [j])) for i, j in places)
     if is_list(column.type) and is_list(made.type):
         return _loses(pc.list_flatten(column), pc.list_flatten(made))
     if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
@@ -302,6 +302,8 @@ def concatenated(tables: Sequence[pa.Table]) -> tuple[pa.Table, list[str]]:
             values = pa.chunked_array(texts, pa.string())
         fields.append(field)
         columns.append(values)
+    if not fields:
+        return rows_only(sum(table.num_rows for table in tables)), mixed
     return pa.Table.from_arrays(columns, schema=pa.schema(fields)), mixed
 
 
@@ -316,7 +318,10 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
     import pyarrow as pa
 
     order = dict.fromkeys([*names, *(name for columns, _ in parts for name in columns)])
-    tables = [pa.table({name: _arrow(columns.get(name), n) for name in order}) for columns, n in parts]
+    tables = [
+        pa.table({name: _arrow(columns.get(name), n) for name in order}) if order else rows_only(n)
+        for columns, n in parts
+    ]
     return concatenated(tables)[0] if tables else pa.table({name: pa.nulls(0) for name in order})
 
 

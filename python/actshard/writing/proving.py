@@ -7,6 +7,7 @@ in which the format refuses them, such as labels of a limited range, have values
 from __future__ import annotations
 
 import contextlib
+import decimal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _EXAMPLES = 3
+_EXACT = decimal.Context(prec=decimal.MAX_PREC, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 _MOST_KNOWN = 256
 _known: dict[tuple[type[Target], str], dict[str, str]] = {}
 """Results by format, settings and schema, if they do not depend on values of the dataset."""
@@ -189,7 +191,13 @@ def _some(kind: pa.DataType, unusual: int) -> pa.Array:
         # Whole microseconds, because Python has no nanoseconds. Days of date64 have 86,400,000 ms.
         step = 86_400_000 if is_.is_date64(kind) else 1000
         return pa.array([0, step, 2 * step], numbers).view(kind)
-    return pa.array([0, 1, 2**64 - 1 if pa.types.is_uint64(kind) and unusual else 2], pa.uint64()).cast(kind)
+    if is_.is_decimal(kind):
+        # Digits after the point, and as many digits as there can be: whole numbers and those of 38 digits may be stored otherwise.
+        numbers = (0, 1, 10**kind.precision - 1 if unusual else 2)
+        return pa.array([decimal.Decimal(number).scaleb(-kind.scale, _EXACT) for number in numbers], kind)
+    bits = kind.bit_width - is_.is_signed_integer(kind)
+    low = -(1 << bits) if is_.is_signed_integer(kind) else 0
+    return pa.array([low, 1, (1 << bits) - 1] if unusual else [0, 1, 2], kind)
 
 
 def _change(name: str, given: Any, again: Any) -> str | None:

@@ -45,6 +45,7 @@ CHEAP_BYTES = 256 << 20
 MOST_COLUMNS = 4096
 """Limit on the number of distinct metadata fields in a table."""
 _UNLIMITED = 1 << 62
+SAMPLE_NUMBERS = range(1 << 62)
 SLACK_PER_SAMPLE = 64 << 10
 """Bytes allowed per sample in a shard besides its activations: a preview of 200 characters and a few metadata fields."""
 
@@ -308,9 +309,8 @@ def _checksum(fields: Fields) -> bytes | None:
 def _ids(fields: Fields, samples: int) -> tuple[int, int]:
     """The smallest and largest sample_idx of a shard, inclusive."""
     if not fields.has("sample_id_range"):
-        return 0, (1 << 62) - 1
-    value = fields.value["sample_id_range"]
-    limit = 1 << 62
+        return 0, SAMPLE_NUMBERS[-1]
+    value, limit = fields.value["sample_id_range"], SAMPLE_NUMBERS.stop
     if not isinstance(value, list) or len(value) != 2 or any(type(x) is not int or not -1 <= x < limit for x in value):
         raise fields.error("sample_id_range", "the first and the last sample_idx")
     first, last = value

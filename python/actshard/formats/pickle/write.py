@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError
+from actshard.formats.pickle.read import SAMPLE_NUMBERS
 from actshard.formats.target import (
     PREVIEW,
     TEXTS,
@@ -142,6 +143,12 @@ class PickleTarget(Target):
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
+        numbers = table["sample_idx"].to_pylist() if "sample_idx" in table.column_names else []
+        for i, number in enumerate(numbers):
+            if number is not None and number not in SAMPLE_NUMBERS:  # nulls are refused with duplicates
+                raise ArgumentError(
+                    f"sample_idx: example {first + i}: expected {SAMPLE_NUMBERS[0]} to {SAMPLE_NUMBERS[-1]}, found {number}"
+                )
 
     def check_count(self, n: int, columns: Sequence[str]) -> None:
         # More examples would use sample numbers of the next machine.
