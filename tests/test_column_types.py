@@ -401,7 +401,9 @@ def test_keys_of_dicts_are_names_and_no_paths(name: str, tmp_path: Path) -> None
     source = write(tmp_path / "npy", "npy", {"x": values})
     for format in COLUMN_FORMATS:
         made = actshard.convert(source, tmp_path / f"c-{format}", format).path
-        merged = made if format in ("npy", "safetensors", "hf_arrow") else actshard.merge(tmp_path / f"m-{format}", [made])
+        merged = (
+            made if format in ("npy", "safetensors", "hf_arrow") else actshard.merge(tmp_path / f"m-{format}", [made])
+        )
         for path in (made, merged):
             assert actshard.open(path).table["x"].to_pylist() == values
 

@@ -351,7 +351,7 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
         found.value["place"] = str(place)
     if found.value.get("asked") != asked.as_dict():
         of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        remedy = "repeat the same call to finish it" + ("" if move else f", or remove {root} to begin another")
+        remedy = "repeat the same call to finish it" + ("" if move else ", or choose another folder")
         raise ArgumentError(
             f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, and this call is "
             f"for another merge: {remedy}",
@@ -444,6 +444,13 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
         if (root / PARTS).exists():
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
+            )
+        with contextlib.suppress(UnknownFormatError, UnfinishedError, MissingFileError):
+            known = _found(root)[1]
+            raise ExistsError(
+                f"expected no folder or an empty one, found a finished {known} dataset. Pass resume=True (--resume) if these parts "
+                "were merged into it, or choose another folder",
+                path=root,
             )
         refuse_existing(root)
     format, request = _check_alike(sources, asked)

@@ -331,7 +331,7 @@ def _refuse_other(asked: Asked, target: Target, path: Path, columns: Columns, *,
     difference, _ = _difference(asked, target, path, some, columns)
     if difference is not None:
         raise ExistsError(
-            f"contains another dataset than this conversion writes: {difference}. Choose another folder, or remove this one.",
+            f"contains another dataset than this conversion writes: {difference}. Choose another folder.",
             path=path,
         )
 
@@ -351,7 +351,7 @@ def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Col
     if lacking or surplus:
         difference = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
         raise ExistsError(
-            f"contains another dataset than this conversion writes: {difference}. Choose another folder, or remove this one.",
+            f"contains another dataset than this conversion writes: {difference}. Choose another folder.",
             path=path,
         )
 

@@ -170,7 +170,7 @@ def check_target(source: Location, target: Path, layers: tuple[Layer, ...] | Non
         what = "all layers" if marker.layers is None else f"layers {listing(marker.layers)}"
         if marker.origin is not None and marker.origin != origin_of(source):
             what += " (from another server)"
-        raise ExistsError(f"contains {what} of {marker.source}. Choose another folder, or remove this one", path=target)
+        raise ExistsError(f"contains {what} of {marker.source}. Choose another folder", path=target)
 
 
 def _is_working_folder(target: Path) -> bool:
