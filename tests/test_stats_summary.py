@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,22 @@ def test_repeated_rows_are_counted_among_those_with_finite_norms(tmp_path: Path)
     stats = made(tmp_path / "nan", rows).stats("a")
     assert (stats.repeats.rows, stats.repeats.different) == (240, 238)
     assert not [each for each in stats.advice() if each.kind == "repeats"]
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e200, 1e300])
+def test_rows_whose_squares_overflow_or_vanish_have_norms(size: float, tmp_path: Path) -> None:
+    rows = np.random.default_rng(4).standard_normal((1, 300, 5))
+    rows[0, 7:9] *= size
+    with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=5, dtype="float64") as writer:
+        writer.append(rows[:, None])
+    stats = actshard.open(tmp_path / "d").stats(0)
+    norms = [math.hypot(*row) for row in rows[0].tolist()]
+    assert stats.norms.rows == 300
+    assert stats.mean_norm == pytest.approx(math.fsum(norms) / 300, rel=1e-12)
+    largest = sorted(range(300), key=lambda k: -norms[k])[:16]
+    assert [row.token for row in stats.largest_rows] == largest
+    assert [row.norm for row in stats.largest_rows] == pytest.approx([norms[k] for k in largest], rel=1e-12)
+    assert stats.norms.quantile([0.0])[0] == pytest.approx(min(norms), rel=1 / 256)
 
 
 def test_rows_of_nan_are_no_repeated_rows(tmp_path: Path) -> None:

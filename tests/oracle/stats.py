@@ -43,12 +43,8 @@ def summarize(data: Examples, layer: Layer, places: list[Place]) -> Summary:
         warnings.simplefilter("ignore")
         mean = np.nanmean(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
         variance = np.nanvar(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
-    with np.errstate(
-        all="ignore"
-    ):  # norms of statistics are roots of squares: a norm counts as finite, or as 0, if its square is
-        squares = [(row**2).sum() for row in wide]
-    norms = [norm(row) if square else 0.0 for row, square in zip(stored, squares, strict=True)]
-    usable = [k for k, square in enumerate(squares) if np.isfinite(square)]
+    norms = [norm(row) for row in stored]
+    usable = [k for k, size in enumerate(norms) if math.isfinite(size)]
     by_position: dict[int, list[float]] = {}
     for k in usable:
         by_position.setdefault(places[k][1], []).append(norms[k])

@@ -197,7 +197,7 @@ fn in_range(center: &[f64], scale: &Scale) -> bool {
 
 /// Scales a row to an L2 norm. Rows of zeros, and rows with values that are not finite, stay as they are.
 fn to_norm<T: Real>(row: &mut [T], norm: f64) {
-    let found = norm_of(row);
+    let found = root_of_squares(row);
     let factor = T::of(norm / found);
     if SQUARABLE.contains(&found) && factor.is_normal() {
         for x in row.iter_mut() {
@@ -205,9 +205,8 @@ fn to_norm<T: Real>(row: &mut [T], norm: f64) {
         }
         return;
     }
-    // A power of two first, so that no square overflows or vanishes, and products in float64.
-    let power = 2f64.powi(if found < 1.0 { 600 } else { -600 });
-    let found = row.iter().map(|x| (x.wide() * power).powi(2)).sum::<f64>().sqrt();
+    // Products in float64.
+    let (power, found) = scaled_norm(row, found);
     if found.is_finite() && found > 0.0 {
         for x in row.iter_mut() {
             *x = T::of(x.wide() * power * (norm / found));
@@ -215,12 +214,28 @@ fn to_norm<T: Real>(row: &mut [T], norm: f64) {
     }
 }
 
-/// Norms whose squares float64 represents with full precision.
-const SQUARABLE: Range<f64> = 1e-140..1e140;
+/// Norms whose squares float64 represents with full precision. All norms of other dtypes than float64 are such, or 0.
+pub(super) const SQUARABLE: Range<f64> = 1e-140..1e140;
 
-/// The L2 norm, summed in eight lanes of float64: equal on every machine.
-#[inline]
+/// A power of two, and its product with the norm of a row whose squares overflow or vanish. `found`: [`root_of_squares`].
+fn scaled_norm<T: Real>(row: &[T], found: f64) -> (f64, f64) {
+    let power = 2f64.powi(if found < 1.0 { 600 } else { -600 });
+    (power, row.iter().map(|x| (x.wide() * power).powi(2)).sum::<f64>().sqrt())
+}
+
+/// The L2 norm, equal on every machine; not finite if a value is not, or if float64 does not represent it.
 pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
+    let found = root_of_squares(row);
+    if SQUARABLE.contains(&found) {
+        return found;
+    }
+    let (power, found) = scaled_norm(row, found);
+    found / power
+}
+
+/// The root of the squares' sum in eight lanes of float64.
+#[inline]
+fn root_of_squares<T: Real>(row: &[T]) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0f64; 8];
     for chunk in chunks {

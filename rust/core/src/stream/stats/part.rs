@@ -21,7 +21,7 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::{Loops, widest};
 use crate::layout::row::Row;
 use crate::memory::zeroed;
-use crate::stream::rescale::Real;
+use crate::stream::rescale::{Real, SQUARABLE, norm_of};
 
 /// Rows per block: their sums are relative to one of their values.
 pub(super) const BLOCK: usize = 128;
@@ -129,7 +129,7 @@ impl<T: ComparedFloat> BlockSums<T> {
         }
     }
 
-    /// Adds rows; returns their norms, summed as in [`crate::stream::rescale::norm_of`].
+    /// Adds rows; returns the roots of their squares' sums, added as in [`norm_of`].
     /// If a value is not finite, its row's norm is not either, and the sums are wrong.
     #[inline(always)]
     fn add_finite<E: SummedElement<Value = T>, const N: usize>(&mut self, rows: [&[E]; N]) -> [f64; N] {
@@ -257,6 +257,7 @@ impl<E: SummedElement> PartOf<E> {
         self.columns.clear();
         let (width, before) = (self.row.width, self.facts.norms.len());
         for raw in block.chunks(TOGETHER * self.row.bytes) {
+            let first = self.facts.norms.len();
             for row in raw.chunks_exact(self.row.bytes) {
                 self.facts.hashes.push(hash(row));
             }
@@ -269,6 +270,13 @@ impl<E: SummedElement> PartOf<E> {
             } else {
                 for n in 0..n {
                     self.facts.norms.extend_from_slice(&self.columns.add_finite::<E, 1>([row(n)]));
+                }
+            }
+            if E::DTYPE == DType::F64 {
+                for (norm, row) in self.facts.norms[first..].iter_mut().zip(rows.chunks_exact(width)) {
+                    if !SQUARABLE.contains(norm) {
+                        *norm = norm_of::<f64>(bytemuck::cast_slice(row));
+                    }
                 }
             }
         }

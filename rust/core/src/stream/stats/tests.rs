@@ -252,5 +252,25 @@ fn equal_values_have_no_variance() {
     assert_eq!((made.squares[0], made.mean[0]), (0.0, 0.1));
     let huge = sums_of(DType::F64, &[1e300, 1e300, 2e300], 1, (&ids[..3], &ids[..3]));
     assert_eq!((huge.mean[0] / 1e300 * 3.0).round(), 4.0);
-    assert_eq!((huge.squares[0], huge.norms.1), (f64::INFINITY, 0));
+    assert_eq!((huge.squares[0], huge.norms.1), (f64::INFINITY, 3));
+}
+
+#[test]
+fn finite_rows_of_any_size_have_their_norms() {
+    for size in [1e-310, 1e-200, 1e200, 1e306] {
+        let values = [3.0 * size, 4.0 * size, 1.0, 0.0, 0.0, 0.0, f64::INFINITY, 1.0, 12.0 * size, 5.0 * size];
+        let ids: Vec<i64> = (0..5).collect();
+        let stats = sums_of(DType::F64, &values, 2, (&ids, &ids));
+        let expected = [13.0 * size, 5.0 * size, 1.0, 0.0];
+        let total: f64 = expected.iter().sum();
+        assert_eq!(stats.norms.1, 4);
+        assert!((stats.norms.0 - total).abs() <= 1e-12 * total, "{} {total}", stats.norms.0);
+        let mut largest: Vec<u64> = stats.summary.largest_rows.iter().map(|row| row.place.0).collect();
+        if size < 1.0 {
+            assert_eq!(largest.remove(0), 1);
+        } else {
+            assert_eq!(largest.remove(2), 1);
+        }
+        assert_eq!(largest, [4, 0, 2]);
+    }
 }
