@@ -16,16 +16,16 @@ use crate::rows::Rows;
 use crate::stream::select::Selection;
 use crate::threads::{self, Lock, Stop, Turns, Watch, make_ahead};
 
-/// Bytes per part, unless one block is larger.
+/// Bytes per part, unless one block is larger; then a part is a block.
 const PART_BYTES: usize = 2 << 20;
 /// Most rows per leaf; a leaf is also the amount between two calls of the watch and of `progress`.
 const LEAF: u64 = 1 << 16;
-/// Most bytes per leaf, unless one block is larger.
+/// Most bytes per leaf, unless one row is larger. A block of wide rows ends with its leaf.
 const LEAF_BYTES: u64 = 64 << 20;
 
 /// Rows per leaf. Blocks never cross the bounds of leaves, which decide the last bits of the result.
 pub fn leaf_rows(row: Row) -> u64 {
-    LEAF.min((LEAF_BYTES / row.bytes.max(1) as u64).max(BLOCK as u64))
+    LEAF.min((LEAF_BYTES / row.bytes.max(1) as u64).max(1))
 }
 
 /// Rows of a part: whole blocks of about [`PART_BYTES`], at most a leaf.

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use super::reading::part_rows;
 use super::summary::Summary;
 use super::*;
 use crate::dtype::{Cast, DType};
@@ -272,5 +273,15 @@ fn finite_rows_of_any_size_have_their_norms() {
             assert_eq!(largest.remove(2), 1);
         }
         assert_eq!(largest, [4, 0, 2]);
+    }
+}
+
+#[test]
+fn parts_are_bounded_however_wide_rows_are() {
+    for width in [1, 3000, 1 << 17, 1 << 20, 100 << 20] {
+        let row = Row::new(width, DType::F32).unwrap();
+        let rows = part_rows(row);
+        assert!((1..=leaf_rows(row)).contains(&(rows as u64)), "{width}");
+        assert!(rows * row.bytes <= row.bytes.max(64 << 20), "{width}");
     }
 }
