@@ -179,7 +179,7 @@ pub trait Source: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Fills all buffers, or fails: once `stop` is set, with [`Kind::Interrupted`], so that nobody keeps a buffer that was not
+    /// Fills all buffers, or fails: once `stop` is set, with [`Kind::Interrupted`], so that no caller keeps a buffer that was not
     /// filled. Buffers for bytes that follow each other should be neighbours in `reads`: a slow source makes one request for them.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 

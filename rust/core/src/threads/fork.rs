@@ -40,7 +40,7 @@ impl<T> ForkSafe<T> {
         attempt(self.value.try_lock())
     }
 
-    /// The value, or `None` if it is not free within a few milliseconds: where nobody holds it for longer, but a fork may
+    /// The value, or `None` if it is not free within a few milliseconds: where no thread holds it for longer, but a fork may
     /// have removed the holder.
     #[cfg(not(actshard_loom))]
     pub fn lock_briefly(&self) -> Option<LockGuard<'_, T>> {

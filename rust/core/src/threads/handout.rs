@@ -24,12 +24,12 @@ pub struct Stop(AtomicBool);
 
 impl Stop {
     /// For who will set it. Work that another one may stop is given that one's.
-    #[expect(clippy::new_without_default, reason = "a default would be one that nobody sets")]
+    #[expect(clippy::new_without_default, reason = "a default would be one that no caller sets")]
     pub fn new() -> Stop {
         Stop(AtomicBool::new(false))
     }
 
-    /// A stop that nobody sets: for work of a moment. clippy.toml demands a reason, because Ctrl-C waits for that work.
+    /// A stop that is never set: for work of a moment. clippy.toml demands a reason, because Ctrl-C waits for that work.
     #[cfg(not(actshard_loom))]
     pub fn never() -> &'static Stop {
         static NEVER: Stop = Stop(AtomicBool::new(false));
