@@ -305,6 +305,14 @@ def too_long(folder: Path, patch: pytest.MonkeyPatch) -> None:
     actshard.open(folder / "d").sequences_stream(0, 2, too_long="truncate")
 
 
+def other_unfinished(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    for metadata in ({}, {"dataset": "A"}):
+        writer = actshard.create(folder, "saev", layers=[0], d_model=4, resume=True, metadata=metadata)
+        writer.append(np.ones((1, 1, 1, 4), np.float32))
+        writer.flush()
+        writer.abort()
+
+
 def captured(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Two examples and an empty one: NaN, and memory for one of them at a time."""
 
@@ -332,6 +340,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "disk-cache": no_cache,
     "remote-exact": exact_from_far,
     "sequences-too-long": too_long,
+    "other-unfinished": other_unfinished,
     "examples-left-empty": captured,
     "non-finite-captured": captured,
     "batch-halved": captured,

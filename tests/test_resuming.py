@@ -16,6 +16,7 @@ import pytest
 
 import actshard
 from actshard import work
+from actshard.request import RECORD
 from actshard.writing.sink import Sink
 from conftest import refuses
 from waiting import PATIENCE
@@ -81,44 +82,6 @@ def test_what_was_written_and_not_counted_leaves_no_trace(tmp_path: Path, format
     assert actshard.verify(writer.path, deep=True).codes() <= {
         "zero-token-example", "constant-row", "zero-row", "constant-column", "zero-column", "zero-example", "same-examples",
     } | {f.code for f in actshard.verify(writer.path, deep=True).findings if f.severity != "error"}  # fmt: skip
-
-
-def old_zarr(path: Path) -> None:
-    """Files of release 0.1, whose journal lacks the chunk length."""
-    writer = create(path, "zarr")
-    writer.append(examples([10, 9]))
-    writer.flush()
-    writer.abort()
-    journal = path / ".actshard/journal.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    lines[0]["config"]["chunk"] = None
-    for line in lines[1:]:
-        line["state"] = {}
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_a_zarr_store_of_an_older_release_is_continued_with_the_chunks_it_has(tmp_path: Path) -> None:
-    old_zarr(tmp_path / "d")
-    for first in (10, 20):
-        writer = create(tmp_path / "d", "zarr", resume=True)
-        writer.append(examples([30, 2], first))
-        writer.flush()
-        writer.abort()
-    create(tmp_path / "d", "zarr", resume=True).close()
-    check(tmp_path / "d", [*examples([10, 9]), *examples([30, 2], 10), *examples([30, 2], 20)])
-    old_zarr(tmp_path / "e")
-    with (tmp_path / "e/.actshard/journal.jsonl").open("a") as journal:
-        journal.write('{"closing":true}\n')
-    assert create(tmp_path / "e", "zarr", resume=True).complete
-    check(tmp_path / "e", examples([10, 9]))
-
-
-def test_a_zarr_store_whose_chunks_differ_is_refused(tmp_path: Path) -> None:
-    old_zarr(tmp_path / "d")
-    chunk = tmp_path / "d/arrays/activations/1.1.0.0"
-    os.truncate(chunk, 5 * WIDTH * 4)
-    with refuses(actshard.FormatError, chunk, "cannot be continued"):
-        create(tmp_path / "d", "zarr", resume=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -328,8 +291,9 @@ def test_what_a_kill_left_in_a_finished_dataset_is_removed_by_the_next_call(
         writer.append(examples([4]))
     folder = writer.path / ".actshard"
     folder.mkdir()
+    begun = {"actshard": 1, "config": {}, "record": json.loads((writer.path / RECORD).read_text())}
     for name in left:
-        (folder / name).write_text('{"actshard":1,"config":{}}\n{"finished":true}\n' if "journal" in name else "")
+        (folder / name).write_text(f'{json.dumps(begun)}\n{{"finished":true}}\n' if "journal" in name else "")
     check(writer.path, examples([4]))  # readers ignore it and remove nothing
     assert folder.exists()
     with refuses(actshard.ExistsError, writer.path, "exist_ok"):

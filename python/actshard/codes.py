@@ -490,6 +490,13 @@ CALLS: tuple[Code, ...] = (
         "correct the records that the report lists, and build again",
     ),
     Code(
+        "other-unfinished",
+        WARNING,
+        "resume=True begins a dataset, and one that was requested with other arguments is unfinished next to it.",
+        "The examples of the unfinished dataset stay on the disk and are not continued.",
+        "repeat the request that began it, or remove its folder",
+    ),
+    Code(
         "examples-left-empty",
         WARNING,
         "Examples of a capture have no tokens, too many, or lack a chosen position.",

@@ -20,6 +20,7 @@ from actshard.errors import (
     MissingFileError,
     TruncatedFileError,
     from_os,
+    warn,
 )
 from actshard.finding import check_opens
 from actshard.formats.target import AllExamples, Block, Target
@@ -39,6 +40,7 @@ from actshard.work import (
     sync_folders,
     write_json,
 )
+from actshard.work.lock import state_of
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter
@@ -71,6 +73,8 @@ class Sink(SegmentWriter):
                     )
             else:
                 self._refuse_finished(resume)
+                if resume:
+                    self._tell_others()
             if self.journal.config:
                 self._continue(self.journal.config)
             super().__init__(target, self.journal.tables())
@@ -88,6 +92,23 @@ class Sink(SegmentWriter):
             with contextlib.suppress(OSError):
                 self.target.root.rmdir()  # saev's working folder: the finished dataset has another name
             raise ExistsError.finished(found)
+
+    def _tell_others(self) -> None:
+        """Warns about unfinished datasets next to this one that were requested with other arguments: they are not continued."""
+        target = self.target
+        for folder in formats.get(target.format).begun(target.root.parent) if target.names_itself else ():
+            journal = Journal(folder)
+            with contextlib.suppress(ActshardError):
+                if folder != target.root and journal.exists() and state_of(journal.folder) == "was interrupted":
+                    journal.read()
+                    assert journal.request is not None
+                    difference = journal.request.difference(target.request) or "its source was another"
+                    warn(
+                        f"{target.root.parent}: another dataset is begun: the unfinished one in {folder.name}, of "
+                        f"{many(journal.examples, 'example')}, was requested otherwise ({difference}). Repeat its request to "
+                        "continue it",
+                        code="other-unfinished",
+                    )
 
     def _continue(self, config: dict[str, Any]) -> None:
         """Continues after the committed examples."""

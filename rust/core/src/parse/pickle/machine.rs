@@ -116,9 +116,17 @@ pub fn least(front: &[u8]) -> Result<u64> {
     }
 }
 
-/// Parses the first pickle in `input`; ignores the bytes after its STOP, like Python.
+/// Parses a pickle, which ends where `input` ends: Python ignores further objects that were dumped into one file.
 pub fn parse(input: &[u8]) -> Result<Tree> {
-    Ok(parse_as(input, Dialect::Plain)?.0)
+    let (tree, size) = parse_as(input, Dialect::Plain)?;
+    if size < input.len() {
+        let detail = format!(
+            "expected the end of the pickle, found {} more bytes: dump all samples as one object, a file contains one",
+            input.len() - size
+        );
+        return Err(Error::new(Kind::Format, detail).byte(size as u64));
+    }
+    Ok(tree)
 }
 
 /// [`parse`] in a dialect; also returns the size of the pickle.
