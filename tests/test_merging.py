@@ -345,6 +345,35 @@ def test_datasets_of_different_models_are_joined_only_if_asked(tmp_path: Path, f
     assert len(made) == 6
 
 
+@pytest.mark.parametrize("format", ["zarr", "lmprobe"])
+def test_a_dataset_is_merged_once_whatever_its_paths(tmp_path: Path, format: str) -> None:
+    for name in "ab":
+        with actshard.create(tmp_path / name, format, layers=[0], d_model=4) as writer:
+            writer.append(np.ones((2, 1, 1, 4), "f4"))
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    again = [tmp_path / "link", tmp_path / "folder" / "a", tmp_path / "b" / ".." / "a"]
+    if format == "zarr":
+        run = actshard.merge(tmp_path / "run", [tmp_path / "a", tmp_path / "b"])
+        with refuses(actshard.ArgumentError, None, "a dataset twice"):
+            actshard.merge(tmp_path / "m", [run, run / "shards" / "shard-0001.zarr"])
+    for path in again:
+        with refuses(actshard.ArgumentError, None, "a dataset twice"):
+            actshard.merge(tmp_path / "m", [tmp_path / "a", path])
+    assert len(actshard.open(actshard.merge(tmp_path / "m", [tmp_path / "link", tmp_path / "b"]))) == 4
+
+
+def test_the_field_in_which_parts_differ_is_named(tmp_path: Path) -> None:
+    for name, pooling in (("a", "mean"), ("b", "last_token")):
+        with actshard.create(
+            tmp_path / name, "lmprobe", layers=[0], d_model=4, storage="pooled", pooling=pooling
+        ) as writer:
+            writer.append(np.ones((2, 1, 1, 4), "f4"))
+    expected = r'tensors\.hidden_layers\.pooling "mean" as in a, found "last_token"'
+    with refuses(actshard.FormatError, tmp_path / "b", expected):
+        actshard.merge(tmp_path / "m", [tmp_path / "a", tmp_path / "b"])
+
+
 @pytest.mark.parametrize("order", ["ab", "ba"])
 @pytest.mark.parametrize("way", ["run", "physical", "own parts", "plan", "concat"])
 def test_a_part_without_columns_has_its_rows(tmp_path: Path, order: str, way: str) -> None:

@@ -417,8 +417,6 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                     f"parts: {source} lies inside of the folder of the merged dataset. Choose a folder outside",
                     path=root,
                 )
-        if len(set(sources)) < len(sources):
-            raise ArgumentError("parts: the list contains a dataset twice")
         if (root / PARTS).exists():
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
@@ -429,6 +427,10 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
     sources = [dataset for source in sources for dataset in merger.datasets(source)]
+    places: dict[str, Path] = {}
+    for source in sources:  # also a run and one of its stores, or a link to either
+        if (other := places.setdefault(os.path.realpath(source), source)) is not source:
+            raise ArgumentError(f"parts: the list contains a dataset twice: {other} and {source}")
     if asked.parts is None and not merger.names_itself:
         refuse_in_the_way(root, merger.makes)
     move = asked.parts is None
@@ -521,11 +523,10 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
         for name, value in kind.items():
             if first.get(name) != value:
                 remedy = ". To merge them, pass different_models=True (--different-models)." if name == "model" else ""
-                expected, differs = show(first.get(name)), show(value)
-                if isinstance(value, dict) and isinstance(first.get(name), dict):
-                    expected, differs = _difference(first[name], value)
+                entry, expected, differs = _difference(name, first.get(name), value)
                 raise FormatError(
-                    f"expected {name} {expected} as in {sources[0].name}, found {differs}{remedy}", path=path
+                    f"expected {entry} {show(expected)} as in {sources[0].name}, found {show(differs)}{remedy}",
+                    path=path,
                 )
     format = str(first["format"])
     requests = [Request.read(path) for path in sources]
@@ -534,7 +535,11 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
     return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts))
 
 
-def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """Formats the first entry in which two dicts differ."""
-    name = next(k for k in [*a, *b] if a.get(k) != b.get(k))
-    return show({name: a.get(name)}), show({name: b.get(name)})
+def _difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Path of the first field in which two values differ, and its values; of a dict that only one of them has, the keys."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return name, a, b
+    if a.keys() != b.keys():
+        return f"{name} with the fields", sorted(a), sorted(b)
+    field = next(field for field in a if a[field] != b[field])
+    return _difference(f"{name}.{field}", a[field], b[field])
