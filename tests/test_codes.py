@@ -239,6 +239,13 @@ def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
 
 
+def parts_with_other_notes(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    for note in "ab":
+        with actshard.create(folder / note, "lmprobe", layers=[0], d_model=4, metadata={"note": note}) as writer:
+            writer.append(np.ones((1, 1, 1, 4), np.float32))
+    actshard.merge(folder / "m", [folder / "a", folder / "b"])
+
+
 def plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("nowhere", "no_such_module:FORMAT", registry.GROUP)]
     patch.setattr(importlib.metadata, "entry_points", lambda group: points)
@@ -330,6 +337,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "state-without-dataset": old_state,
     "missing-lines": missing_lines,
     "column-type-changed": changed_column,
+    "metadata-dropped": parts_with_other_notes,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,
     "no-eos": no_eos,

@@ -9,7 +9,7 @@ import json
 import os
 import pickle
 import warnings
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -426,6 +426,54 @@ def test_a_join_of_values_that_no_type_represents_is_refused(tmp_path: Path) -> 
         joined.read_columns(["x"])
     with refuses(actshard.ArgumentError, tmp_path / "b", "example 0"):
         actshard.pair(tmp_path / "a", tmp_path / "b", compare=["x"])
+
+
+DATE, ZONED = TIME.date(), TIME.replace(tzinfo=UTC)
+CHANGED: list[list[Any]] = [
+    [DATE, TIME],
+    [None, DATE, TIME],
+    [{"t": DATE}, None, {"t": TIME}],
+    [[[DATE]], [[TIME]]],
+    [ZONED, TIME],
+    [TIME, ZONED],
+    [TIME.time().replace(tzinfo=UTC)],
+    [TIME, 1],
+    [DATE, 1],
+    [TIME.time(), 1],
+    [timedelta(1), 1],
+    [b"a", "b"],
+    [np.True_, 1],
+    [{b"a": 1}],
+    [np.ma.array([1, 2], mask=[0, 1])],
+]
+
+
+@pytest.mark.parametrize("values", CHANGED, ids=repr)
+def test_values_that_arrow_would_change_are_refused(values: list[Any], tmp_path: Path) -> None:
+    for column in (values, np.array([*values, None], object)[:-1]):
+        with refuses(actshard.ArgumentError, None, "'x': expected .* of one type, found .* stores as"):
+            write(tmp_path / "d", "npy", {"x": column})
+
+
+KEPT: list[list[Any]] = [
+    [ZONED, ZONED.astimezone(timezone(timedelta(hours=2))), None],
+    [1, 0.5, None, float("nan")],
+    [D("1.5"), 1, None],
+    [{"a": DATE}, None, {}, {"a": None, "b": [TIME, None]}],
+    [np.float32(0.1), 0.1],
+    [np.datetime64("2026-01-01T02", "us"), np.datetime64("NaT", "us")],
+    [bytearray(b"a"), b"b"],
+    [(1, 2), [3], None, np.array([4])],
+    [np.array([1]), np.array([2.5])],
+    [np.array([b"a"]), [b"b", None]],
+]
+
+
+@pytest.mark.parametrize("values", KEPT, ids=repr)
+def test_values_of_one_type_in_other_classes_are_kept(values: list[Any], tmp_path: Path) -> None:
+    table = actshard.open(write(tmp_path / "d", "npy", {"x": values})).table["x"]
+    assert table.type == pa.array(values).type
+    assert [marked(v) for v in table.to_pylist()] == [marked(v) for v in pa.array(values).to_pylist()]
 
 
 @pytest.mark.parametrize("format", ["npy", "safetensors", "lmprobe"])

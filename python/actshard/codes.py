@@ -420,6 +420,13 @@ CALLS: tuple[Code, ...] = (
         "convert the values before they are appended, or choose another format",
     ),
     Code(
+        "metadata-dropped",
+        WARNING,
+        "Merged parts have different metadata.",
+        "The merged dataset has the first part's; the warning names the fields.",
+        "write the parts with equal metadata, or read them together with actshard.concat",
+    ),
+    Code(
         "plugin-not-used",
         WARNING,
         "A package declares a format that cannot be loaded, or whose name is already in use.",

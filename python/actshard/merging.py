@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import actshard._native as _native
 from actshard import _arguments, formats
@@ -33,6 +33,7 @@ from actshard.errors import (
     UnknownFormatError,
     UnsupportedError,
     boundary,
+    warn,
 )
 from actshard.finding import beside_parts, check_opens, existing, find
 from actshard.formats.merging import Merge, Merger
@@ -63,7 +64,15 @@ from actshard.work import (
     write_json,
 )
 
+if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
+
 _MARKER = MERGING
+_OF_WRITING = ("created_at", "schema_version", "provenance")
+"""Metadata fields of the writing program, in which parts may differ: times and versions."""
+_MODELS = ". To merge them, pass different_models=True (--different-models)."
+_DATA = ". The merged dataset has one; actshard.concat reads them together and keeps both."
+_REMEDIES = {"model": _MODELS, "model revision": _MODELS, "dataset": _DATA, "data": _DATA}
 _LEAST_FILES = 16
 """Files of each part that are looked at, however many parts there are."""
 _GONE = f"merged{PARTS}"
@@ -90,7 +99,7 @@ def merge(
         parts: datasets of one format, merged in this order. They are not changed; their files are hard-linked if the file
             system supports it. None: the parts written below ``path``, in the order of their numbers; they become the dataset.
         physical: for Zarr, make one store instead of a run of several stores with a manifest.
-        different_models: also merge datasets of different models; the result keeps the first model name.
+        different_models: also merge datasets of different models or revisions; the result keeps those of the first.
         resume: return a finished merge of these parts instead of raising, so that a job can be started again.
 
     Other files next to the parts, such as a README or logs, stay in place. Other files inside the parts' folders are moved to
@@ -102,7 +111,8 @@ def merge(
 
     Raises:
         UnfinishedError: a part is missing or unfinished; the message lists them.
-        FormatError: the parts differ in layers, d_model, dtype, ..., or two parts use the same sample numbers.
+        FormatError: the parts differ in layers, d_model, dtype, model, ..., or two parts use the same sample numbers. Other
+            metadata in which they differ are named in a warning (``metadata-dropped``): the result has those of the first.
         ExistsError: ``path`` already contains a dataset. LockedError: another process is merging.
         ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun in ``path``.
     """
@@ -439,8 +449,6 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                     f"parts: {source} lies inside of the folder of the merged dataset. Choose a folder outside",
                     path=root,
                 )
-        if len(set(sources)) < len(sources):
-            raise ArgumentError("parts: the list contains a dataset twice")
         if (root / PARTS).exists():
             raise ExistsError(
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
@@ -458,6 +466,10 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
     sources = [dataset for source in sources for dataset in merger.datasets(source)]
+    places: dict[str, Path] = {}
+    for source in sources:  # also a run and one of its stores, or a link to either
+        if (other := places.setdefault(os.path.realpath(source), source)) is not source:
+            raise ArgumentError(f"parts: the list contains a dataset twice: {other} and {source}")
     if asked.parts is None and not merger.names_itself:
         refuse_in_the_way(root, merger.makes)
     move = asked.parts is None
@@ -515,6 +527,7 @@ def _own_parts(root: Path) -> list[Path]:
 def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None]:
     """Returns the common format and the request. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
+    metadata: list[dict[str, Any]] = []
     fingerprints: list[str] = []
     counts: list[int] = []
     most = max(_LEAST_FILES, LOOKED_AT // max(len(sources), 1))
@@ -545,25 +558,56 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
         kind |= merger_of(store.format).kind(store.contents)
         if not asked.different_models:
             kind["model"] = store.contents.model
+            kind["model revision"] = store.contents.provenance.get("revision")
+        metadata.append(_metadata_of(store.contents))
         if first is None:
             first = kind
         for name, value in kind.items():
             if first.get(name) != value:
-                remedy = ". To merge them, pass different_models=True (--different-models)." if name == "model" else ""
-                expected, differs = show(first.get(name)), show(value)
-                if isinstance(value, dict) and isinstance(first.get(name), dict):
-                    expected, differs = _difference(first[name], value)
+                remedy = _REMEDIES.get(name, "")
+                entry, expected, differs = _difference(name, first.get(name), value)
                 raise FormatError(
-                    f"expected {name} {expected} as in {sources[0].name}, found {differs}{remedy}", path=path
+                    f"expected {entry} {show(expected)} as in {sources[0].name}, found {show(differs)}{remedy}",
+                    path=path,
                 )
     format = str(first["format"])
+    if asked.physical or merger_of(format).physical is None:  # stores of a run keep their own metadata
+        _warn_of_metadata(sources, metadata)
     requests = [Request.read(path) for path in sources]
     if asked.parts is None:
         return format, _request_of_parts(requests)
     return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts))
 
 
-def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """Formats the first entry in which two dicts differ."""
-    name = next(k for k in [*a, *b] if a.get(k) != b.get(k))
-    return show({name: a.get(name)}), show({name: b.get(name)})
+def _metadata_of(contents: Contents) -> dict[str, Any]:
+    """The metadata of a dataset that do not describe its files, without times and versions of writers."""
+    carrying = formats.get(contents.format).carrying()
+    metadata, _ = carrying.metadata_again(carrying.metadata_kept(contents), contents)
+    return {name: value for name, value in metadata.items() if name not in _OF_WRITING}
+
+
+def _warn_of_metadata(sources: Sequence[Path], metadata: Sequence[dict[str, Any]]) -> None:
+    """Warns of metadata in which parts differ: the merged dataset has those of the first."""
+    first = metadata[0]
+    lost: dict[str, tuple[Path, str, Any, Any]] = {}
+    for path, of_part in zip(sources, metadata, strict=True):
+        for name in {**first, **of_part}:
+            kept, value = first.get(name), of_part.get(name)
+            if kept != value and name not in lost:
+                lost[name] = (path, *_difference(name, kept, value))
+    if lost:
+        texts = [
+            f"{entry}: {show(kept)} is kept, {show(value)} of {path.name} is not"
+            for path, entry, kept, value in lost.values()
+        ]
+        warn(f"the parts' metadata differ: {'; '.join(texts)}", code="metadata-dropped")
+
+
+def _difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Path of the first field in which two values differ, and its values; of a dict that only one of them has, the keys."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return name, a, b
+    if a.keys() != b.keys():
+        return f"{name} with the fields", sorted(a), sorted(b)
+    inner = next(key for key in a if a[key] != b[key])
+    return _difference(f"{name}.{inner}", a[inner], b[inner])

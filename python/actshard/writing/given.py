@@ -7,8 +7,9 @@ except activations, which the writer copies itself. Arrow data are immutable and
 from __future__ import annotations
 
 import decimal
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -232,11 +233,71 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
                 raise ArgumentError(f"columns: {name!r}: expected {n} values of one type, found integers and others")
             column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
         made = column if isinstance(column, pa.Array) else pa.array(column)
+        if not isinstance(column, pa.Array) and (change := _change(column, made)) is not None:
+            raise ArgumentError(
+                f"columns: {name!r}: expected {n} values of one type, found {change[0]!r:.80}, which {made.type} stores as "
+                f"{change[1]!r:.80}: convert the values to one type"
+            )
     except ActshardError:
         raise
     except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
     return pa.field(name, made.type), made
+
+
+_EXACT = ({str}, {int}, {float}, {bool}, {bytes})
+"""Types of Python of which a column, if it has one only, is stored exactly or not at all."""
+
+
+def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[Any, Any] | None:
+    """The first value that Arrow changed, and the stored one; None if all are equal. Arrow infers types from the first values."""
+    import pyarrow as pa
+
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return None  # _values() converts other arrays
+    values = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    if isinstance(column, pa.ChunkedArray):
+        chunks = zip(itertools.accumulate(map(len, column.chunks), initial=0), column.chunks, strict=False)
+        changes = (_change(values[first : first + len(chunk)], chunk) for first, chunk in chunks)
+        return next((change for change in changes if change is not None), None)
+    kinds = set(map(type, values)) - {type(None)}
+    if (kinds in _EXACT or not kinds) and column.null_count == values.count(None):
+        return None
+    if pa.types.is_struct(column.type):
+        names = {field.name for field in column.type}
+        strange = next((value for value in values if value is not None and not value.keys() <= names), None)
+        if strange is not None:
+            return strange, sorted(names)
+        fields = [[None if value is None else value.get(field.name) for value in values] for field in column.type]
+        # flatten() has nulls where the dict is null; field() may have any values there.
+        changes = (_change(*pair) for pair in zip(fields, column.flatten(), strict=True))
+        return next((change for change in changes if change is not None), None)
+    if pa.types.is_list(column.type):
+        dtypes = {value.dtype for value in values if value is not None} if kinds == {np.ndarray} else set()
+        if len(dtypes) == 1 and dtypes.pop().kind in "biuf":
+            return None
+        # tolist() of a masked array has None where Arrow stores the masked number.
+        lists = [value.tolist() if isinstance(value, np.ma.MaskedArray) else value for value in values]
+        return _change([item for items in lists if items is not None for item in items], column.flatten())
+    stored: Any = (
+        column.to_numpy(zero_copy_only=False) if kinds <= {np.datetime64, np.timedelta64} else column.to_pylist()
+    )
+    return next((pair for pair in zip(values, stored, strict=True) if not _is_equal(*pair)), None)
+
+
+def _is_equal(value: Any, stored: Any) -> bool:
+    """Whether a stored scalar equals that which was passed, and True is not 1, nor a date a time of day."""
+    if value is None or stored is None:
+        return value is stored
+    if isinstance(value, np.generic):
+        if isinstance(value, np.datetime64 | np.timedelta64):
+            return bool(value == stored or (np.isnat(value) and np.isnat(stored)))
+        value = value.item()
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
+    if isinstance(value, bool) != isinstance(stored, bool):
+        return False
+    return bool(value == stored or (value != value and stored != stored))  # noqa: PLR0124 -- NaN
 
 
 def _values(column: NDArray[Any]) -> Any:

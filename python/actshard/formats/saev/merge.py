@@ -14,6 +14,7 @@ from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnsupportedError
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Assembled, Merge, Merger
+from actshard.formats.saev.columns import SaevCarrying
 from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.saev.read import open as open_dump
 from actshard.location import Location
@@ -181,6 +182,9 @@ class SaevMerger(Merger):
             "tokens per example": contents.tokens_each,
             "protocol": contents.metadata.get("protocol"),
             "patch labels": contents.labels() is not None,
+            "dataset": contents.metadata.get("dataset"),
+            # Metadata of another format, which are stored there, may differ in notes and times.
+            "data": contents.metadata.get("data") if SaevCarrying().origin(contents.metadata) is None else None,
         }
 
     def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
