@@ -52,6 +52,21 @@ def test_any_rows_from_any_shards(tmp_path: Path, gz: bool, protocol: int, io: s
         store.gather(3, 6, 1)
 
 
+@pytest.mark.parametrize("gz", [True, False])
+def test_a_second_object_in_a_shard_is_an_error_not_ignored(tmp_path: Path, gz: bool, io: str) -> None:
+    """As loops leave it that append to a file."""
+    folder = dataset(tmp_path / "d", shards=1, gz=gz)
+    (shard,) = folder.glob("shard_*")
+    data = shard.read_bytes()
+    end = len(gzip.decompress(data) if gz else data)
+    shard.write_bytes(data + data)
+    change(folder, lambda metadata: metadata["shards"][0].pop("size_bytes", None))
+    change(folder, lambda metadata: metadata["shards"][0].pop("checksum", None))
+    with refuses(actshard.FormatError, shard, f"byte {end}: expected the end of the pickle, found {end} more bytes"):
+        opened(folder, io)
+    assert any(str(end) in str(finding) for finding in actshard.verify(folder).errors)
+
+
 def test_plain_shards_give_views_that_outlive_the_store(tmp_path: Path) -> None:
     folder = dataset(tmp_path / "d", gz=False)
     store = opened(folder)
