@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 import actshard
 from actshard._arguments import many
+from actshard.formats.lmprobe.read import Extraction
 from actshard.formats.report import Report
 from actshard.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
@@ -495,3 +496,47 @@ def test_the_time_of_verify_is_linear_in_the_number_of_faults(tmp_path: Path) ->
     assert time.process_time() - began < 30
     assert report.faults.errors == errors
     assert len(report.findings) == len(errors)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("damage", ["missing", "empty", "text"])
+@pytest.mark.parametrize(
+    ("dataset", "name"),
+    [
+        ("containers/npy_big_fortran_f32", "labels.npy"),
+        ("containers/npy_layer_files_big_endian_f32", "tokens.npy"),
+        ("icalens/v1_f32_unsorted", "store/samples.safetensors"),
+    ],
+)
+def test_a_file_of_columns_that_cannot_be_read_is_an_error(
+    dataset: str, name: str, damage: str, deep: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "d"
+    shutil.copytree(GOLDEN / dataset, path)
+    assert actshard.verify(path, deep=deep).ok
+    if damage == "missing":
+        (path / name).unlink()
+    else:
+        (path / name).write_text("" if damage == "empty" else "x" * 200)
+    with pytest.raises(actshard.ActshardError) as raised:
+        actshard.open(path).table  # noqa: B018 -- reads
+    report = actshard.verify(path, deep=deep)
+    assert [(Path(f.path), f.found) for f in report.errors] == [(path / name, raised.value.detail)]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_columns_of_all_examples_are_read_only_by_a_deep_check(
+    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "d"
+    with actshard.create(path, "lmprobe", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((100, 1, 1, 4), np.float32), columns={"note": [f"n{i}" for i in range(100)]})
+    read = Extraction.column_batches
+
+    def damaged(self: Extraction, names: Sequence[str], *rows: int) -> Iterator[pa.Table]:
+        yield next(read(self, names, 10))
+        if "note" in names:
+            raise actshard.FormatError("expected another page", path=path)
+
+    monkeypatch.setattr(Extraction, "column_batches", damaged)
+    assert any("another page" in f.found for f in actshard.verify(path, deep=deep).errors) == deep

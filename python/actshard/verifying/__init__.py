@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from actshard import _arguments, formats
 from actshard.codes import findings
-from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
+from actshard.errors import ActshardError, ActshardWarning, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find, find_any, remaining
+from actshard.formats.contents import Contents
 from actshard.formats.format import names_layers
 from actshard.formats.report import Finding, Report
 from actshard.location import Location, has_options
@@ -57,7 +59,7 @@ def verify(
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Report:
-    """Checks a dataset against all rules of its format, and with ``deep`` also every value.
+    """Checks a dataset against all rules of its format, and with ``deep`` also every value. Columns of the first examples are read.
 
     Changes no file and executes no pickle. Reports all findings, not only the first. Findings for a URL equal those for a local
     copy, except on a web server: it cannot list files, so files that the metadata do not list are not checked.
@@ -67,7 +69,8 @@ def verify(
             whole dataset, and with ``deep`` the values of the chosen examples, numbered as in the dataset. For a joined store
             (:func:`actshard.concat`), checks each part, with the part's paths and numbers.
         format: name of the format, as for :func:`actshard.open`; None detects it.
-        deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
+        deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples. Also reads
+            all columns.
         progress: called with (what, done, total) from time to time.
         storage_options: as for :func:`actshard.open`.
         cache: as for :func:`actshard.open`.
@@ -215,10 +218,29 @@ def _check(
     for warning in store.warnings:
         report.add(warning.code, root, warning)
     report.count("examples", store.num_examples)
+    with report.noting(root), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ActshardWarning)  # the format's check reports lines that are missing
+        _read_columns(store.contents.whole or store.contents, whole=report.deep)
     if report.deep and store.layers:
         from actshard.verifying.deep import check_values
 
         (values or check_values)(store, report, tell)
+
+
+def _read_columns(contents: Contents, *, whole: bool) -> None:
+    """Reads the columns of all examples, or of the first: a format's own check may not read them.
+
+    Raises:
+        FormatError, MissingFileError, ...: a column cannot be read.
+    """
+    names = list(contents.column_names)
+    if not whole and contents.head_columns is not None:
+        contents.head_columns(names, 1)
+        return
+    batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
+    for _ in batches(names):
+        if not whole:
+            return
 
 
 def _dataset_at(root: Location, format: str | None, *, described: bool) -> tuple[Location, str]:
