@@ -143,7 +143,7 @@ def kind_of_bytes(name: str, data: bytes) -> FileKind | None:
 
 
 def tell(error: ActshardError) -> None:
-    """Adds to an error about a file what the file is, if its first bytes are those of another kind."""
+    """Adds the kind of a file to an error about it, if its first bytes are those of another kind."""
     if not isinstance(error, FormatError | TruncatedFileError) or error.path is None:
         return
     text = _of_file(Location.at(error.path))

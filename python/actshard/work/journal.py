@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class Commit:
         state: the target's state, for resuming.
         overflows: number of finite values that they store as infinity.
         digests: digests of their rows, numbered in the dataset.
-        files: sizes in bytes of the files that contain them, by their names relative to the dataset's folder.
+        files: the files that contain them, relative to the dataset's folder.
     """
 
     examples: int
@@ -49,7 +49,7 @@ class Commit:
     state: dict[str, Any]
     overflows: int
     digests: Digests
-    files: dict[str, int]
+    files: list[str]
 
 
 class Journal:
@@ -177,14 +177,14 @@ class Journal:
         """Digests of the rows of all commits; None without commits."""
         return joined_digests(digests_in(Fields(record, self.path)) for record in self.commits)
 
-    def commit(self, commit: Commit) -> None:
-        """Records a commit."""
+    def commit(self, commit: Commit, sizes: Mapping[str, int]) -> None:
+        """Records a commit. ``sizes``: bytes of its files, by name."""
         record: dict[str, Any] = {"examples": commit.examples, "state": commit.state, "overflows": commit.overflows}
         record["digests"] = list(map(str, commit.digests))
         record["table"] = f"examples-{len(self.commits):06}.arrow"
         write_table(self.folder / record["table"], commit.table)
-        self._append({**record, "files": commit.files})
-        self.files |= commit.files
+        self._append({**record, "files": dict(sizes)})
+        self.files |= sizes
         self.commits.append(record)
 
     def close(self) -> None:

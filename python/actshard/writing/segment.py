@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,14 +199,13 @@ class SegmentWriter:
         files = [os.fspath(path) for path in paths if path not in folders]
         _native.sync_files([*files])
         sync_folders(sorted(folders))
-        sizes = [Path(file).stat().st_size for file in files]
         target.committed()
         below = len(os.fspath(target.root)) + 1
         overflows = sum(block.overflows for block in self._waiting)
         digests = joined_digests(block.digests for block in self._waiting)
         assert digests is not None
-        stored = {file[below:]: size for file, size in zip(files, sizes, strict=True)}
-        self.last = Commit(target.n, table_of(self._waiting), state, overflows, digests, stored)
+        names = [path[below:] for path in files]
+        self.last = Commit(target.n, table_of(self._waiting), state, overflows, digests, names)
         self._waiting.clear()
         self._record(self.last)
         self.committed = target.n

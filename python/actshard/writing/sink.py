@@ -137,14 +137,20 @@ class Sink(SegmentWriter):
     def _check_files(self) -> None:
         """Raises an error if a file is missing, or shorter than when its examples were committed: a scratch disk was cleaned."""
         for name, size in self.journal.files.items():
-            path = self.target.root / name
-            sizes = [other.stat().st_size for other in names_of(path) if other.exists()]
-            if not sizes or max(sizes) < size:
+            found = self._size_of(name)
+            if found is None or found < size:
                 raise TruncatedFileError(
-                    f"expected {many(size, 'byte')} of committed examples, found {max(sizes, default='no file')}: it was changed "
-                    "since. Restore it, or write to another folder",
-                    path=path,
+                    f"expected {many(size, 'byte')} of committed examples, found {'no file' if found is None else found}: it "
+                    "was changed since. Restore it, or write to another folder",
+                    path=self.target.root / name,
                 )
+
+    def _size_of(self, name: str) -> int | None:
+        """Bytes of a file of the dataset, also under its temporary name; None without one."""
+        for path in names_of(self.target.root / name):
+            with contextlib.suppress(FileNotFoundError):
+                return path.stat().st_size
+        return None
 
     def _agree(self, config: dict[str, Any]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
@@ -312,7 +318,7 @@ class Sink(SegmentWriter):
             self._configured = True
 
     def _record(self, commit: Commit) -> None:
-        self.journal.commit(commit)
+        self.journal.commit(commit, {name: self._size_of(name) or 0 for name in commit.files})
         self._since = 0
 
     # -- lengths and columns of the examples -----------------------------------------------------------------------
