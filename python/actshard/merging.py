@@ -416,7 +416,7 @@ def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
     found = Request.read(place)
     if found is None:
         return None
-    format, request = _check_alike(_datasets(asked.parts), asked)
+    format, request, _ = _check_alike(_datasets(asked.parts), asked)
     assert request is not None
     store = open_quietly(place, None, "auto")
     why = request.difference(found) or ("its parts were others, or have changed" if request != found else None)
@@ -461,7 +461,7 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                 path=root,
             )
         refuse_existing(root)
-    format, request = _check_alike(sources, asked)
+    format, request, differences = _check_alike(sources, asked)
     merger = merger_of(format)
     if asked.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
@@ -475,6 +475,8 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
     move = asked.parts is None
     plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical}, request=request)
     merger.check(plan)
+    if differences and (asked.physical or merger.physical is None):  # stores of a run keep their own metadata
+        warn(f"the parts' metadata differ: {'; '.join(differences)}", code="metadata-dropped")
     return plan
 
 
@@ -524,8 +526,12 @@ def _own_parts(root: Path) -> list[Path]:
     return made
 
 
-def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None]:
-    """Returns the common format and the request. Raises FormatError if layers, d_model, dtype, model, ... differ."""
+def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None, list[str]]:
+    """Returns the common format, the request, and texts about other metadata in which parts differ.
+
+    Raises:
+        FormatError: layers, d_model, dtype, model, ... differ.
+    """
     first: Any = None
     metadata: list[dict[str, Any]] = []
     fingerprints: list[str] = []
@@ -571,12 +577,11 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
                     path=path,
                 )
     format = str(first["format"])
-    if asked.physical or merger_of(format).physical is None:  # stores of a run keep their own metadata
-        _warn_of_metadata(sources, metadata)
+    differences = _metadata_differences(sources, metadata)
     requests = [Request.read(path) for path in sources]
     if asked.parts is None:
-        return format, _request_of_parts(requests)
-    return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts))
+        return format, _request_of_parts(requests), differences
+    return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts)), differences
 
 
 def _metadata_of(contents: Contents) -> dict[str, Any]:
@@ -586,21 +591,16 @@ def _metadata_of(contents: Contents) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name not in _OF_WRITING}
 
 
-def _warn_of_metadata(sources: Sequence[Path], metadata: Sequence[dict[str, Any]]) -> None:
-    """Warns of metadata in which parts differ: the merged dataset has those of the first."""
+def _metadata_differences(sources: Sequence[Path], metadata: Sequence[dict[str, Any]]) -> list[str]:
+    """Texts about the metadata in which parts differ, one per field: the merged dataset has those of the first part."""
     first = metadata[0]
-    lost: dict[str, tuple[Path, str, Any, Any]] = {}
+    texts: dict[str, str] = {}
     for path, of_part in zip(sources, metadata, strict=True):
         for name in {**first, **of_part}:
-            kept, value = first.get(name), of_part.get(name)
-            if kept != value and name not in lost:
-                lost[name] = (path, *_difference(name, kept, value))
-    if lost:
-        texts = [
-            f"{entry}: {show(kept)} is kept, {show(value)} of {path.name} is not"
-            for path, entry, kept, value in lost.values()
-        ]
-        warn(f"the parts' metadata differ: {'; '.join(texts)}", code="metadata-dropped")
+            if name not in texts and first.get(name) != of_part.get(name):
+                entry, kept, value = _difference(name, first.get(name), of_part.get(name))
+                texts[name] = f"{entry}: {show(kept)} is kept, {show(value)} of {path.name} is not"
+    return list(texts.values())
 
 
 def _difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:

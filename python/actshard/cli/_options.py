@@ -123,7 +123,9 @@ PartOption = Annotated[
 PhysicalOption = Annotated[
     bool, typer.Option("--physical", help="Write one Zarr store instead of a run with a manifest.")
 ]
-DifferentModels = Annotated[bool, typer.Option("--different-models", help="Also merge datasets of different models.")]
+DifferentModels = Annotated[
+    bool, typer.Option("--different-models", help="Also merge datasets of different models or revisions.")
+]
 StatsLayers = Annotated[str, layers_option("Layers: comma-separated names; 0-3 is a range. Default: all.")]
 StagedLayers = Annotated[
     str,
