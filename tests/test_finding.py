@@ -58,9 +58,9 @@ def test_a_file_is_called_a_file_and_no_format_is_listed(tmp_path: Path) -> None
 def test_a_folder_is_described_by_its_names_or_their_numbers(tmp_path: Path) -> None:
     filled(tmp_path, "a.txt", "b.md", "c/x.txt")
     assert why(tmp_path) == "expected a dataset, found a folder with a.txt, b.md, c/, which no format recognises"
-    filled(tmp_path, *(f"{n}.csv" for n in range(1200)), "LICENSE", "README", "x.json", "y.yaml")
+    filled(tmp_path, *(f"{n}.log" for n in range(1200)), "LICENSE", "README", "x.json", "y.yaml")
     found = why(tmp_path)
-    assert found.startswith("expected a dataset, found a folder with 1,200 .csv files, 2 other files, ")
+    assert found.startswith("expected a dataset, found a folder with 1,200 .log files, 2 other files, ")
     assert found.endswith(" and 3 more, which no format recognises")
     assert len(found) < 200
 

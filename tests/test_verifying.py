@@ -81,7 +81,6 @@ HOSTILE = {
     "filename_parent": "metadata",
     "count_differs": "count-claim",
     "memo_index_4g": "count-claim",
-    "trailing_bytes": None,
 }
 
 
