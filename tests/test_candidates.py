@@ -116,12 +116,34 @@ def test_the_best_kind_is_chosen_among_the_best_names(tmp_path: Path) -> None:
     place = Location.at(tmp_path)
     assert choose({"a": 1, "hidden": 0, "b": 0, "logits": 0}, place) == ["hidden", "b"]
     assert choose({"a": 1, "b": 0}, place) == ["a"]
-    assert [rank_of(n) for n in ("acts-mlp", "state", "pact", "facts", "estate", "attn_out", "attention_output")] == [
-        *(2, 2, 1, 1, 1, 1, 1)
-    ]
+    ranks = {
+        2: ("acts-mlp", "state", "resid_pre_router", "hidden"),
+        1: (
+            "pact",
+            "facts",
+            "estate",
+            "attn_out",
+            "attention",
+            "reward_model.layers.3",
+            "router.0",
+            "logit_lens_hidden",
+        ),
+        0: ("logits", "router_logits", "attentions", "hook_pattern", "reward", "log_probs", "token_scores"),
+    }
+    assert {rank: tuple(name for name in names if rank_of(name) == rank) for rank, names in ranks.items()} == ranks
 
 
 # -- three axes of parquet: (layer, token, dim) -------------------------------------------------------------------------
+
+
+def test_three_axes_that_are_not_named_as_states_are_no_better(tmp_path: Path) -> None:
+    """Those of images, for example, whose rows may also have other numbers of sequences."""
+    ragged = [np.ones((n, 2, 8)).tolist() for n in (1, 2, 3, 1, 1, 1)]
+    for values in (vectors(8, layers=3, tokens=8).tolist(), ragged):
+        columns = {"pixel_values": nested(values), "embedding": pa.array(vectors(4, tokens=None).tolist())}
+        pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+        with pytest.warns(actshard.ActshardWarning, match="columns pixel_values differ from embedding"):
+            assert actshard.open(tmp_path / "d.parquet").layers == ("embedding",)
 
 
 def nested(rows: list[Any]) -> pa.Array:

@@ -118,7 +118,8 @@ def test_a_killed_merge_of_parts_that_changed_is_not_finished(
         with pytest.raises(KilledError):
             actshard.merge(tmp_path / "m", parts)
     assert type(actshard.merging.merger_of(format)).finish is finish
-    for resume in (False, True):  # the same parts finish it
+    (parts[0] / "README.md").write_text("new")
+    for resume in (False, True):  # the same parts finish it, also with other files in their folders
         shutil.copytree(tmp_path / "m", tmp_path / f"copy{resume}")
         merged = actshard.merge(tmp_path / f"copy{resume}", parts, resume=resume)
         assert len(actshard.open(merged)) == 12
@@ -126,7 +127,7 @@ def test_a_killed_merge_of_parts_that_changed_is_not_finished(
     again = written(tmp_path / "a", format, 9.0)
     assert again == parts[0]
     for resume in (False, True):
-        with pytest.raises(actshard.ArgumentError, match="they have changed since"):
+        with pytest.raises(actshard.ArgumentError, match="since this merge was begun"):
             actshard.merge(tmp_path / "m", parts, resume=resume)
 
 
@@ -147,6 +148,29 @@ def test_a_source_that_changes_while_it_is_converted_is_no_mixture(
     assert not (tmp_path / "c").exists()
     done = actshard.convert(source, tmp_path / "c", "npy")
     assert actshard.open(done.path).gather(0, [5], [2])[0].tolist() == [2.0] * 256
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_that_are_not_read_may_change_while_a_source_is_converted(format: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "s", format)
+    (source / "run.log").write_text("begun")
+
+    def log(at: int, total: int, size: int) -> None:
+        (source / "run.log").write_text("more")
+        (source / "README.md").write_text("new")
+
+    done = actshard.convert(source, tmp_path / "to", "npy", progress=log)
+    assert len(actshard.open(done.path)) == 6
+
+
+def test_an_update_is_staged_although_both_copies_have_the_same_finding(tmp_path: Path) -> None:
+    source = written(tmp_path / "s", "npy")
+    file = source / "activations/1.npy"
+    half(file)
+    copy = actshard.stage(source, tmp_path / "copy").path
+    (source / "metadata.json").write_text("{}")
+    assert actshard.stage(source, tmp_path / "copy").path == copy
+    assert (copy / "metadata.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -189,6 +213,33 @@ def test_a_file_that_appears_under_a_final_name_is_not_overwritten(format: str, 
         actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256, resume=True).close()
         assert len(actshard.open(tmp_path / "d")) == 6
         shutil.rmtree(tmp_path / "d")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_of_others_under_other_names_do_not_matter(format: str, tmp_path: Path) -> None:
+    writer = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256)
+    rows, columns = arguments(format)
+    writer.append(rows, columns=columns)
+    for name in (
+        "context/notes.md",
+        "my_meta/x.txt",
+        "lengths.md",
+        "logs/metadata.json",
+        "logs/x.arrow",
+        "old/a.parquet",
+    ):
+        (tmp_path / "d" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "d" / name).write_text("mine")
+    writer.close()
+    assert len(actshard.open(writer.path)) == 6
+
+
+@pytest.mark.parametrize("journal", ["", '{"actshard":1,"conf'])
+def test_a_dump_next_to_one_without_a_journal_is_begun(journal: str, tmp_path: Path) -> None:
+    other = tmp_path / "d/.writing-00000000/.actshard"
+    other.mkdir(parents=True)
+    (other / "journal.jsonl").write_text(journal)
+    assert len(actshard.open(written(tmp_path / "d", "saev", resume=True))) == 6
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ CONTENTS = {
     "parquet: give it": saved(lambda file: pq.write_table(TABLE, file)),
     "Feather": saved(lambda file: pyarrow.feather.write_feather(TABLE, file, compression="uncompressed")),
     "tar archive": saved(_tar),
-    "gzip: gzip -d": gzip.compress(NPY),
-    "xz: xz -d": lzma.compress(NPY),
-    "bzip2: bzip2 -d": bz2.compress(NPY),
+    "gzip: gzip -dk": gzip.compress(NPY),
+    "xz: xz -dk": lzma.compress(NPY),
+    "bzip2: bzip2 -dk": bz2.compress(NPY),
     "SQLite": b"SQLite format 3\x00" + bytes(600),
 }
 LAYOUT = 'version = 1\n[activations]\nfiles = "{layer:d}%s"\naxes = ["row", "dim"]\n'

@@ -365,11 +365,10 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
         reasons = reasons or ["pass the folder that contains the file"]
     elif entries is not None:
         found = f"a folder with {_summary(entries)}, which no format recognises"
-    if texts := explained(root, entries):
-        return "; ".join([found, *texts])
-    if _is_describable(root, entries):
-        return f"{'; '.join([found, *reasons])}. {_DESCRIBE}"
-    return "; ".join([found, *reasons])
+    is_describable = _is_describable(root, entries)
+    texts = explained(root, entries, sure=bool(is_describable or damaged))
+    text = "; ".join([found, *reasons, *texts])
+    return f"{text}. {_DESCRIBE}" if is_describable and not texts else text
 
 
 _DESCRIBE = "Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"

@@ -65,13 +65,21 @@ def store_folders(store: Readable) -> list[Location]:
     return [Location.at(folder) for folder in store.contents.folders] or [Location.at(store.path)]
 
 
-def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
-    """Files of a store, at most about ``most``, and those in the dataset's folder; None if they cannot be listed."""
+def read_inputs(store: Readable, most: int = LOOKED_AT) -> tuple[Input, ...]:
+    """The recorded files of rows and columns of a store, about ``most`` at most; none if files cannot be listed.
+
+    Other files in the folders of a dataset, such as a log, may change while it is read.
+    """
+    return tuple(map(Input.at, _files(store, most, beside=False) or ()))
+
+
+def _files(store: Readable, most: int = LOOKED_AT, *, beside: bool = True) -> list[Location] | None:
+    """Files of a store, at most about ``most``, and those ``beside`` them in its folders; None if they cannot be listed."""
     if parts := (
         store.contents.whole or store.contents
     ).parts:  # a joined store's path is the folder above its parts, which may contain other files
         each = max(_LEAST_OF_A_PART, most // len(parts))
-        found = [_files(part, each) for part in parts]
+        found = [_files(part, each, beside=beside) for part in parts]
         return list(dict.fromkeys(itertools.chain.from_iterable(f or () for f in found))) if None not in found else None
     root = Location.at(store.path)
     root.list_below()
@@ -82,8 +90,10 @@ def _files(store: Readable, most: int = LOOKED_AT) -> list[Location] | None:
             raise
         return None
     files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // most))]]
-    own = store_folders(store)
     others = list(map(Location.at, store.contents.columns_in()))
+    if not beside:
+        return list(dict.fromkeys([*files, *(other for other in others if other.kind() == "file")]))
+    own = store_folders(store)
     parents = [*dict.fromkeys(f.parent for f in files)][:_FOLDERS]
     for folder in dict.fromkeys([*own, *others, *parents]):
         kind = folder.kind() if folder.lists else None
@@ -120,24 +130,36 @@ def newest(store: Readable) -> int:
     return max((int(time) // 1_000_000_000 for time in times if time), default=0)
 
 
-def changed(inputs: Iterable[Input]) -> tuple[Location, str] | None:
-    """Returns the first changed file and a description of the change; None if no file changed."""
+def changed(inputs: Iterable[Input], since: str = "the plan was made") -> tuple[Location, str] | None:
+    """Returns the first file that changed since an event, and a description of the change; None if no file changed."""
     for old in inputs:
         file = Location.of_any(old.path) if "://" in old.path else Location.at(old.path)
         try:
-            now = Input.at(file)
+            text = _difference(old, Input.at(file), since)
         except ActshardError as error:
-            return file, f"cannot be compared with its state when the plan was made: {error.detail}."
-        if (now.size, now.version) == (old.size, old.version):
-            continue
-        if now.size is None:
-            return file, f"expected a file of {old.size:,} bytes, as when the plan was made, found nothing."
-        if old.size is None:
-            return file, f"expected no file, as when the plan was made, found one of {now.size:,} bytes."
-        if now.size != old.size:
-            return file, f"expected {old.size:,} bytes, as when the plan was made, found {now.size:,}."
-        return file, f"was written again since the plan was made: {told_versions(old.version, now.version)}."
+            text = f"cannot be compared with its state when {since}: {error.detail}."
+        if text is not None:
+            return file, text
     return None
+
+
+def changed_read(inputs: Iterable[Input], store: Readable, since: str) -> tuple[str, str] | None:
+    """As :func:`changed`, for those of :func:`read_inputs`, with the path of the file. Uses the connections of an open store."""
+    now = {file.path: file for file in read_inputs(store)}
+    texts = ((old.path, _difference(old, now.get(old.path, Input(old.path, None, None)), since)) for old in inputs)
+    return next(((path, text) for path, text in texts if text is not None), None)
+
+
+def _difference(old: Input, now: Input, since: str) -> str | None:
+    if (now.size, now.version) == (old.size, old.version):
+        return None
+    if now.size is None:
+        return f"expected a file of {old.size:,} bytes, as when {since}, found nothing."
+    if old.size is None:
+        return f"expected no file, as when {since}, found one of {now.size:,} bytes."
+    if now.size != old.size:
+        return f"expected {old.size:,} bytes, as when {since}, found {now.size:,}."
+    return f"was written again since {since}: {told_versions(old.version, now.version)}."
 
 
 def told_versions(before: int | str | None, now: int | str | None) -> str:

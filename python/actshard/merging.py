@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import actshard._native as _native
 from actshard import _arguments, formats
 from actshard._json import Fields, read_json, show
+from actshard._schema import MismatchError, read_value
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -38,7 +39,7 @@ from actshard.errors import (
 from actshard.finding import beside_parts, check_opens, existing, find
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
-from actshard.inputs import LOOKED_AT, fingerprint
+from actshard.inputs import LOOKED_AT, Input, changed, fingerprint, read_inputs
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.request import RECORD, Digests, Request, joined_digests
@@ -250,6 +251,12 @@ def _remove_parts(root: Path, own: Set[str]) -> None:
         _empty(root, gone, own)
 
 
+def _inputs(parts: Sequence[Path]) -> list[Input]:
+    """The files of rows and columns of parts, which must not change before an interrupted merge is finished."""
+    most = max(_LEAST_FILES, LOOKED_AT // len(parts))
+    return [file for part in parts for file in read_inputs(open_quietly(part, None, "auto"), most)]
+
+
 def _own_files(root: Path, plan: Merge) -> list[str]:
     """Files and stores in the parts' folder: those that the merge takes or copies, and those in the records of the parts."""
     merger = merger_of(plan.format)
@@ -372,15 +379,12 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
         if not isinstance(below, list) or not all(isinstance(name, str) and is_below(name) for name in below):
             raise found.error(field_name, "paths below the dataset's folder")
     request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
-    if (
-        asked.parts is not None
-        and not found.value.get("finished")
-        and _check_alike(_datasets(asked.parts), asked)[1] != request
-    ):
-        raise ArgumentError(
-            "a merge of these parts was begun here, and they have changed since. Merge them into another folder",
-            path=root,
-        )
+    try:
+        inputs = read_value(tuple[Input, ...], found.value.get("inputs"))
+    except MismatchError as error:
+        raise found.error("inputs", "files with their sizes and times") from error
+    if not found.value.get("finished") and (difference := changed(inputs, "this merge was begun")) is not None:
+        raise ArgumentError(f"{difference[1]} Merge the parts into another folder", path=difference[0])
     parts = tuple(root / name for name in names)
     return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
 
@@ -399,6 +403,7 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
         "physical": asked.physical,
         "targets": [] if plan.move else [target.relative_to(root).as_posix() for target in targets],
         "own": _own_files(root, plan) if plan.move else [],
+        "inputs": [] if plan.move else _inputs(plan.parts),
     }
     request = None if plan.request is None else plan.request.as_dict()
     write_json(marker, {**written, "asked": asked.as_dict(), "request": request})

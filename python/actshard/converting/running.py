@@ -37,7 +37,7 @@ from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
-from actshard.inputs import fingerprint
+from actshard.inputs import changed_read, read_inputs
 from actshard.layers import Layer, plain
 from actshard.logs import LOG
 from actshard.opening import open_quietly
@@ -278,15 +278,17 @@ def _write(
     LOG.info(
         "%s: converting to %s at %s, from example %d of %d", asked.store.path, target.format, target.root, begun, total
     )
+    inputs = read_inputs(asked.store)
     done = (lambda at, size: None) if progress is None else (lambda at, size: progress(at, total, size))
     try:
         size = copy_blocks(asked, sink, columns, (begun, total, begun), overflow, done)
         columns.turned |= sink.columns.changes
-        if fingerprint(asked.store) not in target.request.sources:
-            sink.discard()
+        if (difference := changed_read(inputs, asked.store, "the conversion began")) is not None:
+            if not begun:
+                sink.discard()  # a refused conversion leaves no files
             raise FormatError(
-                "was changed while it was converted, so the result would be a mixture, and was removed. Convert again",
-                path=asked.store.path,
+                f"was changed while it was converted, and the result would be a mixture: {difference[1]} Convert again",
+                path=difference[0],
             )
         return sink.finish(), begun, size, sink.journal.overflows
     except (ArgumentError, DtypeError, NumbersMatterError) as error:

@@ -13,15 +13,15 @@ from actshard.location import Location
 
 _OF_STATES = re.compile(r"hidden|resid|activation|(?<![a-z])acts?(?![a-z])|(?<![a-z])states?(?![a-z])", re.IGNORECASE)
 _OF_OUTPUTS = re.compile(
-    r"logit|log_?prob|prob(s|abilit)|softmax|router|entropy|(?<![a-z])(loss|score|reward|grad)(es|s)?(?![a-z])"
-    r"|(attn|attention)_?(weight|score|prob|pattern|mask)|attentions?$|hook_(pattern|attn_scores)",
+    r"logit|log_?prob|prob(s|abilit)|softmax|(entropy|loss|score|reward|grad)(es|s)?$|router_(weights|scores|mask)"
+    r"|(attn|attention)_?(weight|score|prob|pattern|mask)|attentions$|hook_(pattern|attn_scores)",
     re.IGNORECASE,
 )
 
 
 def rank_of(name: str) -> int:
-    """2 for the name of hidden states, 0 for one of outputs, scores or attention weights, 1 for any other."""
-    return 0 if _OF_OUTPUTS.search(name) else 2 if _OF_STATES.search(name) else 1
+    """2 for the name of hidden states, 0 for one of outputs, scores or attention weights, 1 for any other, or one of both."""
+    return 1 + bool(_OF_STATES.search(name)) - bool(_OF_OUTPUTS.search(name))
 
 
 def choose(kinds: Mapping[str, Any], path: Location, rank: Callable[[str], int] = rank_of) -> list[str]:

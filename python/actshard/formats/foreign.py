@@ -73,6 +73,8 @@ _FOLDERS: tuple[tuple[tuple[str, ...], FileKind], ...] = (
     (("*.csv",), FileKind("a table as text", _written_again("read it with pandas.read_csv"))),
 )
 """Patterns of names that a folder must all have, and what it is."""
+_OF_ANY_FOLDER = ("*.tar", "*.jsonl*", "*.csv")
+"""Patterns of files that also lie next to datasets, such as logs."""
 
 _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = (
     (
@@ -119,9 +121,9 @@ _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = 
         ),
     ),
     (lambda data: data.startswith(b"\x28\xb5\x2f\xfd"), (), FileKind("compressed by zstd", "zstd -d PATH")),
-    (lambda data: data.startswith(b"\x1f\x8b"), (".gz", ".ckpt"), FileKind("compressed by gzip", "gzip -d PATH")),
-    (lambda data: data.startswith(b"\xfd7zXZ\x00"), (), FileKind("compressed by xz", "xz -d PATH")),
-    (lambda data: data.startswith(b"BZh"), (), FileKind("compressed by bzip2", "bzip2 -d PATH")),
+    (lambda data: data.startswith(b"\x1f\x8b"), (".gz", ".ckpt"), FileKind("compressed by gzip", "gzip -dk PATH")),
+    (lambda data: data.startswith(b"\xfd7zXZ\x00"), (), FileKind("compressed by xz", "xz -dk PATH")),
+    (lambda data: data.startswith(b"BZh"), (), FileKind("compressed by bzip2", "bzip2 -dk PATH")),
     (
         lambda data: data.startswith(b"SQLite format 3\x00"),
         (),
@@ -130,6 +132,10 @@ _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = 
 )
 """A test of a file's first bytes, the extensions under which it is read, and what it is."""
 
+_NAMED = (".npy", ".npz", ".safetensors", ".parquet", ".arrow", ".h5", ".hdf5", ".pt", ".pth", ".pkl", ".json", ".toml")
+"""Extensions that name a kind of files. Others, such as chunks, may have any bytes."""
+_HEAD = 8
+"""An error of a file of another kind is at one of its first bytes."""
 _FIRST = 512
 """Bytes that the tests look at."""
 _LOOKED_AT = 4
@@ -144,24 +150,26 @@ def kind_of_bytes(name: str, data: bytes) -> FileKind | None:
 
 def tell(error: ActshardError) -> None:
     """Adds the kind of a file to an error about it, if its first bytes are those of another kind."""
-    if not isinstance(error, FormatError | TruncatedFileError) or error.path is None:
+    if not isinstance(error, FormatError | TruncatedFileError) or error.path is None or (error.offset or 0) > _HEAD:
         return
-    text = _of_file(Location.at(error.path))
+    file = Location.at(error.path)
+    text = _of_file(file) if file.name.lower().endswith(_NAMED) else None
     if text is not None and text not in error.detail:
         error.detail += f". It is {text}"
 
 
-def explained(root: Location, entries: Sequence[Entry] | None) -> list[str]:
+def explained(root: Location, entries: Sequence[Entry] | None, *, sure: bool) -> list[str]:
     """What lies at a path by the names and first bytes of its files, one text each; empty if they are not known.
 
     Args:
         root: a file, or a folder.
         entries: the entries of a folder; None for a file.
+        sure: leave out what also lies next to datasets.
     """
     names = [root.name] if entries is None else [entry.name for entry in entries]
     for patterns, kind in _FOLDERS:
         matches = [fnmatch.filter(names, pattern) for pattern in patterns]
-        if all(matches):
+        if all(matches) and not (sure and patterns[-1] in _OF_ANY_FOLDER):
             return [f"{matches[-1][0]}: {kind.name}, which actshard does not read: {kind.remedy}"]
     files = [root] if entries is None else [root / entry.name for entry in entries if entry.kind == "file"]
     texts = {file.name: _of_file(file) for file in files[:_LOOKED_AT]}

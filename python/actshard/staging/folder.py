@@ -210,8 +210,14 @@ def _are_equal(marker: Marker, name: str, new: Path, target: Path) -> bool:
 
 
 def _check_sound(copy: Path, source: str, target: Path) -> None:
-    """Raises FormatError if the new copy is damaged, as its source is: the older one may be the last good one."""
+    """Raises FormatError if the new copy is damaged where the older one is not: that may be the last good one."""
     errors = verify(copy, progress=None).errors
+    if not errors:
+        return
+    before = read_marker(target / STAGED)
+    older = target if before is None else target / before.inside
+    known = {(error.code, os.path.relpath(error.path, older)) for error in verify(older, progress=None).errors}
+    errors = [error for error in errors if (error.code, os.path.relpath(error.path, copy)) not in known]
     if errors:
         raise FormatError(
             f"the source is damaged now, so the older copy is kept: {str(errors[0]).replace(os.fspath(copy), source)}. Stage again "

@@ -228,19 +228,20 @@ def _check(
 
 
 def _read_columns(contents: Contents, *, whole: bool) -> None:
-    """Reads the columns of all examples, or of the first: a format's own check may not read them.
+    """Reads the columns of all examples, or of the first where a format can: its own check may not read them.
 
     Raises:
         FormatError, MissingFileError, ...: a column cannot be read.
     """
     names = list(contents.column_names)
-    if not whole and contents.head_columns is not None:
+    if whole:
+        batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
+        for _ in batches(names):
+            pass
+    elif contents.head_columns is not None:
         contents.head_columns(names, 1)
-        return
-    batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
-    for _ in batches(names):
-        if not whole:
-            return
+    elif contents.column_batches is not None:
+        next(iter(contents.column_batches(names)), None)
 
 
 def _dataset_at(root: Location, format: str | None, *, described: bool) -> tuple[Location, str]:

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from io import BufferedWriter
@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
-from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, boundary, from_os
+from actshard.errors import (
+    ActshardError,
+    ArgumentError,
+    ExistsError,
+    FileAccessError,
+    MissingFileError,
+    boundary,
+    from_os,
+)
 from actshard.location import Location
 from actshard.request import RECORD, Request, checksum, files_mark
 from actshard.work.names import FOLDER, PARTS
 
-_recorded: ContextVar[list[Path] | None] = ContextVar("_recorded", default=None)
+_recorded: ContextVar[tuple[list[Path], Callable[[Path], bool]] | None] = ContextVar("_recorded", default=None)
 _COMPARED_AT_ONCE = 1 << 20
 """Bytes of each file in memory."""
 
@@ -73,6 +81,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Opens a temporary file for writing. When the block ends without an error, syncs it and renames it to ``path``."""
     temporary = path.with_name(f".{path.name}.part")
+    refuse_other(path)
     record_files([path])
     try:
         with temporary.open("wb") as file:
@@ -100,14 +109,22 @@ def keep_request(place: Path, request: Request, files: Sequence[str], *, beside:
         files: :mod:`fnmatch` patterns of the files whose checksums are recorded (:attr:`Format.checked_files`).
         beside: whether the record lies next to the folder.
     """
-    names = (path.relative_to(place).as_posix() for path in files_below(place))
-    request = replace(request, checksums={name: checksum(place / name) for name in names_like(files, names)})
+    request = replace(
+        request, checksums={name: checksum(place / name) for name in names_like(files, names_below(place))}
+    )
     if beside:
         write_json(
             place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(place))}
         )
     else:
         write_json(place / RECORD, request.as_dict())
+
+
+def names_below(folder: Path) -> Iterator[str]:
+    """Names of all files below a folder, relative to it."""
+    for path, _, names in os.walk(folder):
+        within = path[len(os.fspath(folder)) + 1 :]
+        yield from (f"{within}/{name}" for name in names) if within else names
 
 
 def names_like(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -122,10 +139,13 @@ def is_below(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_files() -> Iterator[list[Path]]:
-    """Yields a list that gets the paths of the files that get their names in the block, by functions of this module."""
+def recorded_files(is_other: Callable[[Path], bool] = lambda path: False) -> Iterator[list[Path]]:
+    """Yields a list that gets the paths of the files that get their names in the block, by functions of this module.
+
+    ``is_other``: whether a path that exists is another program's, which :func:`refuse_other` refuses.
+    """
     paths: list[Path] = []
-    token = _recorded.set(paths)
+    token = _recorded.set((paths, is_other))
     try:
         yield paths
     finally:
@@ -136,7 +156,18 @@ def record_files(paths: Iterable[Path]) -> None:
     """Adds files to the list of :func:`recorded_files`."""
     recorded = _recorded.get()
     if recorded is not None:
-        recorded.extend(paths)
+        recorded[0].extend(paths)
+
+
+def refuse_other(path: Path) -> None:
+    """Raises ExistsError if another program wrote a file that is about to be written in a block of :func:`recorded_files`."""
+    recorded = _recorded.get()
+    if recorded is not None and path.exists() and path not in recorded[0] and recorded[1](path):
+        raise ExistsError(
+            "was written by another program, and the dataset needs the name. Move the file away; the same call with "
+            "resume=True then completes the dataset",
+            path=path,
+        )
 
 
 def files_below(path: Path) -> Iterator[Path]:

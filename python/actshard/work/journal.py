@@ -65,6 +65,8 @@ class Journal:
         self.commits: list[dict[str, Any]] = []
         self.files: dict[str, int] = {}
         """Sizes of the files that the commits made or continued, after the last of them, by their names relative to the folder."""
+        self.others: set[str] = set()
+        """Files of other programs whose names the finished dataset needs."""
         self.closing = False
         """Whether the writer has begun to finish the dataset: nothing can be appended."""
         self.finished = False
@@ -87,7 +89,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
-        self.request, self.files = None, {}
+        self.request, self.files, self.others = None, {}, set()
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         lines = [line + b"\n" for line in data.split(b"\n")]
         lines[-1] = lines[-1][:-1]
@@ -116,6 +118,7 @@ class Journal:
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
+                self.others |= {str(name) for name in record.get("others") or ()}
             else:
                 self._check(number, record)
                 if record["examples"] == 0 and record.get("files"):
@@ -192,6 +195,11 @@ class Journal:
         if not self.closing:
             self._append({"closing": True})
             self.closing = True
+
+    def keep_other(self, name: str) -> None:
+        """Records that another program's file has a name that the dataset needs, so that it is not overwritten later either."""
+        self._append({"closing": True, "others": [name]})
+        self.others.add(name)
 
     def finish(self) -> None:
         """Records that the dataset is complete; the working folder is no longer needed."""

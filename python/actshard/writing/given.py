@@ -261,7 +261,10 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
         changes = (_change(values[first : first + len(chunk)], chunk) for first, chunk in chunks)
         return next((change for change in changes if change is not None), None)
     kinds = set(map(type, values)) - {type(None)}
-    if (kinds in _EXACT or not kinds) and column.null_count == values.count(None):
+    is_exact = (
+        kinds in _EXACT or not kinds or (len(kinds) == 1 and issubclass(next(iter(kinds)), np.integer | np.floating))
+    )
+    if is_exact and column.null_count == sum(value is None for value in values):
         return None
     if pa.types.is_struct(column.type):
         names = {field.name for field in column.type}
@@ -274,8 +277,12 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
         return next((change for change in changes if change is not None), None)
     if pa.types.is_list(column.type):
         dtypes = {value.dtype for value in values if value is not None} if kinds == {np.ndarray} else set()
-        if len(dtypes) == 1 and dtypes.pop().kind in "biuf":
+        if len(dtypes) == 1 and next(iter(dtypes)).kind in "biuf":
             return None
+        if dtypes and all(dtype.kind in "iu" and dtype != np.uint64 for dtype in dtypes):
+            inside, flat = column.flatten(), np.concatenate([np.ravel(value) for value in values if value is not None])
+            if pa.types.is_integer(inside.type) and not inside.null_count and np.array_equal(flat, inside.to_numpy()):
+                return None
         # tolist() of a masked array has None where Arrow stores the masked number.
         lists = [value.tolist() if isinstance(value, np.ma.MaskedArray) else value for value in values]
         return _change([item for items in lists if items is not None for item in items], column.flatten())
@@ -288,7 +295,8 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
 def _is_equal(value: Any, stored: Any) -> bool:
     """Whether a stored scalar equals that which was passed, and True is not 1, nor a date a time of day."""
     if value is None or stored is None:
-        return value is stored
+        other = stored if value is None else value
+        return other is None or (isinstance(other, np.datetime64 | np.timedelta64) and bool(np.isnat(other)))
     if isinstance(value, np.generic):
         if isinstance(value, np.datetime64 | np.timedelta64):
             return bool(value == stored or (np.isnat(value) and np.isnat(stored)))

@@ -29,9 +29,7 @@ from actshard.work import (
     EMPTY,
     Commit,
     Journal,
-    files_below,
     make_folder,
-    names_like,
     names_of,
     recorded_files,
     remove_empty_folders,
@@ -56,6 +54,8 @@ class Sink(SegmentWriter):
         self.target = target
         self.journal = Journal(target.root)
         self._configured = False
+        self._tried = False
+        """Whether an earlier call began to finish the dataset."""
         self._finished: list[Path] = []
         """Files that completed the dataset."""
         self._since = 0
@@ -101,7 +101,8 @@ class Sink(SegmentWriter):
             with contextlib.suppress(ActshardError):
                 if folder != target.root and journal.exists() and state_of(journal.folder) == "was interrupted":
                     journal.read()
-                    assert journal.request is not None
+                    if journal.request is None:
+                        continue  # its writer was killed before its first line was complete
                     difference = journal.request.difference(target.request) or "its source was another"
                     warn(
                         f"{target.root.parent}: another dataset is begun: the unfinished one in {folder.name}, of "
@@ -205,8 +206,7 @@ class Sink(SegmentWriter):
             )
         if self.committed == 0:
             return self._finish_empty()
-        if not self.journal.closing:
-            self._refuse_others()
+        self._tried = self.journal.closing
         self._stop()
         self._closed = True
         try:
@@ -216,7 +216,7 @@ class Sink(SegmentWriter):
                     target.content_lengths = self._own_lengths
                 # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
-                with recorded_files() as self._finished:
+                with recorded_files(self._is_other) as self._finished:
                     target.finish(AllExamples(lengths, columns))
                     files = formats.get(target.format).checked_files
                     target.keep_request(self.committed, self.journal.overflows, self.journal.digests, files)
@@ -230,6 +230,8 @@ class Sink(SegmentWriter):
             with contextlib.suppress(MissingFileError):  # a part may be merged from here on
                 sync_folders([place])
         except OSError as error:
+            if isinstance(error, ExistsError) and error.path is not None and target.root in Path(error.path).parents:
+                self.journal.keep_other(Path(error.path).relative_to(target.root).as_posix())
             if isinstance(error, ActshardError):
                 raise
             raise from_os(error, error.filename or target.root, "finish") from error
@@ -237,18 +239,10 @@ class Sink(SegmentWriter):
             self.journal.lock.release()
         return place
 
-    def _refuse_others(self) -> None:
-        """Raises ExistsError if another program wrote a file whose name the dataset needs."""
-        root = self.target.root
-        names = (path.relative_to(root).as_posix() for path in files_below(root))
-        others = set(names_like(formats.get(self.target.format).checked_files, names)) - self.journal.files.keys()
-        if others:
-            self.abort()
-            raise ExistsError(
-                "was written by another program, and the dataset needs the name. Move the file away; the same call with "
-                "resume=True then completes the dataset",
-                path=root / min(others),
-            )
+    def _is_other(self, path: Path) -> bool:
+        """Whether a file that exists under a name of the finished dataset is neither a committed one nor of an earlier attempt."""
+        name = path.relative_to(self.target.root).as_posix()
+        return name in self.journal.others or not (self._tried or name in self.journal.files)
 
     def _finish_empty(self) -> Path:
         """Finishes a part without examples. Its marker file shows merge that the part exists."""

@@ -137,11 +137,27 @@ class ParquetDataset:
         if not columns:
             raise FormatError(f"expected {LOOKED_FOR}, found none", path=self.files[0].path)
         columns = [self._with_layers(column) for column in columns]
-        widths = {column.name: self._width(column) for column in columns}
-        kinds = {c.name: (c.levels, c.layers, widths[c.name], c.type) for c in columns}
-        names = choose(kinds, self.path, rank_of if named is None and not self.described else lambda name: 1)
+        widths: dict[str, int] = {}
+        failed: list[FormatError] = []
+        for column in columns:
+            try:
+                widths[column.name] = self._width(column)
+            except FormatError as error:
+                if column.levels < 3:
+                    raise
+                failed.append(error)  # rows with different numbers of layers: not a layer if other columns are
+        if not widths or (named is not None and failed):
+            raise failed[0]
+        rank = rank_of if named is None and not self.described else lambda name: 1
+        # Three axes may also be those of images: only a name of states makes them better than others.
+        kinds = {
+            c.name: (c.levels if c.levels < 3 or rank(c.name) == 2 else 0, c.layers, widths[c.name], c.type)
+            for c in columns
+            if c.name in widths
+        }
+        names = choose(kinds, self.path, rank)
         self.d_model = widths[names[0]]
-        if others := [name for name in kinds if name not in names]:
+        if others := [column.name for column in columns if column.name not in names]:
             if named is not None:
                 raise ArgumentError(
                     f"layout: expected columns of one kind, size and dtype, found {', '.join(others)} next to {names[0]}"

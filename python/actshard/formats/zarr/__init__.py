@@ -29,7 +29,12 @@ class ZarrFormat(Format):
         ".zmetadata",
         "zarr.json",
     )
-    column_files: ClassVar[tuple[str, ...]] = ("*text/*", "*meta/*", "*arrays/*/[0-9]", "*arrays/*/[0-9][0-9]")
+    column_files: ClassVar[tuple[str, ...]] = (
+        "*text/*.jsonl",
+        "*meta/config.json",
+        "*arrays/*/[0-9]",
+        "*arrays/*/[0-9][0-9]",
+    )
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True

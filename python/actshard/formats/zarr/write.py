@@ -32,7 +32,7 @@ from actshard.formats.target import (
 from actshard.formats.zarr.arrays import WRITER
 from actshard.formats.zarr.member import ACTIVATIONS
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
-from actshard.work import make_folder, sync_folders, write_json
+from actshard.work import make_folder, record_files, refuse_other, sync_folders, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -229,6 +229,8 @@ class ZarrTarget(Target):
             name = ".".join([str(i)] + ["0"] * (len(shape) - 1))
             full = part.nbytes // max(1, len(part)) * per
             path = self.root / node / name
+            refuse_other(path)
+            record_files([path])
             self.put([part.reshape(-1).view(np.uint8)], [(path, full)], [(0, 0, part.nbytes, 0, 0)])
             wrote.append(path)
         _native.sync_files(wrote)
