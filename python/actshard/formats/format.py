@@ -215,6 +215,9 @@ class Format:
         if check is not None:
             check(Location.at(folder), Location.at(source), names)
 
+    checks_columns: ClassVar[bool] = True
+    """Whether :meth:`check` finds files of columns that cannot be read; if not, those of the first examples are read after it."""
+
     def remains(self, names: frozenset[str]) -> bool:
         """Whether a folder with entries of these names is a damaged dataset of this format, not recognized by :meth:`detect`."""
         return False

@@ -220,7 +220,8 @@ def _check(
     report.count("examples", store.num_examples)
     with report.noting(root), warnings.catch_warnings():
         warnings.simplefilter("ignore", ActshardWarning)  # the format's check reports lines that are missing
-        _read_columns(store.contents.whole or store.contents, whole=report.deep)
+        if report.deep or not known.checks_columns:
+            _read_columns(store.contents.whole or store.contents, whole=report.deep)
     if report.deep and store.layers:
         from actshard.verifying.deep import check_values
 

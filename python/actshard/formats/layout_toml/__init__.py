@@ -19,6 +19,7 @@ class LayoutFormat(Format):
         *(".npy", ".npz", ".safetensors", ".h5", ".hdf5", ".raw", ".dat", ".memmap", ".bin", ".bin.gz"),
         *(".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz"),
     )
+    checks_columns: ClassVar[bool] = False
     records_summed: ClassVar[tuple[str, ...]] = (".pt", ".pth", ".ckpt", ".npz")
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".detect:detect",
