@@ -149,7 +149,9 @@ def _predicted(
     columns = 8 * 3 * len(store.layers) * store.d_model
     own = columns + 8 * max(b - a for a, b in spans)
     checks = len(inputs) <= _CHECKED
-    memory = process.opening(store, place, inputs, __name__, *([] if checks else ["pyarrow"]), check=checks)
+    reads_columns = bool((store.contents.whole or store.contents).column_names)
+    tables = ["pyarrow"] if reads_columns or not checks else []
+    memory = process.opening(store, place, inputs, __name__, *tables, check=checks)
     memory += max(found.memory, found.loading) + own
     return Predicted(
         0, 0, found.read + _of_records(store, inputs), memory, scratch=8 * store.num_examples + columns * len(spans)
