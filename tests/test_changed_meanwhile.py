@@ -234,6 +234,16 @@ def test_files_of_others_under_other_names_do_not_matter(format: str, tmp_path: 
     assert len(actshard.open(writer.path)) == 6
 
 
+def test_a_record_next_to_a_folder_that_was_removed_is_replaced(tmp_path: Path) -> None:
+    ids = {"input_ids": [[1, 2, 3]] * 2, "loss_mask": [[1, 1, 1]] * 2}
+    for value in (1.0, 2.0):
+        with actshard.create(tmp_path / "to", "eagle", layers=["last"], d_model=8) as writer:
+            writer.append(np.full((2, 1, 3, 8), value, np.float32), columns=ids)
+        assert (tmp_path / f".to{RECORD}").is_file()
+        assert actshard.open(tmp_path / "to").gather("last", [1], [0])[0].tolist() == [value] * 8
+        shutil.rmtree(tmp_path / "to")
+
+
 @pytest.mark.parametrize("journal", ["", '{"actshard":1,"conf'])
 def test_a_dump_next_to_one_without_a_journal_is_begun(journal: str, tmp_path: Path) -> None:
     other = tmp_path / "d/.writing-00000000/.actshard"

@@ -241,6 +241,8 @@ class Sink(SegmentWriter):
 
     def _is_other(self, path: Path) -> bool:
         """Whether a file that exists under a name of the finished dataset is neither a committed one nor of an earlier attempt."""
+        if self.target.root not in path.parents:
+            return False  # the record next to a folder, of a dataset that was there before
         name = path.relative_to(self.target.root).as_posix()
         return name in self.journal.others or not (self._tried or name in self.journal.files)
 
