@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -197,9 +198,10 @@ def test_a_good_copy_is_not_replaced_by_a_damaged_one(
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "saev"])
 def test_a_file_that_appears_under_a_final_name_is_not_overwritten(format: str, tmp_path: Path) -> None:
-    checked = Request.read(written(tmp_path / "whole", format)).checksums  # type: ignore[union-attr]  # it has a record
-    assert checked
-    for name in checked:
+    record = Request.read(written(tmp_path / "whole", format))
+    assert record is not None
+    assert record.checksums
+    for name in record.checksums:
         writer = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=256)
         rows, columns = arguments(format)
         writer.append(rows, columns=columns)
@@ -232,6 +234,20 @@ def test_files_of_others_under_other_names_do_not_matter(format: str, tmp_path: 
         (tmp_path / "d" / name).write_text("mine")
     writer.close()
     assert len(actshard.open(writer.path)) == 6
+
+
+@pytest.mark.parametrize("others", [1, "x", {"a": 1}, [1], None])
+def test_a_damaged_list_of_other_files_is_an_error_of_the_journal(others: object, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"layers": [0, 1], "d_model": 256}
+    writer = actshard.create(tmp_path / "d", "zarr", **about)
+    rows, columns = arguments("zarr")
+    writer.append(rows, columns=columns)
+    writer.flush()
+    writer.abort()
+    with (tmp_path / "d/.actshard/journal.jsonl").open("a") as journal:
+        journal.write(json.dumps({"closing": True, "others": others}) + "\n")
+    with pytest.raises(actshard.FormatError, match="field 'others': expected names of files"):
+        actshard.create(tmp_path / "d", "zarr", resume=True, **about)
 
 
 def test_a_record_next_to_a_folder_that_was_removed_is_replaced(tmp_path: Path) -> None:

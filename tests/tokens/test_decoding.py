@@ -198,7 +198,7 @@ def test_only_tokens_to_decode_are_read(
             assert name in ("bounds", "descr", "has_shapes"), f"{name} reads whole rows"
             return getattr(self._field, name)
 
-    cache._fields = {name: Counted(cache.field(name)) for name in cache.fields}  # type: ignore[misc]
+    cache._fields = {name: Counted(cache.field(name)) for name in cache.fields}
     decoded = tokens.decode_rows(cache, n, "passthrough", tokens=limit)
     assert [row.text for row in decoded] == [" ".join(map(str, row["input_ids"][:limit])) for row in rows[:n]]
     assert [row.tokens for row in decoded] == lengths[:n]

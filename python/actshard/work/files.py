@@ -180,8 +180,8 @@ def files_below(path: Path) -> Iterator[Path]:
 
 def names_of(path: Path) -> list[Path]:
     """The names of a file that a writer makes: its own, the one of the complete file, and the temporary one."""
-    whole = path.name.removeprefix(".").removesuffix(".part") if path.name.endswith(".part") else path.name
-    return [path, path.with_name(whole), path.with_name(f".{whole}.part")]
+    name = path.name.removeprefix(".").removesuffix(".part") if path.name.endswith(".part") else path.name
+    return [path, path.with_name(name), path.with_name(f".{name}.part")]
 
 
 def remove_files(root: Path, paths: Iterable[Path]) -> None:

@@ -118,7 +118,15 @@ class Journal:
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
-                self.others |= {str(name) for name in record.get("others") or ()}
+                others = record.get("others", [])
+                if not isinstance(others, list) or not all(isinstance(name, str) for name in others):
+                    raise FormatError(
+                        f"line {number}: field 'others': expected names of files, found {others!r:.60}",
+                        path=self.path,
+                        code="metadata",
+                        offset=self._valid,
+                    )
+                self.others.update(others)
             else:
                 self._check(number, record)
                 if record["examples"] == 0 and record.get("files"):

@@ -138,10 +138,10 @@ class Sink(SegmentWriter):
     def _check_files(self) -> None:
         """Raises an error if a file is missing, or shorter than when its examples were committed: a scratch disk was cleaned."""
         for name, size in self.journal.files.items():
-            found = self._size_of(name)
-            if found is None or found < size:
+            present = self._size_of(name)
+            if present is None or present < size:
                 raise TruncatedFileError(
-                    f"expected {many(size, 'byte')} of committed examples, found {'no file' if found is None else found}: it "
+                    f"expected {many(size, 'byte')} of committed examples, found {'no file' if present is None else present}: it "
                     "was changed since. Restore it, or write to another folder",
                     path=self.target.root / name,
                 )
