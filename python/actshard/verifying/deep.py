@@ -148,8 +148,8 @@ def _compare_files(place: Location, checksums: Mapping[str, str], report: Report
         with report.noting(file):
             crc = checksum(file) if file.exists() else None
             if crc != expected:
-                content = "no file" if crc is None else f"bytes of the CRC-32 {crc}"
-                report.add("other-file", file, content, f"those that were written, {expected}")
+                content = "no file" if crc is None else f"others (CRC-32 {crc})"
+                report.add("other-file", file, content, f"the bytes that were written (CRC-32 {expected})")
 
 
 def _tell(tell: Any, number: int, total: int, rows: int) -> None:
