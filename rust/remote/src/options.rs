@@ -36,6 +36,8 @@ pub struct RequestLimits {
     pub stall: Duration,
     /// Idle time after which a connection is closed.
     pub idle: Duration,
+    /// Whether a request is sent a second time while its answer is slow.
+    pub hedge: bool,
     /// A proxy, instead of the environment's; may contain a password.
     pub proxy: Option<Secret>,
     /// The `User-Agent` header.
@@ -60,6 +62,7 @@ impl Default for RequestLimits {
             connect: Duration::from_secs(5),
             stall: Duration::from_secs(15),
             idle: Duration::from_secs(60),
+            hedge: true,
             proxy: None,
             agent: concat!("actshard/", env!("CARGO_PKG_VERSION")).to_string(),
         }
@@ -198,6 +201,7 @@ const LIMITS: &[&str] = &[
     "user_agent",
     "max_retries",
     "retry_timeout",
+    "hedge",
     "allow_http",
 ];
 
@@ -338,6 +342,9 @@ impl RequestLimits {
             "read_timeout" => self.stall = seconds()?,
             "pool_idle_timeout" => self.idle = seconds()?,
             "retry_timeout" | "timeout" => self.patience = seconds()?,
+            "hedge" => {
+                self.hedge = switch(value).ok_or_else(|| refused(name, "expected true or false"))?;
+            }
             "max_retries" => {
                 let retries: u32 = value.parse().map_err(|_| refused(name, "expected a whole number"))?;
                 self.tries = retries.saturating_add(1).min(100);

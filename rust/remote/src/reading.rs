@@ -72,13 +72,18 @@ impl<'a> Reading<'a> {
         Ok(answer)
     }
 
+    /// Whether a slow request is sent again.
+    fn may_hedge(&self) -> bool {
+        self.limits.hedge && self.pace.may_hedge()
+    }
+
     /// The first answer; of two, if one is slow.
     async fn first(self, range: Range<u64>) -> Result<Answer, Failure> {
         let mut one = self.ask(range.clone()).boxed();
         if let Ok(answer) = timeout(self.pace.patience(), &mut one).await {
             return answer;
         }
-        if !self.pace.may_hedge() {
+        if !self.may_hedge() {
             return one.await;
         }
         match select(one, self.ask(range).boxed()).await {
@@ -133,7 +138,7 @@ impl<'a> Reading<'a> {
                 None => match clock.watch(timeout(self.pace.patience().max(PAUSE), answer.body.next())).await {
                     Ok(chunk) => chunk,
                     Err(_) => {
-                        other = self.pace.may_hedge().then(|| self.ask(at + into.done as u64..end).boxed());
+                        other = self.may_hedge().then(|| self.ask(at + into.done as u64..end).boxed());
                         continue;
                     }
                 },

@@ -80,7 +80,7 @@ fn a_body_that_always_breaks_is_an_error() {
 #[test]
 fn a_body_that_drips_is_asked_for_again_and_then_an_error() {
     let drip = Fault::Drip(1000, Duration::from_millis(50));
-    let options = [("retry_timeout", "1"), ("read_timeout", "1")];
+    let options = [("retry_timeout", "3"), ("read_timeout", "3")];
     let fake = fake();
     let store = fake.s3("run", &options);
     store.list(&store.root()).unwrap();
@@ -117,14 +117,11 @@ fn reads_that_follow_each_other_are_one_request() {
         if let Some(fault) = fault {
             fake.fault("run/a", fault, 1);
         }
-        let before = store.counts().hedges;
         source.read_many(&mut reads, &Stop::new()).unwrap();
-        // Each for itself they were four. On a busy machine a slow answer is asked for twice, and a broken one may have brought
-        // nothing: what is asked for again need not begin at another byte.
+        // Each for itself they were four. A broken answer may have brought nothing: what is asked for again need not begin at
+        // another byte.
         let asked: Vec<_> = fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
-        let hedges = (store.counts().hedges - before) as usize;
-        let fewest = count - 3 + broken;
-        assert!((fewest..=fewest + hedges).contains(&asked.len()), "{hedges} hedges: {asked:?}");
+        assert_eq!(asked.len(), count - 3 + broken, "{asked:?}");
         let bytes = noise(LEN, 1);
         for (at, into) in at.into_iter().zip(&into).take(count) {
             assert!(into[..] == bytes[at as usize..at as usize + into.len()]);
@@ -208,7 +205,7 @@ fn a_stop_ends_every_wait() {
 #[test]
 fn a_slow_answer_is_asked_for_again() {
     let fake = fake();
-    let store = fake.s3("run", &[]);
+    let store = fake.s3("run", &[("hedge", "true")]);
     store.list(&store.root()).unwrap();
     let source = open(&store, &store.location("run/a")).unwrap();
     fake.fault("run/a", Fault::Late(Duration::from_secs(3600)), 1);

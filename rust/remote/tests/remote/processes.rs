@@ -2,17 +2,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::server::{Fake, noise, open, read};
 
+/// Runs before `main`: with a handler of its own for these signals, Rust's runtime installs none. Its handler, which libraries
+/// that Python loads never have, keeps a lock that every thread takes when it starts and ends: a child that was forked at
+/// such a moment could start no thread.
+#[allow(unsafe_code, reason = "the runtime looks at the signals before any safe code runs")]
+#[cfg(target_os = "linux")]
+#[used]
+// SAFETY: the section holds functions without arguments, which the C library calls one after another before `main`.
+#[unsafe(link_section = ".init_array")]
+static WITHOUT_STACK_HANDLER: extern "C" fn() = {
+    extern "C" fn crash(_signal: libc::c_int) {
+        // SAFETY: abort may be called in a signal handler.
+        unsafe { libc::abort() }
+    }
+    extern "C" fn install() {
+        for signal in [libc::SIGSEGV, libc::SIGBUS] {
+            // SAFETY: `crash` is a handler of one number.
+            unsafe { libc::signal(signal, crash as *const () as libc::sighandler_t) };
+        }
+    }
+    install
+};
+
 /// Forks, runs `work` in the child, and returns whether it returned true there within 20 s.
 #[allow(unsafe_code, reason = "the standard library cannot fork")]
 fn in_child(work: impl Fn() -> bool) -> bool {
     // SAFETY: the child calls only code that must survive a fork of a process with threads, which is what is tested, and
-    // leaves with _exit. The parent waits for the child that it made.
+    // leaves with _exit, also after a panic. The parent waits for the child that it made.
     unsafe {
         let pid = libc::fork();
         assert!(pid >= 0);
         if pid == 0 {
             libc::alarm(20);
-            libc::_exit(i32::from(!work()));
+            let right = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+            libc::_exit(i32::from(!right.unwrap_or(false)));
         }
         let mut status = 0;
         assert_eq!(libc::waitpid(pid, &raw mut status, 0), pid);
