@@ -709,24 +709,42 @@ impl TokenArray {
         }
     }
 
-    /// Starts reading the data of a range into the page cache; returns whether all was cached. A hint: its errors are reported
-    /// when the range is read.
-    pub fn will_need(&self, held: &mut HeldFile, start: u64, n: usize) -> bool {
-        let item = self.meta.item() as u64;
-        let mut all_there = true;
-        let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
-            let Some(StoredUnit { source: file, offset, len }) = shard.file.unit(piece.chunk)? else { return Ok(()) };
-            let (at, n) = if shard.is_plain(piece.chunk) {
-                (offset + HEADER as u64 + piece.first as u64 * item, piece.n as u64 * item)
-            } else {
-                (offset, len)
-            };
-            if file.is_ready(at) == Ready::No {
-                all_there = false;
-                file.will_need(&[ByteRange { at, len: n }]);
+    /// Whether the data of a range may have to be fetched: it is not cached, or other data of its file were not a moment ago.
+    pub fn is_doubtful(&self, held: &mut HeldFile, start: u64, n: usize) -> bool {
+        let mut is_doubtful = false;
+        self.each_unit(held, start, n, &mut |source, range| {
+            let is_cold = source.is_ready(range.at) == Ready::No;
+            match source.warmth() {
+                Some(warmth) if is_cold => warmth.found_cold(),
+                Some(warmth) => is_doubtful |= warmth.is_wary(),
+                None => {}
             }
+            is_doubtful |= is_cold;
+        });
+        is_doubtful
+    }
+
+    /// Starts reading the data of a range into the page cache. A hint: its errors are reported when the range is read.
+    pub fn will_need(&self, held: &mut HeldFile, start: u64, n: usize) {
+        self.each_unit(held, start, n, &mut |source, range| {
+            if source.is_ready(range.at) == Ready::No {
+                source.will_need(&[range]);
+            }
+        });
+    }
+
+    /// Calls `each` with the stored bytes of a range, as far as their files can be opened.
+    fn each_unit(&self, held: &mut HeldFile, start: u64, n: usize, each: &mut dyn FnMut(&dyn Source, ByteRange)) {
+        let item = self.meta.item() as u64;
+        let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
+            let Some(StoredUnit { source, offset, len }) = shard.file.unit(piece.chunk)? else { return Ok(()) };
+            let range = if shard.is_plain(piece.chunk) {
+                ByteRange { at: offset + HEADER as u64 + piece.first as u64 * item, len: piece.n as u64 * item }
+            } else {
+                ByteRange { at: offset, len }
+            };
+            each(source, range);
             Ok(())
         });
-        all_there
     }
 }

@@ -126,8 +126,8 @@ impl Cursors {
     }
 }
 
-/// Size of the sample that decides whether to hint.
-const LOOK_AT: usize = 8;
+/// Size of the sample that decides whether to hint; like the gather's, see [`crate::source::scout`].
+const SAMPLES: usize = 2;
 
 /// Sends read-ahead hints for all ranges if some are not cached. A hint costs as much as copying a window, so a sample of the
 /// ranges is checked first.
@@ -136,13 +136,11 @@ fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> +
         return;
     }
     let mut cursor = Cursor::default();
-    let step = (ranges.len() / LOOK_AT).max(1);
-    let mut some = ranges.clone().step_by(step);
-    if some.all(|(start, n)| field.will_need(&mut cursor, start, n)) {
-        return;
-    }
-    for (start, n) in ranges {
-        field.will_need(&mut cursor, start, n);
+    let step = ranges.len().div_ceil(SAMPLES).max(1);
+    if ranges.clone().step_by(step).any(|(start, n)| field.is_doubtful(&mut cursor, start, n)) {
+        for (start, n) in ranges {
+            field.will_need(&mut cursor, start, n);
+        }
     }
 }
 

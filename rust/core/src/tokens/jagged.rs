@@ -495,14 +495,22 @@ impl Field {
         }
     }
 
-    /// Starts reading the data of these elements, unless it is cached; returns whether it was. A hint.
-    pub fn will_need(&self, cursor: &mut Cursor, start: u64, n: usize) -> bool {
-        let mut there = true;
+    /// Whether the data of these elements may have to be fetched; see [`TokenArray::is_doubtful`].
+    pub fn is_doubtful(&self, cursor: &mut Cursor, start: u64, n: usize) -> bool {
+        let mut is_doubtful = false;
         let _ = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
-            there &= data.will_need(held, from, n);
+            is_doubtful |= data.is_doubtful(held, from, n);
             Ok(())
         });
-        there
+        is_doubtful
+    }
+
+    /// Starts reading the data of these elements, unless it is cached. A hint.
+    pub fn will_need(&self, cursor: &mut Cursor, start: u64, n: usize) {
+        let _ = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
+            data.will_need(held, from, n);
+            Ok(())
+        });
     }
 
     /// The sizes of a row's axes without the last, for fields whose rows have several axes.
