@@ -15,7 +15,6 @@ from actshard.converting.planning import Asked, fitted
 from actshard.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import Block, Target
 from actshard.layers import plain
-from actshard.stream.content import content_range
 from actshard.writing.given import convert as to_type
 from actshard.writing.segment import SegmentWriter
 
@@ -69,7 +68,7 @@ def groups(
             counts = np.repeat(asked.chosen(raw)[:, None], len(layers), axis=1)
         else:
             each = rows.tokens_of(np.tile(layers, len(ids)), np.repeat(ids, len(layers)))
-            counts = asked.chosen(each.reshape(len(ids), len(layers)))
+            counts = asked.chosen(asked.own(each, np.repeat(ids, len(layers))).reshape(len(ids), len(layers)))
             counts = _lacking(asked, ids, counts)
             if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
@@ -139,12 +138,12 @@ def read(
     dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
     if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
-        stored = (
-            None if store.content_lengths is None else rows.tokens_of(int(asked.groups[0]), np.ascontiguousarray(ids))
-        )
-        token = None if stored is None else content_range(store, stored, ids)[1] - 1
+        numbers = np.ascontiguousarray(ids)
+        token = None
         for k, group in enumerate(asked.groups.tolist()):
-            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, dtype, lost)
+            if store.content_lengths is not None:
+                token = asked.skipped(asked.own(rows.tokens_of(group, numbers), numbers))
+            out[:, k] = rows.gather(group, numbers, token, None, dtype, lost)
         return
     whole = rows.tokens_of(groups, examples)
     into = (np.cumsum(want) - want)[held]

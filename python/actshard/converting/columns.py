@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +19,11 @@ from actshard.layers import Layer
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from actshard._native import Rows
+    from actshard.formats.contents import Contents
     from actshard.formats.target import Target
     from actshard.store import Store
+    from actshard.stream.readable import Readable
 
 
 _ALL = 1 << 40
@@ -49,6 +52,7 @@ class Columns:
         chosen: Mapping[str, str] | None = None,
         taken: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
         fillers: Iterable[str] | None = None,
+        layers: Mapping[Layer, Layer] | None = None,
     ) -> None:
         """Prepares the columns.
 
@@ -61,6 +65,7 @@ class Columns:
             chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
             taken: returns the first token and the number of tokens to take from each example; None: all tokens.
             fillers: columns that are empty in the whole dataset, as a plan recorded them; None: they are looked for.
+            layers: the layers that are converted, mapped to their names in the result; None: all layers under their own names.
         """
         self._taken = taken
         self.store = store
@@ -79,7 +84,16 @@ class Columns:
         self._unit: tuple[int, pa.Table] | None = None
         self._window: _Window | None = None
         self._logits = wanted and store.contents.has_logits
-        self.routers: tuple[Layer, ...] = store.contents.router_layers if wanted else ()
+        renamed = {} if layers is None else {old: new for old, new in layers.items() if old != new}
+        self._router_names = {f"{ROUTER}{old}": f"{ROUTER}{new}" for old, new in renamed.items()}
+        """Names of router tensors in the result, if they follow layers that get other names."""
+        replaced = {*renamed.values()} - {*renamed}
+        routers = store.contents.router_layers if wanted else ()
+        self.routers: tuple[Layer, ...] = tuple(layer for layer in routers if layer not in replaced)
+        self.replaced_routers: tuple[Layer, ...] = tuple(
+            layer for layer in replaced if layer in routers or f"{ROUTER}{layer}" in self.names
+        )
+        """Layers whose router tensors are left out, because another layer gets their name."""
         self.labels = labels
         self.numbers = (
             (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
@@ -88,8 +102,15 @@ class Columns:
         """Columns that are empty in the whole dataset; they are not converted."""
         if fillers is None and self.names:
             self.fillers = self.carrying.fillers(store.contents)
-        cut, self.uncut = (frozenset(), ()) if taken is None else self._find_token_columns()
-        self._token_columns = sorted({*store.contents.token_columns, *cut})
+        self._cut: list[frozenset[str]] = []
+        """Of each part of the source: columns with a value per stored token, in formats that do not declare them."""
+        self.uncut: tuple[str, ...] = ()
+        """Columns that may have a value per stored token, and are not cut."""
+        if taken is not None:
+            divided = [_find_token_columns(part.contents, part.rows, self._examined) for part in self._parts]
+            self._cut = [cut for cut, _ in divided]
+            self.uncut = tuple(dict.fromkeys(itertools.chain.from_iterable(uncut for _, uncut in divided)))
+        self._token_columns = sorted({*store.contents.token_columns, *itertools.chain.from_iterable(self._cut)})
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
         """Returns the columns of some examples in the target's form; None if there are no columns.
@@ -112,6 +133,9 @@ class Columns:
         made: list[tuple[pa.Field, Any]] = []
         table = self._own_tokens(self._table(examples, unit), examples)
         table = self._one_text(self._outgoing(table), target)
+        replaced = {f"{ROUTER}{layer}" for layer in self.replaced_routers}
+        table = table.drop_columns([name for name in table.column_names if name in replaced])
+        table = table.rename_columns([self._router_names.get(name, name) for name in table.column_names])
         number = self.carrying.number_column
         if number is not None and self.chosen is not None:
             number = self.chosen.get(number)
@@ -135,7 +159,9 @@ class Columns:
             made.append(list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples])))
         if self._logits:
             made += map(list_column, LOGITS, self.store.logits(examples))
-        made += [list_column(f"{ROUTER}{layer}", self.store.router(layer, examples)) for layer in self.routers]
+        for layer in self.routers:
+            name = f"{ROUTER}{layer}"
+            made.append(list_column(self._router_names.get(name, name), self.store.router(layer, examples)))
         if target.only_columns is not None:
             made = [(field, column) for field, column in made if field.name in target.only_columns]
         if not made:
@@ -152,36 +178,28 @@ class Columns:
         from actshard.joining import per_token
 
         first, count = self._taken(examples)
+        ends = np.cumsum([part.num_examples for part in self._parts])
+        part_of = np.searchsorted(ends, examples, "right")
         for name in names:
-            at, own = table.schema.get_field_index(name), per_token(self.store.contents, name, examples)
-            if name not in self.store.contents.token_columns:
-                own = _list_lengths(table[name]) == self._stored_tokens(examples)
-            lists = _cut_lists(table[name], np.where(own, first, 0), np.where(own, count, _ALL))
-            table = table.set_column(at, name, lists)
+            column = table.schema.get_field_index(name)
+            if name in self.store.contents.token_columns:
+                is_cut = per_token(self.store.contents, name, examples)
+            else:
+                is_cut = np.array([name in cut for cut in self._cut])[part_of]
+                is_cut &= _list_lengths(table[name]) == self._stored_tokens(examples)
+            lists = _cut_lists(table[name], np.where(is_cut, first, 0), np.where(is_cut, count, _ALL))
+            table = table.set_column(column, name, lists)
         return table
 
-    def _find_token_columns(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Columns whose lists have a value per stored token, in a format that does not declare them.
+    @property
+    def _parts(self) -> Sequence[Readable]:
+        """The parts of a join, or the store."""
+        return self.store.contents.joined or (self.store,)
 
-        The first examples decide. If all of them are equally long, a list of this length may also be a vector: then columns are cut
-        only if their names are those of token ids and masks. The second tuple contains the others.
-        """
-        contents, n = self.store.contents, min(_EXAMINED, self.store.num_examples)
-        if contents.units is not None:
-            n = min(n, contents.units[1])  # of the first shard: each must be decoded
-        names = [name for name in self.names if name not in contents.token_columns and name != PATCH_LABELS]
-        if not names or contents.rows is None:
-            return frozenset(), ()
-        head = contents.columns(names).slice(0, n) if contents.head_columns is None else contents.head_columns(names, n)
-        stored = self._stored_tokens(np.arange(len(head)))
-        found = []
-        for name in names:
-            if name in head.column_names and _is_list(head[name].type):
-                valid = head[name].is_valid().to_numpy()
-                if valid.any() and np.array_equal(_list_lengths(head[name])[valid], stored[valid]):
-                    found.append(name)
-        uncut = () if len(set(stored.tolist())) > 1 else tuple(name for name in found if name not in _PER_TOKEN)
-        return frozenset(found).difference(uncut), uncut
+    def _examined(self, contents: Contents) -> list[str]:
+        """Names of the columns that may have a value per token, although their format does not declare it."""
+        declared = {*contents.token_columns, PATCH_LABELS}
+        return [name for name in self.names if name in contents.column_names and name not in declared]
 
     def _stored_tokens(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens stored of each example, with padding."""
@@ -241,6 +259,35 @@ class Columns:
         if n and (np.diff(examples) == 1).all():
             return whole.slice(first, n)
         return whole.take(examples)
+
+
+def _find_token_columns(
+    contents: Contents, rows: Rows, examined: Callable[[Contents], list[str]]
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Columns whose lists have a value per stored token, and those that may have one.
+
+    The first examples decide. If all of them are equally long, or have no value, a list may also be a vector: then columns are cut
+    only if their names are those of token ids and masks. The others may have a value per token.
+    """
+    names = examined(contents)
+    n = min(_EXAMINED, contents.num_examples)
+    if contents.units is not None:
+        n = min(n, contents.units[1])  # of the first shard: each must be decoded
+    if not names or not n:
+        return frozenset(), ()
+    head = contents.columns(names).slice(0, n) if contents.head_columns is None else contents.head_columns(names, n)
+    stored = rows.tokens_of(0, np.arange(len(head)))
+    cut: list[str] = []
+    uncut: list[str] = []
+    for name in names:
+        if name not in head.column_names or not _is_list(head[name].type):
+            continue
+        valid = head[name].is_valid().to_numpy()
+        lengths = _list_lengths(head[name])[valid] if valid.any() else stored[:0]
+        if np.array_equal(lengths, stored[valid]):
+            is_certain = name in _PER_TOKEN or len(set(stored[valid].tolist())) > 1
+            (cut if is_certain else uncut).append(name)
+    return frozenset(cut), tuple(uncut)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -304,7 +351,7 @@ class _Window:
             while self._held and self._first + self._held[0].num_rows <= low:
                 self._first += self._held.pop(0).num_rows
         table = pa.concat_tables(self._held, promote_options="default")
-        if high - low + 1 == len(examples):
+        if (np.diff(examples) == 1).all():
             return table.slice(low - self._first, len(examples))
         return table.take(examples - self._first)
 

@@ -96,12 +96,17 @@ class Asked:
         if self.store.contents.units is None:
             return self.own(rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
         each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
-        longest: NDArray[np.int64] = each.reshape(len(ids), -1).max(axis=1)
+        longest: NDArray[np.int64] = self.own(each, np.repeat(ids, len(self.groups))).reshape(len(ids), -1).max(axis=1)
         return longest
 
     def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Subtracts padding from stored token counts, unless the target stores padded rows with their lengths."""
-        return counts if self.kind.keeps_lengths else content_range(self.store, counts, ids)[1]
+        """Subtracts padding from stored token counts.
+
+        A target that stores padded rows with their lengths keeps the padding, unless only last tokens are taken.
+        """
+        if self.kind.keeps_lengths and self.tokens != "last":
+            return counts
+        return content_range(self.store, counts, ids)[1]
 
     def taken(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First token and number of tokens to take of source examples."""
@@ -437,6 +442,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 "labels", f"left out: {labels.shape[1]} for each example are fewer than the tokens that {format} stores"
             )
         )
+    made += _losses_of_parts(asked)
     if asked.tokens != "all" and target.holds_columns and columns.uncut:
         text = "not cut to the tokens that are kept, although their lists are as long as the examples"
         made.append(Loss("columns", f"{text}: {', '.join(columns.uncut)}"))
@@ -449,6 +455,33 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
     return made
+
+
+def _losses_of_parts(asked: Asked) -> list[Loss]:
+    """Labels, logits and router tensors of parts that a join of them lacks, because other parts have none or other ones."""
+    contents = asked.store.contents
+    if not contents.joined:
+        return []
+    ends = np.cumsum([part.num_examples for part in contents.joined])
+    ids = asked.ids(0, asked.count)
+    parts = [contents.joined[number] for number in np.unique(np.searchsorted(ends, ids, "right")).tolist()]
+    routed = set(contents.router_layers)
+    holders = {
+        "labels": [] if asked.store.labels is not None else [part for part in parts if part.labels is not None],
+        "logits": [] if contents.has_logits else [part for part in parts if part.contents.has_logits],
+        "router": [part for part in parts if not routed.issuperset(part.contents.router_layers)],
+    }
+    return [
+        Loss(
+            what, "left out, because not every part of the join has them alike: " + _names_of([p.path for p in having])
+        )
+        for what, having in holders.items()
+        if having
+    ]
+
+
+def _names_of(paths: Sequence[object]) -> str:
+    return ", ".join(map(str, paths[:4])) + (f", and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
@@ -499,6 +532,9 @@ def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]
             made.append(Loss("router", f"{format} cannot store them"))
     else:
         made += [Loss("columns", detail) for detail in columns.turned.values()]
+        if columns.replaced_routers:
+            shown = ", ".join(map(str, columns.replaced_routers))
+            made.append(Loss("router", f"{shown}: left out, because another layer gets that name"))
         if target.only_columns is not None and (lost := without_place(columns, target.only_columns)):
             more = ", ..." if len(lost) > 12 else ""
             made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
@@ -514,18 +550,35 @@ def _labels(asked: Asked) -> NDArray[np.uint8] | None:
 
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     """Patch labels to convert, uint8 ``(num_examples, patches)``, of the tokens that are kept; None for none."""
-    store = asked.store
-    last = asked.tokens == "last"
+    if not target.holds_labels and asked.tokens != "last":
+        return asked.store.labels  # a column of labels is copied as it is, unless it is cut
+    labels = _labels(asked)
+    if labels is None:
+        return None
+    if asked.tokens == "last":
+        labels = _last_labels(asked, labels)
     if not target.holds_labels:
-        labels = _labels(asked) if last else store.labels  # a column of labels is copied as it is, unless it is cut
-        return labels[:, -1:] if last and labels is not None else labels
-    labels = None if target.tokens is None else _labels(asked)
-    if labels is None or target.tokens is None:
+        return labels
+    if target.tokens is None:
         return None
     content = target.tokens - target.special_tokens
-    if labels.shape[1] < content:
-        return None
-    return labels[:, -content:] if last else labels[:, :content]
+    if asked.tokens == "last":
+        return np.pad(labels, ((0, 0), (0, max(content - 1, 0))))[:, :content]
+    return None if labels.shape[1] < content else labels[:, :content]
+
+
+def _last_labels(asked: Asked, labels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The labels of last tokens, uint8 ``(num_examples, 1)``; 0 for an example without tokens.
+
+    Labels are those of the tokens after the special ones. Formats that do not know how many tokens are special have as many more
+    tokens than labels in their longest example.
+    """
+    examples = np.arange(asked.store.num_examples)
+    stored = asked.store.rows.tokens_of(int(asked.groups[0]), examples)
+    unlabelled = max(asked.store.special_tokens, int((stored - labels.shape[1]).max(initial=0)))
+    position = content_range(asked.store, stored)[1] - unlabelled - 1
+    of_last: NDArray[np.uint8] = np.where(position < 0, 0, labels[examples, np.maximum(position, 0)]).astype(np.uint8)
+    return of_last[:, None]
 
 
 def columns_for(
@@ -544,6 +597,7 @@ def columns_for(
         chosen=asked.columns,
         taken=taken,
         fillers=fillers,
+        layers=dict(zip(asked.layers, asked.names, strict=True)),
     )
 
 
