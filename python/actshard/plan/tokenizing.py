@@ -216,7 +216,9 @@ def _predicted(
     made = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
     # A task buffers more rows than the sample did, up to the writers' limit.
     held = [n * largest // max(read, 1) for n in made.values()]
-    more = sum(min(n, estimating.HELD) - min(n, m, estimating.HELD) for n, m in zip(held, found.held, strict=True))
+    more = sum(
+        min(n, estimating.HELD) - min(n, m, estimating.HELD) for n, m in zip(held, found.element_bytes, strict=True)
+    )
     copied = sum(made.values()) + 8 * len(made) * sum(rows.values())
     return Predicted(
         size, inodes, read, found.memory + more, copied if copies else 0, not found.rates and not compressed
