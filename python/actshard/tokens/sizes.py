@@ -71,10 +71,10 @@ def _short(used: int, size: int, item: int) -> int:
         return _HEADER + size
     count = -(-size // block)
     last = size - (count - 1) * block
-    size_in_bytes = -(-(_HEADER + 4 * count + 4) // 16) * 16 + block
+    frame_bytes = -(-(_HEADER + 4 * count + 4) // 16) * 16 + block
     if count > 2:
-        size_in_bytes += _zeros(block)
-    return size_in_bytes if last == block and count > 2 else size_in_bytes + _zeros(last)
+        frame_bytes += _zeros(block)
+    return frame_bytes if last == block and count > 2 else frame_bytes + _zeros(last)
 
 
 def _zeros(size: int) -> int:
