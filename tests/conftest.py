@@ -97,7 +97,7 @@ def _assumed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.get_closest_marker("measures_memory"):
         # Not the fixture `monkeypatch`: a test that uses it to change the current folder must be undone at its own place.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(process, "_measured", lambda _: process.UNKNOWN)
+            patch.setattr(process, "_measure", lambda _: process.UNKNOWN)
             yield
         return
     forget_memory()  # what other tests assumed
@@ -108,8 +108,8 @@ def _assumed_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def forget_memory() -> None:
     """Clears what this process knows of the memory of tasks."""
     process.importing.cache_clear()
-    process._begun.cache_clear()
-    process._known.clear()
+    process._format_memory.cache_clear()
+    process._memory_by_key.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +149,9 @@ def without_pandas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     found = importlib.util.find_spec
 
     def forget() -> None:
-        process._known.clear()
+        process._memory_by_key.clear()
         process.importing.cache_clear()
-        process._begun.cache_clear()
+        process._format_memory.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)

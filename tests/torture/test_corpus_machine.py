@@ -184,12 +184,12 @@ class Corpora(CountedMachine):
         """Rows of the cache that is in place."""
         self.open: list[tuple[tokens.TokenCache, Rows]] = []
         """Caches that were opened, and their rows."""
-        self.originals = building._WORTH_PROCESSES, tokenizing._predicted
+        self.originals = building._WORTH_PROCESSES, tokenizing._predict
         building._WORTH_PROCESSES = 100  # files of some hundred bytes are divided
-        tokenizing._predicted = lambda *_: Predicted(0, 0, 0, 0)  # starts a process
+        tokenizing._predict = lambda *_: Predicted(0, 0, 0, 0)  # starts a process
 
     def teardown(self) -> None:
-        building._WORTH_PROCESSES, tokenizing._predicted = self.originals
+        building._WORTH_PROCESSES, tokenizing._predict = self.originals
         self.open.clear()
         shutil.rmtree(self.root, ignore_errors=True)
 

@@ -42,6 +42,6 @@ _MAKERS = {
 def __getattr__(name: str) -> Any:
     if name not in _MAKERS:
         raise AttributeError(f"module 'actshard.plan' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"actshard.plan.{_MAKERS[name]}"), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(importlib.import_module(f"actshard.plan.{_MAKERS[name]}"), name)
+    globals()[name] = attribute
+    return attribute

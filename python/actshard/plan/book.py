@@ -118,22 +118,22 @@ def host() -> str:
 
 def contents(folder: Path) -> list[Any]:
     """Number and bytes of the files below a folder, and a digest of their names and sizes. :data:`RESULT` is not counted."""
-    found: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int]] = []
     folders = [(str(folder), "")]
     while folders:
-        path, below = folders.pop()
+        path, prefix = folders.pop()
         with os.scandir(path) as entries:
             for entry in entries:
-                name = f"{below}{entry.name}"
+                name = f"{prefix}{entry.name}"
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, f"{name}/"))
                 elif name != RESULT and not entry.name.startswith(
                     ".nfs"
                 ):  # NFS keeps removed files that are still open
-                    found.append((name, entry.stat(follow_symlinks=False).st_size))
-    listing = "".join(f"{name}\0{size}\n" for name, size in sorted(found))
+                    sizes.append((name, entry.stat(follow_symlinks=False).st_size))
+    listing = "".join(f"{name}\0{size}\n" for name, size in sorted(sizes))
     digest = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return [len(found), sum(size for _, size in found), digest]
+    return [len(sizes), sum(size for _, size in sizes), digest]
 
 
 class Book:
@@ -157,14 +157,14 @@ class Book:
         path = self.work / PLAN
         try:
             with path.open("rb") as file:
-                found = _ID.search(file.read(_HEAD))
+                match = _ID.search(file.read(_HEAD))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise from_os(error, path, "read") from error
-        if found is not None and found[1].decode() != self.identity:
+        if match is not None and match[1].decode() != self.identity:
             raise ExistsError(
-                f"is the working folder of another plan, {found[1][:8].decode()}, not {self.identity[:8]}; finish that one, remove "
+                f"is the working folder of another plan, {match[1][:8].decode()}, not {self.identity[:8]}; finish that one, remove "
                 "the folder, or pass another work=",
                 path=self.work,
             )
@@ -180,9 +180,9 @@ class Book:
         """
         if self.exists():
             return True
-        if others := sorted(name for name in _names(self.work) if not _is_own(name)):
+        if foreign_names := sorted(name for name in _names(self.work) if not _is_own(name)):
             raise ExistsError(
-                f"expected a new or empty working folder, found one that contains {others[0]!r:.80}; pass another work=",
+                f"expected a new or empty working folder, found one that contains {foreign_names[0]!r:.80}; pass another work=",
                 path=self.work,
             )
         make_folder(self.tasks)
@@ -213,41 +213,41 @@ class Book:
                 data = os.read(file, os.fstat(file).st_size + 1)
             finally:
                 os.close(file)
-            made = json.loads(data)
+            record = json.loads(data)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise from_os(error, path, "read") from error
         except (ValueError, RecursionError) as error:
             raise FormatError(f"expected the result of task {task}: {error}", path=path) from error
-        if not isinstance(made, dict) or not isinstance(made.get("value"), dict) or made.get("task") != task:
+        if not isinstance(record, dict) or not isinstance(record.get("value"), dict) or record.get("task") != task:
             raise FormatError(f"expected the result of task {task}", path=self.folder(task) / RESULT)
         for name in ("value.bytes", "value.units", "seconds"):
-            found: Any = made.get(name) if name == "seconds" else made["value"].get(name[6:], 0)
-            if type(found) not in ((int, float) if name == "seconds" else (int,)) or not 0 <= found < MAX_INT:
+            number: Any = record.get(name) if name == "seconds" else record["value"].get(name[6:], 0)
+            if type(number) not in ((int, float) if name == "seconds" else (int,)) or not 0 <= number < MAX_INT:
                 raise FormatError(
-                    f"field '{name}': expected a number of at least 0, found {found!r:.60}; remove the folder of task {task}, "
+                    f"field '{name}': expected a number of at least 0, found {number!r:.60}; remove the folder of task {task}, "
                     "and run it again",
                     path=self.folder(task) / RESULT,
                 )
-        return made
+        return record
 
     def check_files(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Raises FormatError if files of a finished task were removed, truncated or added since it finished."""
 
-        def check(some: Sequence[Mapping[str, Any]]) -> None:
-            for record in some:
+        def check(batch: Sequence[Mapping[str, Any]]) -> None:
+            for record in batch:
                 folder, recorded = self.folder(record["task"]), record.get("files")
                 try:
-                    found = contents(folder)
+                    current = contents(folder)
                 except OSError as error:
                     raise from_os(error, folder, "list") from error
-                if recorded == found:
+                if recorded == current:
                     continue
                 count, size = recorded[:2] if isinstance(recorded, list) and len(recorded) == 3 else ("its", "its")
                 raise FormatError(
-                    f"task {record['task']}: expected {count} files of {size} bytes, as when the task finished, found {found[0]} "
-                    f"of {found[1]} bytes, or other names. Remove this folder, and run the task again.",
+                    f"task {record['task']}: expected {count} files of {size} bytes, as when the task finished, found {current[0]} "
+                    f"of {current[1]} bytes, or other names. Remove this folder, and run the task again.",
                     path=folder,
                 )
 
@@ -335,29 +335,29 @@ class Book:
 
     def errors(self) -> dict[int, ActshardError]:
         """The last error of each failed task."""
-        made: dict[int, ActshardError] = {}
+        errors: dict[int, ActshardError] = {}
         for name in sorted(_names(self.work / FAILED)):
             if re.fullmatch(r"\d{5,}\.json", name) is None:
                 continue
             try:
                 record = read_json(self.work / FAILED / name)
-                made[int(record["task"])] = from_plain(record)
+                errors[int(record["task"])] = from_plain(record)
             except MissingFileError:  # the task has succeeded since
                 continue
             except (LookupError, TypeError, ValueError) as error:
                 raise FormatError(f"expected an error of a task: {error!r}", path=self.work / FAILED / name) from error
-        return made
+        return errors
 
     def attempts(self) -> list[Attempt]:
         """Unfinished attempts, ordered by task."""
         return self._attempts(lambda task: True)
 
-    def _attempts(self, wanted: Any) -> list[Attempt]:
-        made = []
+    def _attempts(self, is_selected: Any) -> list[Attempt]:
+        attempts = []
         now = time.time()
         for name in sorted(_names(self.running)):
-            named = _ATTEMPT.fullmatch(name)
-            if named is None or not wanted(int(named[1])):
+            match = _ATTEMPT.fullmatch(name)
+            if match is None or not is_selected(int(match[1])):
                 continue
             folder = self.running / name
             done = total = 0
@@ -369,8 +369,10 @@ class Book:
                     done, total = int(progress["done"]), int(progress["total"])
             except (OSError, LookupError, TypeError, ValueError):
                 continue
-            made.append(Attempt(int(named[1]), folder, named[2], int(named[3]), max(now - modified, 0.0), done, total))
-        return made
+            attempts.append(
+                Attempt(int(match[1]), folder, match[2], int(match[3]), max(now - modified, 0.0), done, total)
+            )
+        return attempts
 
     def remove(self) -> None:
         """Removes the folder; ``plan.json`` first, so that attempts that are still running see that the plan is committed.
@@ -380,7 +382,9 @@ class Book:
         with contextlib.suppress(OSError):
             (self.work / PLAN).unlink()
         with contextlib.suppress(ActshardError):
-            _native.remove_folders([f"{at}/{name}" for at in (self.tasks, self.running) for name in _names(at)])
+            _native.remove_folders(
+                [f"{folder}/{name}" for folder in (self.tasks, self.running) for name in _names(folder)]
+            )
         names: list[str] = []
         with contextlib.suppress(ActshardError):
             names = _names(self.work)

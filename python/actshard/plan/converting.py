@@ -151,7 +151,7 @@ def convert(
         selected = ask(
             store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate
         )
-        asked = replace(selected, cast=dtype is not None)
+        request = replace(selected, cast=dtype is not None)
         sizes: dict[str, Any] = {
             "dtype": None if dtype is None else str(_arguments.dtype(dtype)[0]),
             "tokens_per_example": tokens_per_example,
@@ -160,13 +160,13 @@ def convert(
             "options": dict(options),
             "created": newest(store) if (now := environment_time()) is None else now,
         }
-        target = settle(asked, root, **sizes)
-        refuse_target_within(asked, target)
-        target.request = conversion_request(asked, overflow, **{k: v for k, v in sizes.items() if k != "created"})
-        plan = _planned((_places(src), src_format, about), asked, target, sizes, overflow, tasks, root)
-        if not plan.book.exists() and (there := complete_at(target, resumes=False)) is not None:
+        target = settle(request, root, **sizes)
+        refuse_target_within(request, target)
+        target.request = conversion_request(request, overflow, **{k: v for k, v in sizes.items() if k != "created"})
+        plan = _make_plan((_places(src), src_format, about), request, target, sizes, overflow, tasks, root)
+        if not plan.book.exists() and (dataset_path := complete_at(target, resumes=False)) is not None:
             raise ExistsError(
-                "already contains this dataset, finished. Remove it, or choose another folder.", path=there
+                "already contains this dataset, finished. Remove it, or choose another folder.", path=dataset_path
             )
         return plan
 
@@ -176,48 +176,48 @@ def _places(src: Any) -> list[str] | str:
     if isinstance(src, str | os.PathLike):
         text = os.fspath(src)
         return text if _arguments.is_url_elsewhere(text) else str(_arguments.local_path(src, "src"))
-    return [str(each) for place in src for each in [_places(place)]]
+    return [str(path) for part in src for path in [_places(part)]]
 
 
-def _planned(
-    place: tuple[Any, str | None, Any],
-    asked: Asked,
+def _make_plan(
+    open_arguments: tuple[Any, str | None, Any],
+    request: Asked,
     target: Target,
     sizes: dict[str, Any],
     overflow: str,
     tasks: int,
     root: Path,
 ) -> Plan:
-    request = target.request
-    columns = checked(asked, target, every=True)  # before the layout, which then finds the lengths cached
-    layout = Layout.of(asked, target)
-    layout.settle(asked, target)
-    if not asked.kind.ragged:
+    record = target.request
+    columns = checked(request, target, every=True)  # before the layout, which then finds the lengths cached
+    layout = Layout.of(request, target)
+    layout.settle(request, target)
+    if not request.kind.ragged:
         sizes["tokens_per_example"] = target.tokens
-    pairs = tuple(zip(asked.layers, asked.names, strict=True))
+    pairs = tuple(zip(request.layers, request.names, strict=True))
     arguments = ConvertArguments(
-        src=place[0],
-        src_format=place[1],
-        layout=place[2],
+        src=open_arguments[0],
+        src_format=open_arguments[1],
+        layout=open_arguments[2],
         dst=root,
-        format=asked.format,
-        layers=None if asked.layers == asked.store.layers == asked.names else pairs,
-        examples=None if asked.examples is None else packed(asked.examples),
-        columns=None if asked.columns is None else tuple(asked.columns.items()),
-        tokens=asked.tokens,
-        pad=asked.pad,
-        truncate=asked.truncate,
-        cast=asked.cast,
+        format=request.format,
+        layers=None if request.layers == request.store.layers == request.names else pairs,
+        examples=None if request.examples is None else packed(request.examples),
+        columns=None if request.columns is None else tuple(request.columns.items()),
+        tokens=request.tokens,
+        pad=request.pad,
+        truncate=request.truncate,
+        cast=request.cast,
         overflow=overflow,
         numbers=columns.numbers,
         fillers=tuple(sorted(columns.fillers)),
         sizes=TargetSettings(**sizes),
         config=target.config(),
-        request=request.as_dict(),
-        losses=tuple((loss.what, loss.detail) for loss in losses(asked, target, columns)),
+        request=record.as_dict(),
+        losses=tuple((loss.what, loss.detail) for loss in losses(request, target, columns)),
     )
-    made, notes = _divided(asked, target, layout, tasks)
-    inputs = inputs_of(asked.store)
+    plan_tasks, notes = _split_tasks(request, target, layout, tasks)
+    inputs = inputs_of(request.store)
     if inputs is None:
         raise ArgumentError(
             "src: a web server cannot list its files, so a plan cannot detect changes; copy them with actshard.stage, or use a "
@@ -225,47 +225,47 @@ def _planned(
         )
     notes += [f"lost: {loss}" for loss in _losses(arguments, target)]
 
-    size = predict(asked, target, layout, sizes, overflow)
-    read = conversion_reads(asked, made, inputs)
-    needed = _memory(asked, target, columns, made, place, inputs)
-    refuse_full(root, size.bytes, size.files + 4 * len(made))
-    work = work_folder(root, identity("convert", arguments, inputs, made), dumps=target.names_itself)
+    size = predict(request, target, layout, sizes, overflow)
+    read = conversion_reads(request, plan_tasks, inputs)
+    needed = _memory(request, target, columns, plan_tasks, open_arguments, inputs)
+    refuse_full(root, size.bytes, size.files + 4 * len(plan_tasks))
+    work = work_folder(root, identity("convert", arguments, inputs, plan_tasks), dumps=target.names_itself)
     predicted = Predicted(size.bytes, size.files, read, needed, exact=size.exact)
-    return Plan("convert", json_values(arguments), inputs, tuple(made), predicted, work, tuple(notes))
+    return Plan("convert", json_values(arguments), inputs, tuple(plan_tasks), predicted, work, tuple(notes))
 
 
 def _memory(
-    asked: Asked,
+    request: Asked,
     target: Target,
     columns: Columns,
-    made: Sequence[Mapping[str, Any]],
-    place: tuple[Any, str | None, Any],
+    tasks: Sequence[Mapping[str, Any]],
+    open_arguments: tuple[Any, str | None, Any],
     inputs: Sequence[Input],
 ) -> int:
     """Bytes of memory of a task's process."""
-    sizes = [int(task["bytes"]) for task in made]
+    sizes = [int(task["bytes"]) for task in tasks]
     # pyarrow imports pandas, if it is installed, to create columns of values that are not numbers.
     arrow = ["pyarrow.compute", *(["pandas"] if find_spec("pandas") else [])] if columns.names else ["pyarrow"]
     if target.writes_parquet:
         arrow.append("pyarrow.parquet")
-    begun = process.opening(asked.store, place, inputs, __name__, *arrow, write=asked.format)
+    process_memory = process.opening(request.store, open_arguments, inputs, __name__, *arrow, write=request.format)
     largest = max(sizes)
     written = write_memory(target, largest) + int(target.copies * min(target.block_bytes, largest))
-    return begun + converting(asked.store, largest / max(sum(sizes), 1), written, inputs)
+    return process_memory + converting(request.store, largest / max(sum(sizes), 1), written, inputs)
 
 
-def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _split_tasks(request: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the tasks, and notes about them."""
-    layers, n = len(asked.layers), len(layout.lengths)
+    layers, n = len(request.layers), len(layout.lengths)
     rows = layout.rows(layers) * target.row_bytes
     # If an example lacks a layer, the layer gets the length of the example's longest one, which a task with some of the layers
     # does not know.
-    if target.splits == "layers" and not asked.store.contents.lacks_layers:
+    if target.splits == "layers" and not request.store.contents.lacks_layers:
         parts = min(tasks, layers)
         bounds = [k * layers // parts for k in range(parts + 1)]
-        each = int(rows.sum()) // layers
-        made = [{"layers": [a, b], "bytes": (b - a) * each} for a, b in itertools.pairwise(bounds)]
-        return made, fewer(parts, tasks, f"{asked.format} has one file per layer")
+        layer_bytes = int(rows.sum()) // layers
+        plan_tasks = [{"layers": [a, b], "bytes": (b - a) * layer_bytes} for a, b in itertools.pairwise(bounds)]
+        return plan_tasks, fewer(parts, tasks, f"{request.format} has one file per layer")
     divides = target.splits == "examples"
     borders = target.borders(layout.by_layer(layers)) if divides else np.zeros(1, np.int64)
     if target.blocks_are_files:
@@ -277,7 +277,7 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
     blocks = np.searchsorted(layout.firsts, firsts, "left").tolist()
     states = target.states_at(layout.by_layer(layers), firsts, blocks)
     ends = np.concatenate([[0], np.cumsum(rows)])
-    made = [
+    plan_tasks = [
         {
             "examples": [a, b],
             "origin": int(layout.origins[k]) if target.blocks_are_files else a,
@@ -286,15 +286,15 @@ def _divided(asked: Asked, target: Target, layout: Layout, tasks: int) -> tuple[
         }
         for a, b, k, state in zip(firsts, [*firsts[1:], n], blocks, states, strict=True)
     ]
-    why = f"the result has {many(len(borders), 'shard')}" if divides else f"one task must write {asked.format} here"
-    return made, fewer(len(made), tasks, why)
+    why = f"the result has {many(len(borders), 'shard')}" if divides else f"one task must write {request.format} here"
+    return plan_tasks, fewer(len(plan_tasks), tasks, why)
 
 
 @dataclass
 class _OpenedPlan:
     """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
-    asked: Asked
+    request: Asked
     columns: Columns
     overflow: str
 
@@ -305,21 +305,21 @@ class _OpenedPlan:
 
     @classmethod
     def _of(cls, plan: Planned) -> _OpenedPlan:
-        given = plan.arguments_as(ConvertArguments)
-        src = list(given.src) if isinstance(given.src, tuple) else given.src
-        asked = ask(
-            source(src, given.src_format, "pread", layout=given.layout),
-            given.format,
-            layers=None if given.layers is None else dict(given.layers),
-            examples=None if given.examples is None else unpacked(given.examples),
-            columns=None if given.columns is None else dict(given.columns),
-            tokens=given.tokens,
-            pad=given.pad,
-            truncate=given.truncate,
+        arguments = plan.arguments_as(ConvertArguments)
+        src = list(arguments.src) if isinstance(arguments.src, tuple) else arguments.src
+        request = ask(
+            source(src, arguments.src_format, "pread", layout=arguments.layout),
+            arguments.format,
+            layers=None if arguments.layers is None else dict(arguments.layers),
+            examples=None if arguments.examples is None else unpacked(arguments.examples),
+            columns=None if arguments.columns is None else dict(arguments.columns),
+            tokens=arguments.tokens,
+            pad=arguments.pad,
+            truncate=arguments.truncate,
         )
-        asked = replace(asked, cast=given.cast)
-        columns = columns_for(asked, _target(plan, asked), given.numbers, given.fillers)
-        return cls(asked, columns, given.overflow)
+        request = replace(request, cast=arguments.cast)
+        columns = columns_for(request, _target(plan, request), arguments.numbers, arguments.fillers)
+        return cls(request, columns, arguments.overflow)
 
 
 @contextlib.contextmanager
@@ -337,16 +337,16 @@ def _trusting_no_plan(plan: Planned) -> Iterator[None]:
 
 def _losses(arguments: ConvertArguments, target: Target, overflows: int = 0) -> tuple[Loss, ...]:
     """The losses that the plan recorded, and overflows. Computing them again could require reading all shards of the source."""
-    made = [Loss(what, detail) for what, detail in arguments.losses]
-    at = next((i + 1 for i, loss in enumerate(made) if loss.what == "dtype"), 0)
-    return (*made[:at], *overflowed(target.dtype, overflows), *made[at:])
+    recorded = [Loss(what, detail) for what, detail in arguments.losses]
+    position = next((i + 1 for i, loss in enumerate(recorded) if loss.what == "dtype"), 0)
+    return (*recorded[:position], *overflowed(target.dtype, overflows), *recorded[position:])
 
 
-def _target(plan: Planned, asked: Asked) -> Target:
+def _target(plan: Planned, request: Asked) -> Target:
     """Returns a target with the plan's settings."""
     with _trusting_no_plan(plan):
         arguments = plan.arguments_as(ConvertArguments)
-        target = settle(asked, arguments.dst, **vars(arguments.sizes))
+        target = settle(request, arguments.dst, **vars(arguments.sizes))
         config = arguments.config
         check_config(config, target.config(), plan.work)
         target.adopt(config)
@@ -358,12 +358,12 @@ class Converting(Verb[_OpenedPlan]):
     """Runs the tasks of a conversion."""
 
     name = "convert"
-    _known: tuple[str, _OpenedPlan] | None = None
+    _cached_plan: tuple[str, _OpenedPlan] | None = None
 
-    def _request(self, plan: Planned) -> _OpenedPlan:
-        if self._known is None or self._known[0] != plan.id:
-            self._known = (plan.id, _OpenedPlan.of(plan))
-        return self._known[1]
+    def _open(self, plan: Planned) -> _OpenedPlan:
+        if self._cached_plan is None or self._cached_plan[0] != plan.id:
+            self._cached_plan = (plan.id, _OpenedPlan.of(plan))
+        return self._cached_plan[1]
 
     def check_plan(self, plan: Planned, path: Path) -> None:
         """Raises FormatError for arguments or tasks that :func:`convert` does not make."""
@@ -371,15 +371,15 @@ class Converting(Verb[_OpenedPlan]):
         converting_checks.check_work(plan, path)
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
-        request, part = self._request(plan), plan.tasks[task]
-        asked = request.asked
+        opened_plan, part = self._open(plan), plan.tasks[task]
+        request = opened_plan.request
         if "layers" in part:
             a, b = part["layers"]
-            asked = replace(asked, layers=asked.layers[a:b], names=asked.names[a:b])
-            span = (0, asked.count, 0)
+            request = replace(request, layers=request.layers[a:b], names=request.names[a:b])
+            span = (0, request.count, 0)
         else:
             span = (*part["examples"], part["origin"])
-        target = _target(plan, asked)
+        target = _target(plan, request)
         target.root = folder / FILES
         if "layers" not in part:
             target.apart = Apart(target.room)
@@ -388,13 +388,18 @@ class Converting(Verb[_OpenedPlan]):
         writer = SegmentWriter(target)
         try:
             size = copy_blocks(
-                asked, writer, request.columns, span, request.overflow, lambda at, size: tell(at - first, end - first)
+                request,
+                writer,
+                opened_plan.columns,
+                span,
+                opened_plan.overflow,
+                lambda position, size: tell(position - first, end - first),
             )
             writer.commit()
         except NumbersMatterError as error:
             raise FormatError(
                 f"{error}; pass columns= with the column of sample numbers, and make the plan again",
-                path=asked.store.path,
+                path=request.store.path,
             ) from error
         finally:
             writer.abort()
@@ -419,41 +424,41 @@ class Converting(Verb[_OpenedPlan]):
         return super().part(plan, limit) if "layers" in first else shortened(first, "examples", limit)
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
-        at = 0
+        position = 0
         for result in results:
-            task, found = plan.tasks[result.task], result.value
-            check_result(found, result.folder / RESULT)
-            if found.get("examples") != task.get("examples", [0, self._request(plan).asked.count]):
+            task, value = plan.tasks[result.task], result.value
+            check_result(value, result.folder / RESULT)
+            if value.get("examples") != task.get("examples", [0, self._open(plan).request.count]):
                 raise FormatError(
-                    f"task {result.task}: expected examples {task.get('examples')}, found {found.get('examples')}",
+                    f"task {result.task}: expected examples {task.get('examples')}, found {value.get('examples')}",
                     path=result.folder,
                 )
             if "layers" not in task:
                 a, b = task["examples"]
-                examples.check([result], self._request(plan).asked.store.contents.lacks_layers)
-                if a != at:
-                    what = "a hole" if a > at else "an overlap"
+                examples.check([result], self._open(plan).request.store.contents.lacks_layers)
+                if a != position:
+                    what = "a hole" if a > position else "an overlap"
                     raise FormatError(
-                        f"task {result.task}: expected examples from {at:,} on, found from {a:,}: {what}",
+                        f"task {result.task}: expected examples from {position:,} on, found from {a:,}: {what}",
                         path=plan.work,
                     )
-                at = b
-        for name, pieces in _shared(results).items():
-            _tiled(name, pieces, plan.work)
+                position = b
+        for name, pieces in _shared_pieces(results).items():
+            _check_tiling(name, pieces, plan.work)
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Conversion:
         began = time.perf_counter()
-        request = self._request(plan)
-        asked = request.asked
-        target = _target(plan, asked)
-        there = target.existing(asked.count) if target.names_itself else None
-        if there is not None:  # renamed by a commit that was killed
-            check_written(target.request, there)
+        opened_plan = self._open(plan)
+        request = opened_plan.request
+        target = _target(plan, request)
+        dataset_path = target.existing(request.count) if target.names_itself else None
+        if dataset_path is not None:  # renamed by a commit that was killed
+            check_written(target.request, dataset_path)
         else:
             lock = locked(target.root / FOLDER)  # a writer may have begun here since the plan was made
             try:
                 look(target.root).refuse("writing", "merging", is_locked=True)
-                there = self._put(plan, target, results)
+                dataset_path = self._put(plan, target, results)
             finally:
                 lock.path.unlink(missing_ok=True)
                 remove_work_folders(target.root)
@@ -463,10 +468,18 @@ class Converting(Verb[_OpenedPlan]):
         lost = _losses(plan.arguments_as(ConvertArguments), target, over)
         # The plan knows the columns of the first examples only, if the others must be decoded.
         changes = [text for result in results for text in result.value["changes"].values()]
-        known = {loss.detail for loss in lost}
-        lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in known)
+        details = {loss.detail for loss in lost}
+        lost += tuple(Loss("columns", text) for text in dict.fromkeys(changes) if text not in details)
         return Conversion(
-            there, asked.format, asked.count, 0, size, time.perf_counter() - began, lost, False, str(target.dtype)
+            dataset_path,
+            request.format,
+            request.count,
+            0,
+            size,
+            time.perf_counter() - began,
+            lost,
+            False,
+            str(target.dtype),
         )
 
     def _put(self, plan: Planned, target: Target, results: Sequence[Result]) -> Path:
@@ -474,8 +487,8 @@ class Converting(Verb[_OpenedPlan]):
             check_result(result.value, result.folder / RESULT)
         if is_finished(target.root, target.format):
             check_written(target.request, target.root)
-        whole = results[:1] if "layers" in plan.tasks[0] else results
-        tables = examples.read(whole)
+        range_results = results[:1] if "layers" in plan.tasks[0] else results
+        tables = examples.read(range_results)
         columns, mixed = columns_in(tables)
         if mixed:
             raise ArgumentError(
@@ -491,7 +504,7 @@ class Converting(Verb[_OpenedPlan]):
         by_layers = tuple(digest for part in parts for digest in part)
         digests = by_layers if "layers" in plan.tasks[0] else joined_digests(parts)
         target.keep_request(len(lengths), overflows, digests, ())
-        shared = _shared(results)
+        shared = _shared_pieces(results)
         # Files that a killed commit has renamed are missing here.
         files = [f"{result.folder}/{FILES}" for result in results]
         sync_folders(_native.move_files(list(files), target.root, list(shared)))
@@ -501,24 +514,26 @@ class Converting(Verb[_OpenedPlan]):
         target.n = len(lengths)
         target.finish(AllExamples(lengths, columns))
         target.keep_request(len(lengths), overflows, digests, formats.get(target.format).checked_files)
-        place = target.place()
-        if place != target.root:
+        dataset_path = target.place()
+        if dataset_path != target.root:
             (target.root / FOLDER / LOCK).unlink(missing_ok=True)
             remove_work_folders(target.root)  # of saev, whose folder gets another name
-            rename(target.root, place)
-        sync_folders([place.parent, place])
-        check_opens(place, target.format)
-        return place
+            rename(target.root, dataset_path)
+        sync_folders([dataset_path.parent, dataset_path])
+        check_opens(dataset_path, target.format)
+        return dataset_path
 
     def committed(self, plan: Planned) -> Conversion | None:
-        asked = self._request(plan).asked
-        target = _target(plan, asked)
-        there = complete_at(target, resumes=False)
-        if there is None:
+        request = self._open(plan).request
+        target = _target(plan, request)
+        dataset_path = complete_at(target, resumes=False)
+        if dataset_path is None:
             return None
-        found = check_written(target.request, there)
-        lost = _losses(plan.arguments_as(ConvertArguments), target, found.overflows or 0)
-        return Conversion(there, asked.format, asked.count, asked.count, 0, 0.0, lost, False, str(target.dtype))
+        record = check_written(target.request, dataset_path)
+        lost = _losses(plan.arguments_as(ConvertArguments), target, record.overflows or 0)
+        return Conversion(
+            dataset_path, request.format, request.count, request.count, 0, 0.0, lost, False, str(target.dtype)
+        )
 
     def after(self, plan: Planned) -> None:
         with contextlib.suppress(OSError):  # another plan or a saev writer is using it
@@ -529,44 +544,45 @@ Pieces = list[tuple[int, int, Path]]
 """The pieces of one file: (first byte, end, file of the piece)."""
 
 
-def _shared(results: Sequence[Result]) -> dict[str, Pieces]:
+def _shared_pieces(results: Sequence[Result]) -> dict[str, Pieces]:
     """The pieces of each file that several tasks wrote, by the file's name."""
-    made: dict[str, Pieces] = {}
+    pieces_by_name: dict[str, Pieces] = {}
     for result in results:
         for name, begin, end in result.value.get("fragments", ()):
-            made.setdefault(name, []).append((begin, end, result.folder / FILES / name))
-    for name, pieces in made.items():
+            pieces_by_name.setdefault(name, []).append((begin, end, result.folder / FILES / name))
+    for name, pieces in pieces_by_name.items():
         # The task that wrote the first piece did not know that other tasks continue the file, so it recorded no fragment.
-        known = {file for _, _, file in pieces}
+        piece_files = {file for _, _, file in pieces}
         for result in results:
             file = result.folder / FILES / name
-            if file not in known:
+            if file not in piece_files:
                 try:
                     size = file.stat().st_size
                 except OSError:
                     continue
                 pieces.append((0, size, file))
         pieces.sort()
-    return made
+    return pieces_by_name
 
 
-def _tiled(name: str, pieces: Pieces, work: Path) -> None:
+def _check_tiling(name: str, pieces: Pieces, work: Path) -> None:
     """Raises FormatError if a file's pieces leave a hole or overlap."""
-    at = 0
+    position = 0
     for begin, end, file in pieces:
-        if begin != at:
-            what = "a hole" if begin > at else "an overlap"
+        if begin != position:
+            what = "a hole" if begin > position else "an overlap"
             raise FormatError(
-                f"{name}: expected bytes from {at:,} on, found a piece from {begin:,} in {file}: {what}", path=work
+                f"{name}: expected bytes from {position:,} on, found a piece from {begin:,} in {file}: {what}",
+                path=work,
             )
-        found = file.stat().st_size if file.exists() else None
-        if found != end - begin:
+        size = file.stat().st_size if file.exists() else None
+        if size != end - begin:
             raise FormatError(
-                f"expected a piece of {end - begin:,} bytes, found {'no file' if found is None else f'{found:,}'}. Remove the "
+                f"expected a piece of {end - begin:,} bytes, found {'no file' if size is None else f'{size:,}'}. Remove the "
                 "task's folder, and run the task again.",
                 path=file,
             )
-        at = end
+        position = end
 
 
 def _join(pieces: Pieces, into: Path) -> None:

@@ -44,10 +44,10 @@ def _count(text: str, most: int) -> int | None:
     try:
         data = base64.b64decode(text, validate=True)
         while not stream.eof:
-            made = stream.decompress(data, _PIECE)
+            piece = stream.decompress(data, _PIECE)
             data = stream.unconsumed_tail
-            size += len(made)
-            if size > 8 * most or (not made and not data and not stream.eof):
+            size += len(piece)
+            if size > 8 * most or (not piece and not data and not stream.eof):
                 return None
     except (binascii.Error, zlib.error, ValueError):
         return None
@@ -183,15 +183,15 @@ def check_work(plan: Planned, path: Path) -> None:
         raise FormatError(f"field 'work': expected {hidden}, found {plan.work}", path=path, code="metadata")
 
 
-def check_config(config: Mapping[str, Any], own: Mapping[str, Any], work: Path) -> None:
-    """Raises FormatError if a plan's target settings lack names, have unknown ones, or have values of other types than ``own``."""
-    for name in sorted({*config, *own}):
-        wrong = name not in own or name not in config
-        if not wrong and own[name] is not None:
-            wrong = type(config[name]) is not type(own[name])
+def check_config(config: Mapping[str, Any], settings: Mapping[str, Any], work: Path) -> None:
+    """Raises FormatError if a plan's target settings lack names, have unknown ones, or values of other types than ``settings``."""
+    for name in sorted({*config, *settings}):
+        wrong = name not in settings or name not in config
+        if not wrong and settings[name] is not None:
+            wrong = type(config[name]) is not type(settings[name])
         if wrong:
             raise FormatError(
-                f"field 'arguments.config.{name}': expected {own.get(name, 'nothing')!r:.60}, found "
+                f"field 'arguments.config.{name}': expected {settings.get(name, 'nothing')!r:.60}, found "
                 f"{config.get(name, 'nothing')!r:.60}; make the plan again",
                 path=work,
                 code="metadata",

@@ -167,15 +167,19 @@ def create(
     )
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
-    predicted, notes, each = _predicted(arguments, bounds, borders)
+    predicted, notes, task_bytes = _predict(arguments, bounds, borders)
     notes = [*fewer(parts, tasks, f"there {'is' if n == 1 else 'are'} {many(n, 'example')}"), *notes]
-    made = [ExamplesTask(Span(a, b), size) for a, b, size in zip(bounds[:-1], bounds[1:], each, strict=True)]
-    place = (
-        work_folder(root, identity("create", arguments, (), made), dumps=target.names_itself)
+    plan_tasks = [
+        ExamplesTask(Span(a, b), size) for a, b, size in zip(bounds[:-1], bounds[1:], task_bytes, strict=True)
+    ]
+    work_path = (
+        work_folder(root, identity("create", arguments, (), plan_tasks), dumps=target.names_itself)
         if work is None
         else _arguments.local_path(work, "work")
     )
-    plan = CreatePlan("create", json_values(arguments), (), tuple(json_values(made)), predicted, place, tuple(notes))
+    plan = CreatePlan(
+        "create", json_values(arguments), (), tuple(json_values(plan_tasks)), predicted, work_path, tuple(notes)
+    )
     with boundary(root, "plan an extraction to"):
         if not plan.book.exists():
             target.plan = plan.work
@@ -210,11 +214,11 @@ class CreateArguments:
 def _check_format(format: str) -> None:
     """Raises ArgumentError for a format whose parts cannot be merged."""
     written = formats.written()
-    known = [name for name in written if formats.get(name).merger() is not None]
-    if _arguments.is_one_of(format, written) and format not in known:
+    mergeable = [name for name in written if formats.get(name).merger() is not None]
+    if _arguments.is_one_of(format, written) and format not in mergeable:
         raise ArgumentError(
-            f"format: {format} datasets cannot be written in parts; write {', '.join(known)}, and convert it with actshard.convert "
-            "or actshard.plan.convert"
+            f"format: {format} datasets cannot be written in parts; write {', '.join(mergeable)}, and convert it with "
+            "actshard.convert or actshard.plan.convert"
         )
 
 
@@ -233,17 +237,17 @@ def _bounds(n: int, tasks: int, borders: NDArray[np.int64] | None) -> list[int]:
     equal = [k * n // tasks for k in range(tasks + 1)]
     if borders is None or len(borders) < tasks:
         return equal
-    whole = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
-    return whole if max(np.diff(whole)) <= _EVEN * n / tasks else equal
+    border_bounds = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
+    return border_bounds if max(np.diff(border_bounds)) <= _EVEN * n / tasks else equal
 
 
 def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
     """Raises ExistsError, UnfinishedError or DiskFullError if the dataset cannot be written, before a model computes anything."""
     root = plan.path
-    if (there := plan.implementation.committed(plan)) is not None:
+    if (dataset_path := plan.implementation.committed(plan)) is not None:
         if exist_ok:
             return
-        raise ExistsError.finished(there)
+        raise ExistsError.finished(dataset_path)
     complete_at(target, resumes=False)
     refuse_full(root, plan.predicted.bytes + plan.predicted.scratch, plan.predicted.files + 4 * len(plan))
     if (root / PARTS).exists():
@@ -253,7 +257,7 @@ def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
         )
 
 
-def _predicted(
+def _predict(
     arguments: CreateArguments, bounds: Sequence[int], borders: NDArray[np.int64] | None
 ) -> tuple[Predicted, list[str], list[int]]:
     """Returns the predicted size and memory, notes, and the bytes of each task's rows."""
@@ -273,21 +277,23 @@ def _predicted(
             target.dtype = np.dtype(np.float32)
         target.take_tokens(tokens or 2)
         sizes.append(_estimate(target, count, target.tokens or tokens or 1))
-    known = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
+    estimates = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
     merger = formats.get(arguments.format).merger()
     assert merger is not None
-    files, size = merger.predicted([known[count] for count in counts], sizes[-1])
+    files, size = merger.predicted([estimates[count] for count in counts], sizes[-1])
     files += 1  # the record of the request; bytes are those of rows
-    each = [known[count][2] for count in counts]
-    begun = process.writing(arguments.format, __name__)
+    task_bytes = [estimates[count][2] for count in counts]
+    process_memory = process.writing(arguments.format, __name__)
     rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes
-    memory = begun + write_memory(target, rows)
+    memory = process_memory + write_memory(target, rows)
     shards = set() if borders is None else {*borders.tolist()}
     copied = sum(
-        count for first, count in zip(bounds[:-1], each, strict=True) if borders is not None and first not in shards
+        count
+        for first, count in zip(bounds[:-1], task_bytes, strict=True)
+        if borders is not None and first not in shards
     )
     # At most the size of the result: saev's shards have their full (sparse) size in each part, but no row is copied twice.
-    return Predicted(size, files, 0, memory, min(copied, size)), notes, each
+    return Predicted(size, files, 0, memory, min(copied, size)), notes, task_bytes
 
 
 def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
@@ -315,32 +321,32 @@ def _name_of(capture: Any) -> str:
         if not all(word.isidentifier() for word in [*module.split("."), *function.split(".")]):
             raise ArgumentError(f'capture: expected "module:function", found {capture!r:.100}')
         return capture
-    place, name = getattr(capture, "__module__", None), getattr(capture, "__qualname__", None)
-    if not callable(capture) or not isinstance(place, str) or not isinstance(name, str):
+    module_name, name = getattr(capture, "__module__", None), getattr(capture, "__qualname__", None)
+    if not callable(capture) or not isinstance(module_name, str) or not isinstance(name, str):
         raise ArgumentError(f'capture: expected a function, or "module:function", found {capture!r:.100}')
-    if place == "__main__" or "<" in name:
+    if module_name == "__main__" or "<" in name:
         raise ArgumentError(
-            f"capture: expected a function that other processes can import, found {name} of {place}: define it with def in an "
-            "importable module"
+            f"capture: expected a function that other processes can import, found {name} of {module_name}: define it with def in "
+            "an importable module"
         )
-    return f"{place}:{name}"
+    return f"{module_name}:{name}"
 
 
 def _function(name: str) -> Computes:
     """Imports the function with a name ``module:function``."""
-    module, _, place = name.partition(":")
+    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for each in place.split("."):
-            found = getattr(found, each)
+        attribute: Any = importlib.import_module(module)
+        for part in path.split("."):
+            attribute = getattr(attribute, part)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(
             f"capture: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
         ) from error
-    if not callable(found):
-        raise ArgumentError(f"capture: expected a function, found {type(found).__name__} {name!r}")
-    made: Computes = found
-    return made
+    if not callable(attribute):
+        raise ArgumentError(f"capture: expected a function, found {type(attribute).__name__} {name!r}")
+    capture: Computes = attribute
+    return capture
 
 
 class CreatePlan(Plan):
@@ -551,10 +557,10 @@ class Creating(Verb[None]):
             check_written(request, root)
             return root
         places = sorted(p for p in root.iterdir() if p.name[0] != "." and is_finished(p, format))
-        for place in places:
+        for path in places:
             with contextlib.suppress(FormatError):  # a damaged record of another dump
-                if Request.read(place) == request:
-                    return place
+                if Request.read(path) == request:
+                    return path
         return None
 
     def after(self, plan: Planned) -> None:

@@ -183,9 +183,9 @@ class Planned:
         return plan
 
 
-def fewer(found: int, asked: int, why: str) -> list[str]:
+def fewer(count: int, requested_count: int, why: str) -> list[str]:
     """A note that there are fewer tasks than requested, if so."""
-    return [f"{many(found, 'task')} instead of {asked:,}: {why}"] if found < asked else []
+    return [f"{many(count, 'task')} instead of {requested_count:,}: {why}"] if count < requested_count else []
 
 
 def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:

@@ -38,7 +38,7 @@ def write(folder: Path, table: pa.Table) -> dict[str, Any]:
 def check(results: Sequence[Result], lacking: bool) -> None:
     """Raises FormatError for invalid lengths in results. ``lacking``: examples may lack layers, which is length -1."""
     for result in results:
-        if (some := result.value.get(KEY)) is not None and min(_checked(some, result), default=0) < -lacking:
+        if (lengths := result.value.get(KEY)) is not None and min(_checked(lengths, result), default=0) < -lacking:
             raise FormatError(f"task {result.task}: expected lengths of at least 0, found -1", path=result.folder)
 
 
@@ -50,20 +50,20 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
     """
     import pyarrow as pa
 
-    made: list[pa.Table] = []
+    tables: list[pa.Table] = []
     lengths: list[int] = []
     for result in results:
-        some = result.value.get(KEY)
-        if some is not None:
-            lengths += _checked(some, result)
+        task_lengths = result.value.get(KEY)
+        if task_lengths is not None:
+            lengths += _checked(task_lengths, result)
             continue
         if lengths:
-            made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
+            tables.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
             lengths = []
-        made.append(read_table(result.folder / FILE))
+        tables.append(read_table(result.folder / FILE))
     if lengths:
-        made.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
-    return made
+        tables.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
+    return tables
 
 
 def _checked(lengths: Any, result: Result) -> list[int]:

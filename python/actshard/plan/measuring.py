@@ -50,18 +50,18 @@ def measure(plan: Plan, limit: int = LIMIT) -> Rate | str:
         large file to copy, a model's capture), or the sample failed.
     """
     try:
-        first = _done(plan, max(limit // _WARMING, 1))
-        whole = _done(plan, limit)
+        first = _time_sample(plan, max(limit // _WARMING, 1))
+        total = _time_sample(plan, limit)
     except (ActshardError, OSError) as error:
         return f"a sample of the work failed: {error}"
-    if first is None or whole is None:
+    if first is None or total is None:
         return plan.implementation.undivided.format(limit=f"{limit:,} bytes")
-    more = Rate(whole.bytes - first.bytes, whole.seconds - first.seconds)
+    difference = Rate(total.bytes - first.bytes, total.seconds - first.seconds)
     # If both runs are short, their difference is noise.
-    return more if more.bytes > 0 and more.seconds > _SHORT else whole
+    return difference if difference.bytes > 0 and difference.seconds > _SHORT else total
 
 
-def _done(plan: Plan, limit: int) -> Rate | None:
+def _time_sample(plan: Plan, limit: int) -> Rate | None:
     verb = plan.implementation
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

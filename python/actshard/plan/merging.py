@@ -86,43 +86,43 @@ def merge(
         raise ArgumentTypeError(
             "parts: expected a list of paths, found None; actshard.merge merges parts written below one folder"
         )
-    asked = AskedMerge.of(parts, physical, different_models)
+    request = AskedMerge.of(parts, physical, different_models)
     with boundary(root, "plan a merge to"):
-        return _planned(root, asked, tasks, None if work is None else _arguments.local_path(work, "work"))
+        return _make_plan(root, request, tasks, None if work is None else _arguments.local_path(work, "work"))
 
 
-def _planned(root: Path, asked: AskedMerge, tasks: int, work: Path | None) -> Plan:
-    found = checked(root, asked)
-    merger = merger_of(found.format)
-    stores = [open_quietly(path, found.format, "auto") for path in found.parts]
-    apart = any(_device(part) != _device(root) for part in found.parts)
-    if found.request is None:
+def _make_plan(root: Path, request: AskedMerge, tasks: int, work: Path | None) -> Plan:
+    merge_spec = checked(root, request)
+    merger = merger_of(merge_spec.format)
+    stores = [open_quietly(path, merge_spec.format, "auto") for path in merge_spec.parts]
+    copies_all = any(_device(part) != _device(root) for part in merge_spec.parts)
+    if merge_spec.request is None:
         raise InternalError("expected the request of the merge", path=root)
     arguments = MergeArguments(
         root,
-        asked.parts or (),
-        found.parts,
-        found.format,
-        asked.physical,
-        asked.different_models,
-        apart,
-        os.path.relpath(merger.place(found), root),
-        found.request.as_dict(),
+        request.parts or (),
+        merge_spec.parts,
+        merge_spec.format,
+        request.physical,
+        request.different_models,
+        copies_all,
+        os.path.relpath(merger.place(merge_spec), root),
+        merge_spec.request.as_dict(),
     )
-    files = _files(found, apart)
-    made, notes = _divided(files, tasks, found.format)
+    files = _files(merge_spec, copies_all)
+    plan_tasks, notes = _split_tasks(files, tasks, merge_spec.format)
     inputs = _inputs(stores)
-    known = identity("merge", arguments, inputs, made)
-    if work is not None and made[-1].files.end and _device(work) != _device(root):
+    plan_id = identity("merge", arguments, inputs, plan_tasks)
+    if work is not None and plan_tasks[-1].files.end and _device(work) != _device(root):
         raise ArgumentError(
             "work: expected a folder on the file system of dst, so that the commit can rename copies", path=work
         )
-    work = work or work_folder(root, known, dumps=merger.names_itself)
+    work = work or work_folder(root, plan_id, dumps=merger.names_itself)
     look(root).refuse("planned", "planned dumps", "staging", own=work)
-    predicted = _predicted(found, files, apart, stores, inputs)
+    predicted = _predict(merge_spec, files, copies_all, stores, inputs)
     if not work.exists():
-        refuse_full(root, predicted.read, len(files) + 4 * len(made))
-    return Plan("merge", json_values(arguments), inputs, tuple(json_values(made)), predicted, work, tuple(notes))
+        refuse_full(root, predicted.read, len(files) + 4 * len(plan_tasks))
+    return Plan("merge", json_values(arguments), inputs, tuple(json_values(plan_tasks)), predicted, work, tuple(notes))
 
 
 def _is_place(text: str) -> bool:
@@ -161,17 +161,17 @@ def _device(path: Path) -> int:
     return existing_above(path).stat().st_dev
 
 
-def _files(found: Merge, apart: bool) -> list[Assembled]:
-    """The files that tasks copy. With ``apart`` all files, because files on another file system cannot be linked."""
-    merger = merger_of(found.format)
-    return [*merger.assembled(found), *(_taken(found) if apart else ())]
+def _files(merge_spec: Merge, copies_all: bool) -> list[Assembled]:
+    """The files that tasks copy. With ``copies_all`` all files, because files on another file system cannot be linked."""
+    merger = merger_of(merge_spec.format)
+    return [*merger.assembled(merge_spec), *(_linked_files(merge_spec) if copies_all else ())]
 
 
-def _taken(found: Merge) -> Iterator[Assembled]:
+def _linked_files(merge_spec: Merge) -> Iterator[Assembled]:
     """The files that a merge moves or links."""
-    for source, target in merger_of(found.format).taken(found):
-        name = target.relative_to(found.path).as_posix()
-        yield from (Assembled(f"{name}{below}", ((file, 0, n, 0),), n) for file, below, n in _below(source))
+    for source, target in merger_of(merge_spec.format).taken(merge_spec):
+        name = target.relative_to(merge_spec.path).as_posix()
+        yield from (Assembled(f"{name}{suffix}", ((file, 0, n, 0),), n) for file, suffix, n in _below(source))
 
 
 def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
@@ -186,7 +186,7 @@ def _below(source: Path) -> Iterator[tuple[Path, str, int]]:
             yield file, f"/{file.relative_to(source).as_posix()}", file.stat().st_size
 
 
-def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[list[FilesTask], list[str]]:
+def _split_tasks(files: Sequence[Assembled], tasks: int, format: str) -> tuple[list[FilesTask], list[str]]:
     """Returns the tasks, and notes about them."""
     if not files:
         why = f"1 task: no files of {format} datasets on one file system are copied; the commit links them"
@@ -194,37 +194,39 @@ def _divided(files: Sequence[Assembled], tasks: int, format: str) -> tuple[list[
     weights = np.array([file.bytes + _FILE_WEIGHT for file in files])
     firsts = balanced(weights, np.arange(len(files)), tasks)
     ends = [*firsts[1:], len(files)]
-    made = [FilesTask(Span(a, b), sum(f.bytes for f in files[a:b])) for a, b in zip(firsts, ends, strict=True)]
-    return made, fewer(len(made), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task")
+    plan_tasks = [FilesTask(Span(a, b), sum(f.bytes for f in files[a:b])) for a, b in zip(firsts, ends, strict=True)]
+    return plan_tasks, fewer(
+        len(plan_tasks), tasks, f"{many(len(files), 'file', 'is', 'are')} copied, each by one task"
+    )
 
 
 def _inputs(stores: Sequence[Store]) -> tuple[Input, ...]:
     """The files of the parts, to detect changes. The more parts, the fewer files of each are checked."""
     most = max(_LEAST_INPUTS, LOOKED_AT // len(stores))
-    found: list[Input] = []
+    sample: list[Input] = []
     for store in stores:
         inputs = inputs_of(store) or ()
         # The last inputs are the files in the dataset's folder, including its metadata.
-        found += dict.fromkeys((*inputs[:: max(1, -(-len(inputs) // most))], *inputs[-_LEAST_INPUTS:]))
-    return tuple(found)
+        sample += dict.fromkeys((*inputs[:: max(1, -(-len(inputs) // most))], *inputs[-_LEAST_INPUTS:]))
+    return tuple(sample)
 
 
-def _predicted(
-    found: Merge, files: Sequence[Assembled], apart: bool, stores: Sequence[Store], inputs: Sequence[Input]
+def _predict(
+    merge_spec: Merge, files: Sequence[Assembled], copies_all: bool, stores: Sequence[Store], inputs: Sequence[Input]
 ) -> Predicted:
-    merger = merger_of(found.format)
-    names, size, exact = merger.beside(found)
+    merger = merger_of(merge_spec.format)
+    names, size, exact = merger.beside(merge_spec)
     count = len(names)
     memory = process.importing(__name__)
     if files:  # otherwise tasks open no part
         memory = process.importing(__name__, type(merger).__module__, *process.readers(inputs))
         memory += sum(store.rows.table_bytes() for store in stores if store.layers) + _LISTED * len(files)
     copied = sum(file.bytes for file in files)
-    every = list(files) if apart else [*files, *_taken(found)]
-    if found.request is not None:
+    every = list(files) if copies_all else [*files, *_linked_files(merge_spec)]
+    if merge_spec.request is not None:
         names = [*names, *(f.name.partition("/")[2] if merger.names_itself else f.name for f in every)]
-        checksums = dict.fromkeys(names_like(formats.get(found.format).checked_files, names), "0" * 8)
-        count, size = count + 1, size + len(as_json(replace(found.request, checksums=checksums).as_dict()))
+        checksums = dict.fromkeys(names_like(formats.get(merge_spec.format).checked_files, names), "0" * 8)
+        count, size = count + 1, size + len(as_json(replace(merge_spec.request, checksums=checksums).as_dict()))
     return Predicted(size + sum(f.size for f in every), count + len(every), copied, memory, exact=exact)
 
 
@@ -249,12 +251,12 @@ class Merging(Verb[list[Assembled]]):
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Copies the task's files."""
         part = plan.tasks_as(FilesTask)[task]
-        done = 0
+        copied_bytes = 0
 
         def copied(count: int) -> None:
-            nonlocal done
-            done += count
-            tell(done, part.bytes)
+            nonlocal copied_bytes
+            copied_bytes += count
+            tell(copied_bytes, part.bytes)
 
         for file in self._files(plan, part):
             target = folder / FILES / file.name
@@ -290,19 +292,19 @@ class Merging(Verb[list[Assembled]]):
             return over
         arguments = plan.arguments_as(MergeArguments)
         copies = {file.name: copy for result in results for file, copy in self._copies(plan, result)}
-        asked = AskedMerge(
+        request = AskedMerge(
             arguments.parts, arguments.physical, arguments.different_models, plan=plan.work, copies=copies
         )
-        return merged(arguments.dst, asked)
+        return merged(arguments.dst, request)
 
     def committed(self, plan: Planned) -> Path | None:
         """The path of the merged dataset, if it is finished."""
         arguments = plan.arguments_as(MergeArguments)
-        place = arguments.dst / arguments.place
-        if "merging" in look(arguments.dst).kinds() or not is_finished(place, arguments.format):
+        dataset_path = arguments.dst / arguments.place
+        if "merging" in look(arguments.dst).kinds() or not is_finished(dataset_path, arguments.format):
             return None
-        check_written(Request.from_dict(arguments.request, plan.work), place)
-        return place
+        check_written(Request.from_dict(arguments.request, plan.work), dataset_path)
+        return dataset_path
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""

@@ -66,99 +66,104 @@ def needs(
         inputs: the dataset's files with their sizes; used if files are decoded.
         span: returns the examples of a range.
     """
-    some = [ranges for ranges in tasks if ranges]
-    if not some:
+    range_lists = [ranges for ranges in tasks if ranges]
+    if not range_lists:
         return Needs(0, 0)
-    rows = sum(size for ranges in some for *_, size in ranges)
-    asked = _sample(some)
-    read, seen, memory, unknown = 0, 0, 0, False
-    whole = len(asked) == sum(map(len, some))
-    for layer, first, end, size in asked:
-        last = end if whole else min(end, first + _ITEMS)
-        found, held = plan(layer, first, last, size)
-        memory = max(memory, held)
-        if found is None:
+    rows = sum(size for ranges in range_lists for *_, size in ranges)
+    sample = _sample(range_lists)
+    read, covered_bytes, memory, unknown = 0, 0, 0, False
+    is_complete = len(sample) == sum(map(len, range_lists))
+    for layer, first, end, size in sample:
+        last = end if is_complete else min(end, first + _ITEMS)
+        range_read, range_memory = plan(layer, first, last, size)
+        memory = max(memory, range_memory)
+        if range_read is None:
             unknown = True
             continue
-        read += found
-        seen += size * (last - first) // max(end - first, 1)
+        read += range_read
+        covered_bytes += size * (last - first) // max(end - first, 1)
     if not unknown:
-        return Needs(read if seen == rows else round(read * rows / max(seen, 1)), memory)
-    return _decoded(store, some, memory, inputs, span)
+        return Needs(read if covered_bytes == rows else round(read * rows / max(covered_bytes, 1)), memory)
+    return _decoded_needs(store, range_lists, memory, inputs, span)
 
 
 def _sample(tasks: Sequence[Sequence[ReadRange]]) -> list[ReadRange]:
     """All ranges; or a sample of layers and tasks, which includes the largest range."""
-    every = [each for ranges in tasks for each in ranges]
+    every = [entry for ranges in tasks for entry in ranges]
     if sum(end - first for _, first, end, _ in every) <= _ALL:
         return every
     chosen = {int(i) for i in np.linspace(0, len(tasks) - 1, min(_TASKS, len(tasks)))}
-    found = []
+    sample = []
     for i in sorted(chosen):
         ranges = tasks[i]
-        found += [ranges[int(k)] for k in np.linspace(0, len(ranges) - 1, min(_LAYERS, len(ranges)))]
-    return [max(every, key=lambda each: each[3]), *found]
+        sample += [ranges[int(k)] for k in np.linspace(0, len(ranges) - 1, min(_LAYERS, len(ranges)))]
+    return [max(every, key=lambda entry: entry[3]), *sample]
 
 
-def _decoded(
+def _decoded_needs(
     store: Store, tasks: Sequence[Sequence[ReadRange]], planned: int, inputs: Sequence[Input], span: ExamplesOf
 ) -> Needs:
     """Needs of tasks whose files must be decoded or read whole; ``planned`` is the memory that the core predicted."""
-    files = {each.path: each.size or 0 for each in inputs}
+    files = {input_file.path: input_file.size or 0 for input_file in inputs}
     rows = [sum(size for *_, size in ranges) for ranges in tasks]
     units = store.contents.units
     if units is None:
         if not store.rows.decodes:  # uncompressed rows on a server, which are read without gaps
             return Needs(sum(rows), planned)
-        named = {str(Location.at(file)) for file in store.contents.files()}
-        sizes = [size for path, size in files.items() if path in named]
-        stored = sum(sizes) * len(named) // max(len(sizes), 1)
+        row_files = {str(Location.at(file)) for file in store.contents.files()}
+        sizes = [size for path, size in files.items() if path in row_files]
+        stored = sum(sizes) * len(row_files) // max(len(sizes), 1)
         return Needs(stored, planned + min(max(rows), DECODED_MEMORY))
     bounds = np.asarray(units, np.int64)
-    each = _stored(store, bounds, files)
-    held = _held(store, bounds)
+    stored_bytes = _stored_bytes(store, bounds, files)
+    decoded_bytes = _decoded_bytes(store, bounds)
     read, memory = 0, 0
     for ranges, size in zip(tasks, rows, strict=True):
         touched: set[int] = set()
         for layer, first, end, _ in ranges:
             a, b = span(layer, first, end)
             touched |= set(range(*np.searchsorted(bounds, [a, b - 1], "right") - [1, 0])) if b > a else set()
-        some = np.fromiter(sorted(touched), np.int64)
-        fits = int(held[some].sum()) <= DECODED_MEMORY
-        read += int(each[some].sum()) * (1 if fits else len(ranges)) + (0 if store.rows.decodes else size)
+        units_read = np.fromiter(sorted(touched), np.int64)
+        fits = int(decoded_bytes[units_read].sum()) <= DECODED_MEMORY
+        read += int(stored_bytes[units_read].sum()) * (1 if fits else len(ranges)) + (0 if store.rows.decodes else size)
         # Opening the dataset loads the first unit.
-        both = np.union1d(some, [0])
-        at_once = np.sort(each[both])[-4 * processors() :]
-        pooled = _pooled(at_once)
-        memory = max(memory, min(int(held[both].sum()), DECODED_MEMORY) + max(int(at_once.sum()), planned + pooled))
-    return Needs(read, memory, int(held[0] + (each + held).max()))
+        units_loaded = np.union1d(units_read, [0])
+        at_once = np.sort(stored_bytes[units_loaded])[-4 * processors() :]
+        pooled = _pooled_bytes(at_once)
+        memory = max(
+            memory,
+            min(int(decoded_bytes[units_loaded].sum()), DECODED_MEMORY) + max(int(at_once.sum()), planned + pooled),
+        )
+    return Needs(read, memory, int(decoded_bytes[0] + (stored_bytes + decoded_bytes).max()))
 
 
-def conversion_reads(asked: Asked, tasks: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> int:
+def conversion_reads(request: Asked, tasks: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> int:
     """Bytes that the tasks of a conversion read for rows; reads of columns and lengths are not counted.
 
     Args:
-        asked: the request.
+        request: the request.
         tasks: the plan's tasks: ranges of ``examples``, or of ``layers``.
         inputs: the dataset's files.
     """
-    store = asked.store
+    store = request.store
     width = store.d_model * store.dtype.itemsize
-    lengths = {int(group): np.maximum(store.tokens_in(store.layers[group]), 0) for group in asked.groups}
+    lengths = {int(group): np.maximum(store.tokens_in(store.layers[group]), 0) for group in request.groups}
     bounds = None if store.contents.units is None else np.asarray(store.contents.units, np.int64)
-    each = None if bounds is None else _stored(store, bounds, {file.path: file.size or 0 for file in inputs})
+    stored_bytes = (
+        None if bounds is None else _stored_bytes(store, bounds, {file.path: file.size or 0 for file in inputs})
+    )
     rows, stored, ranges = 0, 0, []
     for task in tasks:
-        a, b = task.get("examples", (0, asked.count))
-        ids, groups = asked.ids(a, b), asked.groups[slice(*task.get("layers", (None, None)))].tolist()
+        a, b = task.get("examples", (0, request.count))
+        ids, groups = request.ids(a, b), request.groups[slice(*task.get("layers", (None, None)))].tolist()
         sizes = [int(lengths[group][ids].sum()) * width for group in groups]
-        rows += len(groups) * len(ids) * width if asked.tokens == "last" else sum(sizes)
-        if bounds is not None and each is not None:
-            stored += int(each[np.unique(np.searchsorted(bounds, ids, "right") - 1)].sum())
+        rows += len(groups) * len(ids) * width if request.tokens == "last" else sum(sizes)
+        if bounds is not None and stored_bytes is not None:
+            stored += int(stored_bytes[np.unique(np.searchsorted(bounds, ids, "right") - 1)].sum())
         ranges.append([(group, a, b, size) for group, size in zip(groups, sizes, strict=True)])
-    if each is not None:
+    if stored_bytes is not None:
         return stored if store.rows.decodes else stored + rows
-    if asked.examples is not None or asked.tokens == "last" or Location.at(store.path).is_remote:
+    if request.examples is not None or request.tokens == "last" or Location.at(store.path).is_remote:
         if not store.rows.decodes:
             return rows
         ranges = [[(int(g), 0, len(lengths[g]), int(lengths[g].sum()) * width) for g in lengths]]
@@ -171,9 +176,9 @@ def conversion_reads(asked: Asked, tasks: Sequence[Mapping[str, Any]], inputs: S
         except ActshardError:  # a damaged file: its task will report it
             return size, 0
 
-    found = needs(store, ranges, planned, inputs, lambda g, a, b: (a, b)).read
+    scan_bytes = needs(store, ranges, planned, inputs, lambda g, a, b: (a, b)).read
     # If the layers of an example are consecutive in a file, a conversion reads no gaps, but a scan of one layer would.
-    return found if store.rows.decodes else min(rows, found)
+    return scan_bytes if store.rows.decodes else min(rows, scan_bytes)
 
 
 def converting(store: Store, share: float, blocks: int, inputs: Sequence[Input]) -> int:
@@ -187,37 +192,39 @@ def converting(store: Store, share: float, blocks: int, inputs: Sequence[Input])
         rows = sum(int(np.maximum(store.tokens_in(layer), 0).sum()) for layer in store.layers)
         return blocks + min(int(rows * share) * store.d_model * store.dtype.itemsize, DECODED_MEMORY)
     bounds = np.asarray(store.contents.units, np.int64)
-    held = _held(store, bounds)
-    stored = _stored(store, bounds, {each.path: each.size or 0 for each in inputs})
+    decoded_bytes = _decoded_bytes(store, bounds)
+    stored = _stored_bytes(store, bounds, {input_file.path: input_file.size or 0 for input_file in inputs})
     if not store.rows.decodes:  # a file is read whole for its columns
         return blocks + int(stored.max())
     # One file is decoded when the dataset is opened, and another ahead during the conversion.
-    kept = min(int(held.sum() * share) + int(held.max()), int(held.sum()), DECODED_MEMORY)
+    cached_bytes = min(
+        int(decoded_bytes.sum() * share) + int(decoded_bytes.max()), int(decoded_bytes.sum()), DECODED_MEMORY
+    )
     # The allocator keeps the memory of one freed file.
-    return kept + blocks + int(stored.max())
+    return cached_bytes + blocks + int(stored.max())
 
 
-def _pooled(sizes: NDArray[np.int64]) -> int:
+def _pooled_bytes(sizes: NDArray[np.int64]) -> int:
     """Bytes of buffers of these sizes that the process keeps after they are freed."""
     small = np.sort(sizes[sizes <= _SMALL])[-_POOLED:].sum()
     return int(min(max(small, sizes.max(initial=0)), _POOLED_BYTES))
 
 
-def _stored(store: Store, bounds: NDArray[np.int64], files: Mapping[str, int]) -> NDArray[np.int64]:
+def _stored_bytes(store: Store, bounds: NDArray[np.int64], files: Mapping[str, int]) -> NDArray[np.int64]:
     """Bytes of each unit's file; if units are not files, a share of all files in proportion to the unit's examples."""
-    named = [str(Location.at(file)) for file in store.contents.files()]
+    paths = [str(Location.at(file)) for file in store.contents.files()]
     total, count = sum(files.values()), np.diff(bounds)
-    if len(named) == len(count):
+    if len(paths) == len(count):
         mean = total // max(len(files), 1)
-        return np.array([files.get(name, mean) for name in named], np.int64)
+        return np.array([files.get(name, mean) for name in paths], np.int64)
     return total * count // max(int(bounds[-1]), 1)
 
 
-def _held(store: Store, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+def _decoded_bytes(store: Store, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes of each unit's decoded rows, which are cached; 0 for files that are not decoded."""
-    made = np.zeros(len(bounds) - 1, np.int64)
+    tokens = np.zeros(len(bounds) - 1, np.int64)
     if store.rows.decodes:
         for layer in store.layers:
             ends = np.concatenate([[0], np.cumsum(np.maximum(store.tokens_in(layer), 0))])
-            made += np.diff(ends[bounds])
-    return made * (store.d_model * store.dtype.itemsize)
+            tokens += np.diff(ends[bounds])
+    return tokens * (store.d_model * store.dtype.itemsize)

@@ -68,8 +68,8 @@ class Status:
     @property
     def left(self) -> tuple[int, ...]:
         """Numbers of tasks that are not done."""
-        done = set(self.done)
-        return () if self.committed else tuple(i for i in range(self.tasks) if i not in done)
+        finished = set(self.done)
+        return () if self.committed else tuple(i for i in range(self.tasks) if i not in finished)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -110,8 +110,8 @@ class Plan(Planned):
     @cached_property
     def implementation(self) -> Verb[Any]:
         """The implementation of the plan's verb."""
-        made: Verb[Any] = _imported(VERBS[self.verb])()
-        return made
+        verb: Verb[Any] = _import(VERBS[self.verb])()
+        return verb
 
     def mine(self) -> list[int]:
         """Returns the numbers of this process's tasks, if the processes of a job share them.
@@ -142,9 +142,9 @@ class Plan(Planned):
         over = {"task": task, "value": {}, "seconds": 0.0, "committed": True}
         if not self.begin():
             return over
-        if (found := book.result(task)) is not None:
-            found.pop("files", None)  # only the commit uses it
-            return found
+        if (record := book.result(task)) is not None:
+            record.pop("files", None)  # only the commit uses it
+            return record
         try:
             return self._run(task, book)
         except ActshardError as error:
@@ -155,9 +155,9 @@ class Plan(Planned):
             book.failed(task, error)
             raise
         except Exception as error:
-            made = InternalError(f"task {task}: {type(error).__name__}: {error}", path=self.work)
-            book.failed(task, made)
-            raise made from error
+            failure = InternalError(f"task {task}: {type(error).__name__}: {error}", path=self.work)
+            book.failed(task, failure)
+            raise failure from error
 
     def begin(self) -> bool:
         """Creates the working folder if it does not exist. Returns False, without a folder, if the plan was committed."""
@@ -223,8 +223,8 @@ class Plan(Planned):
         book = self.book
         if not book.exists():
             return [] if self._committed(book) is not None else list(range(len(self)))
-        done = book.done()
-        return [task for task in range(len(self)) if task not in done]
+        finished = book.done()
+        return [task for task in range(len(self)) if task not in finished]
 
     def status(self) -> Status:
         """Returns the plan's progress. Changes nothing."""
@@ -232,24 +232,24 @@ class Plan(Planned):
         if not book.exists():
             over = self._committed(book) is not None
             return Status(len(self), (), (), (), {}, () if over else tuple(range(len(self))), over, False)
-        done = book.done()
-        attempts = [a for a in book.attempts() if a.task not in done]
+        finished = book.done()
+        attempts = [a for a in book.attempts() if a.task not in finished]
         running = tuple(a for a in attempts if a.running)
         busy = {a.task for a in running}
-        failed = {i: e for i, e in book.errors().items() if i not in done and i not in busy}
+        failed = {i: e for i, e in book.errors().items() if i not in finished and i not in busy}
         seconds, size = 0.0, 0
-        for task in done:
-            found = book.result(task)
-            if found is not None:
-                seconds += float(found.get("seconds", 0))
-                size += self.implementation.told(found["value"])[0]
+        for task in finished:
+            record = book.result(task)
+            if record is not None:
+                seconds += float(record.get("seconds", 0))
+                size += self.implementation.told(record["value"])[0]
         return Status(
             len(self),
-            tuple(sorted(done)),
+            tuple(sorted(finished)),
             running,
             tuple(a for a in attempts if not a.running),
             failed,
-            tuple(i for i in range(len(self)) if i not in done and i not in busy and i not in failed),
+            tuple(i for i in range(len(self)) if i not in finished and i not in busy and i not in failed),
             False,
             (self.work / COMMIT).exists(),
             size,
@@ -284,50 +284,52 @@ class Plan(Planned):
                 over = verb.committed(self)
                 if over is not None:
                     return over
-            made = self._commit(verb, book)
+            outcome = self._commit(verb, book)
         finally:
             lock.release()
         book.remove()
         verb.after(self)
-        return made
+        return outcome
 
     def _commit(self, verb: Verb[Any], book: Book) -> Any:
         results, records = [], []
         lacking = []
         for task in range(len(self)):
-            found = book.result(task)
-            if found is None:
+            record = book.result(task)
+            if record is None:
                 lacking.append(task)
             else:
-                records.append(found)
-                results.append(Result(task, book.folder(task), found["value"], float(found.get("seconds", 0))))
+                records.append(record)
+                results.append(Result(task, book.folder(task), record["value"], float(record.get("seconds", 0))))
         if lacking:
             raise self._unfinished(lacking)
-        begun = (self.work / COMMIT).exists()
+        is_repeated = (self.work / COMMIT).exists()
         with boundary(self.work, "commit"), _refusing_results(self.work):
-            if not begun:  # a commit that was started and killed is completed without these checks
+            if not is_repeated:  # a commit that was started and killed is completed without these checks
                 self.check_inputs()
                 verb.check(self, results)  # before the next check, because its message is more specific
                 book.check_files(records)
                 write_json(self.work / COMMIT, {"id": self.id})
-            made = verb.commit(self, results)
-            if begun and (place := getattr(made, "path", None)) is not None:
+            outcome = verb.commit(self, results)
+            if is_repeated and (path := getattr(outcome, "path", None)) is not None:
                 # Files that the killed commit renamed may not be on the disk yet: this call did not rename or sync them.
-                sync_folders_below(Path(place))
-            return made
+                sync_folders_below(Path(path))
+            return outcome
 
     def _unfinished(self, lacking: list[int]) -> ActshardError:
         book = self.book
         failed = {i: e for i, e in book.errors().items() if i in set(lacking)}
         busy = sorted({a.task for a in book.attempts() if a.running} & set(lacking))
         idle = [i for i in lacking if i not in failed and i not in busy]
-        found = [
-            f"{len(some):,} {what} ({ranges(some)})" for some, what in ((idle, "missing"), (busy, "running")) if some
+        states = [
+            f"{len(tasks):,} {what} ({ranges(tasks)})"
+            for tasks, what in ((idle, "missing"), (busy, "running"))
+            if tasks
         ]
         if failed:
-            found.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
+            states.append(f"{len(failed):,} failed ({ranges(failed)}), the first: {next(iter(failed.values()))}")
         do = RUN_FIRST if idle or failed else "Wait for them"
-        text = f"expected {many(len(self), 'finished task')}, found {', '.join(found)}. {do}"
+        text = f"expected {many(len(self), 'finished task')}, found {', '.join(states)}. {do}"
         return UnfinishedError(text, path=self.work)
 
 
@@ -368,24 +370,24 @@ def load(path: str | os.PathLike[str]) -> Plan:
     file = _arguments.local_path(path)
     value = read_json(file)
     kind: type[Plan] = Plan
-    if isinstance(value, dict) and (own := PLANS.get(str(value.get("verb")))) is not None:
-        kind = _imported(own)
-    made = kind.from_dict(value, file)
-    made.implementation.check_plan(made, file)
-    return made
+    if isinstance(value, dict) and (class_path := PLANS.get(str(value.get("verb")))) is not None:
+        kind = _import(class_path)
+    plan = kind.from_dict(value, file)
+    plan.implementation.check_plan(plan, file)
+    return plan
 
 
-def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def failures(plan: Plan, errors: Mapping[int, ActshardError]) -> TasksFailedError:
     """The error of a run in which tasks failed. ``errors`` contains the error of every task, the message the first few."""
     lines = [f"task {i}: {error}" for i, error in sorted(errors.items())]
-    more = f"; and {len(lines) - _LISTED:,} more" if len(lines) > _LISTED else ""
-    made = TasksFailedError(
-        f"{len(errors):,} of {len(plan):,} tasks failed: {'; '.join(lines[:_LISTED])}{more}", path=plan.work
+    rest = f"; and {len(lines) - _LISTED:,} more" if len(lines) > _LISTED else ""
+    failure = TasksFailedError(
+        f"{len(errors):,} of {len(plan):,} tasks failed: {'; '.join(lines[:_LISTED])}{rest}", path=plan.work
     )
-    made.errors = dict(errors)
-    return made
+    failure.errors = dict(errors)
+    return failure

@@ -37,7 +37,7 @@ _PATIENCE = 120
 _LITTLE = 4 << 20
 """Bytes of files other than those with rows. A dataset with more is measured itself, because opening may load them."""
 
-_known: dict[tuple[str, ...], int] = {}
+_memory_by_key: dict[tuple[str, ...], int] = {}
 
 
 def peak() -> int | None:
@@ -52,26 +52,26 @@ def peak() -> int | None:
 @functools.cache
 def importing(*modules: str) -> int:
     """Bytes of memory of a process that imported these modules."""
-    return _measured({"modules": modules}) or UNKNOWN
+    return _measure({"modules": modules}) or UNKNOWN
 
 
 def writing(format: str, *modules: str) -> int:
     """Bytes of memory of a process that imported modules and wrote a dataset of one example, with a text."""
-    return _begun(modules, None, format)
+    return _format_memory(modules, None, format)
 
 
 @functools.cache
-def _begun(modules: tuple[str, ...], opened: str | None, written: str | None) -> int:
+def _format_memory(modules: tuple[str, ...], opened: str | None, written: str | None) -> int:
     """Bytes of memory of a process that imported modules, opened a dataset of one example of a format, and wrote another."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "opened")
-        place = [str(path), None, None] if opened is not None and _write(path, opened) else None
-        return _measured({"modules": modules, "open": place, "write": written}) or UNKNOWN
+        open_arguments = [str(path), None, None] if opened is not None and _write(path, opened) else None
+        return _measure({"modules": modules, "open": open_arguments, "write": written}) or UNKNOWN
 
 
 def opening(
     store: Store,
-    place: Sequence[Any],
+    open_arguments: Sequence[Any],
     inputs: Sequence[Input],
     *modules: str,
     check: bool = False,
@@ -81,83 +81,85 @@ def opening(
 
     Args:
         store: the dataset.
-        place: path, format and layout, as for :func:`actshard.open`.
+        open_arguments: path, format and layout, as for :func:`actshard.open`.
         inputs: the dataset's files.
         modules: what a task imports.
         check: whether it also checks the files, but not their values.
         write: a format that it writes; None if it does not write.
     """
-    kinds = {kind for each in inputs if any(map(str.isalpha, kind := Path(each.path).suffix))}
+    kinds = {kind for input_file in inputs if any(map(str.isalpha, kind := Path(input_file.path).suffix))}
     room = f"actshard.formats.{store.format}.read"
-    known = [*modules, room] if find_spec(f"actshard.formats.{store.format}") and find_spec(room) else [*modules]
+    imports = [*modules, room] if find_spec(f"actshard.formats.{store.format}") and find_spec(room) else [*modules]
     tables = store.rows.table_bytes() if store.layers else 0
-    remote = not isinstance(place[0], str) or "://" in place[0]
+    remote = not isinstance(open_arguments[0], str) or "://" in open_arguments[0]
     units = store.contents.units is not None
-    if remote or (units and (store.format in formats.written() or sum(each.size or 0 for each in inputs) > _LITTLE)):
+    if remote or (
+        units and (store.format in formats.written() or sum(input_file.size or 0 for input_file in inputs) > _LITTLE)
+    ):
         # Opening this dataset would decode a unit, which is counted separately, or send requests a second time. So a small
         # dataset of the format is opened instead.
-        own = store.format if units and store.format in formats.written() else None
-        return _begun((*known, *readers(inputs)), own, write) + tables
+        sample_format = store.format if units and store.format in formats.written() else None
+        return _format_memory((*imports, *readers(inputs)), sample_format, write) + tables
     rows = {str(Location.at(file)) for file in store.contents.files()}
-    besides = sum(each.size or 0 for each in inputs if each.path not in rows)
-    itself = [] if besides <= _LITTLE else [place[0]]
+    besides = sum(input_file.size or 0 for input_file in inputs if input_file.path not in rows)
+    itself = [] if besides <= _LITTLE else [open_arguments[0]]
     ways = [*(["decodes"] if store.layers and store.rows.decodes else []), *(["check"] if check else [])]
-    key = (store.format, *sorted(kinds), *known, *ways, *itself, f"writes {write}")
-    if key not in _known:
-        found = _measured({"modules": known, "open": list(place), "check": check, "write": write})
-        _known[key] = UNKNOWN if found is None else max(found - tables, 0)
-    return _known[key] + tables
+    key = (store.format, *sorted(kinds), *imports, *ways, *itself, f"writes {write}")
+    if key not in _memory_by_key:
+        memory = _measure({"modules": imports, "open": list(open_arguments), "check": check, "write": write})
+        _memory_by_key[key] = UNKNOWN if memory is None else max(memory - tables, 0)
+    return _memory_by_key[key] + tables
 
 
-def checking(place: Sequence[Any], inputs: Sequence[Input], *modules: str) -> int:
+def checking(open_arguments: Sequence[Any], inputs: Sequence[Input], *modules: str) -> int:
     """Bytes of memory of a process that imported modules and checked a dataset that cannot be opened or has no layers.
 
     Args:
-        place: path, format and layout, as for :func:`actshard.open`.
+        open_arguments: path, format and layout, as for :func:`actshard.open`.
         inputs: the files; empty: too many to check them for a measurement.
         modules: what a task imports.
     """
-    if not inputs or not isinstance(place[0], str) or "://" in place[0]:
+    if not inputs or not isinstance(open_arguments[0], str) or "://" in open_arguments[0]:
         return importing(*modules, *readers(inputs))
-    return _measured({"modules": modules, "open": list(place), "check": True, "fails": True}) or UNKNOWN
+    return _measure({"modules": modules, "open": list(open_arguments), "check": True, "fails": True}) or UNKNOWN
 
 
 def readers(inputs: Iterable[Input]) -> list[str]:
     """Modules that read a dataset's columns, by the names of its files."""
-    return ["pyarrow.parquet"] if any(each.path.endswith(".parquet") for each in inputs) else []
+    return ["pyarrow.parquet"] if any(input_file.path.endswith(".parquet") for input_file in inputs) else []
 
 
-def _measured(asked: dict[str, Any]) -> int | None:
+def _measure(request: dict[str, Any]) -> int | None:
     """Peak memory that a separate process reports; None if it fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "actshard.plan.process"],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             check=False,
             timeout=_PATIENCE,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
-        found = json.loads(done.stdout.rpartition(b"\n")[2])
+        memory = json.loads(process.stdout.rpartition(b"\n")[2])
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return found if type(found) is int else None
+    return memory if type(memory) is int else None
 
 
 def main() -> None:
     """Performs the request on stdin, and writes this process's peak memory as the last line of stdout."""
-    asked = json.load(sys.stdin)
-    for name in asked["modules"]:
+    request = json.load(sys.stdin)
+    for name in request["modules"]:
         __import__(name)
-    if asked.get("open"):
-        path, format, layout = asked["open"]
-        if asked.get("check"):
+    if request.get("open"):
+        path, format, layout = request["open"]
+        if request.get("check"):
             of_path(path, format, deep=False, layout=layout)
-        if not asked.get("fails"):
+        if not request.get("fails"):
             _open(path, format, layout)
-    if asked.get("write"):
+    if request.get("write"):
         with tempfile.TemporaryDirectory() as folder:
-            _write(Path(folder, "written"), asked["write"])
+            _write(Path(folder, "written"), request["write"])
     sys.stdout.write(f"\n{json.dumps(peak())}")
 
 

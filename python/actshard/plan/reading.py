@@ -60,8 +60,8 @@ def described(layout: Any, format: str | None) -> Any:
         return None
     read = layout
     if not isinstance(layout, Mapping):
-        known = format if format in formats.names() else formats.described()
-        read = formats.get(known).read_layout(layout)
+        format_name = format if format in formats.names() else formats.described()
+        read = formats.get(format_name).read_layout(layout)
     if isinstance(read, str):
         return str(read)
     if isinstance(read, os.PathLike):  # a plugin reads the file itself
@@ -79,25 +79,25 @@ def work_folder(verb: str, identity: str, path: str, work: str | os.PathLike[str
         ArgumentError: the folder is inside the dataset, whose files are checked.
         ExistsError: another file has the name of the result's file.
     """
-    found = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
-    if "://" not in path and Path(path) in (found, *found.parents):
-        raise ArgumentError(f"work: expected a folder outside of the dataset, found {found}; pass work=")
-    _refuse_others(kept_at(found))
-    return found
+    folder = Path.cwd() / f".actshard-{verb}-{identity[:8]}" if work is None else _arguments.local_path(work, "work")
+    if "://" not in path and Path(path) in (folder, *folder.parents):
+        raise ArgumentError(f"work: expected a folder outside of the dataset, found {folder}; pass work=")
+    _refuse_others(kept_at(folder))
+    return folder
 
 
 def wide_groups(store: Store, groups: list[int]) -> list[int]:
     """The groups in which the stored type of some examples differs from the dataset's: their rows are read as float64."""
-    if not groups or all(found == store.dtype for found in store.rows.stored_types(groups[0], None)):
+    if not groups or all(dtype == store.dtype for dtype in store.rows.stored_types(groups[0], None)):
         return []
     every = np.arange(store.num_examples)
-    return [g for g in groups if any(found != store.dtype for found in store.rows.stored_types(g, every))]
+    return [g for g in groups if any(dtype != store.dtype for dtype in store.rows.stored_types(g, every))]
 
 
-def notes(count: int, asked: int, why: str, work: Path) -> tuple[str, ...]:
+def notes(count: int, requested_count: int, why: str, work: Path) -> tuple[str, ...]:
     """Notes of a plan: fewer tasks than requested, and an existing result."""
-    done = [f"{kept_at(work)} contains the result of an earlier run; remove it to run again"]
-    return (*fewer(count, asked, why), *(done if kept_at(work).exists() else ()))
+    existing = [f"{kept_at(work)} contains the result of an earlier run; remove it to run again"]
+    return (*fewer(count, requested_count, why), *(existing if kept_at(work).exists() else ()))
 
 
 def kept_at(work: Path) -> Path:
@@ -115,12 +115,12 @@ def keep(plan: Planned, value: Any) -> None:
 def _refuse_others(file: Path) -> None:
     """Raises ExistsError if a file with a result's name is not a result, because the result would replace it."""
     try:
-        found = read_json(file) if file.is_file() else {"actshard_result": 1}
+        record = read_json(file) if file.is_file() else {"actshard_result": 1}
     except MissingFileError:  # removed meanwhile
         return
     except FormatError:
-        found = None
-    if file.is_dir() or not isinstance(found, dict) or "actshard_result" not in found:
+        record = None
+    if file.is_dir() or not isinstance(record, dict) or "actshard_result" not in record:
         raise ExistsError("expected no file, or the result of a plan; pass another work=", path=file)
 
 
@@ -128,12 +128,12 @@ def kept(plan: Planned) -> Any | None:
     """The value that :func:`keep` wrote; None if there is none, or it belongs to another plan."""
     file = kept_at(plan.work)
     try:
-        found = read_json(file)
+        record = read_json(file)
     except MissingFileError:
         return None
-    if not isinstance(found, dict) or found.get("plan") != plan.id or "value" not in found:
+    if not isinstance(record, dict) or record.get("plan") != plan.id or "value" not in record:
         return None
-    return found["value"]
+    return record["value"]
 
 
 def broken(plan: Planned, error: Exception) -> FormatError:
@@ -162,9 +162,9 @@ def saved(file: Path, dtype: Any, dims: int) -> NDArray[Any]:
         FormatError: its dtype or number of dimensions differs, or the file is truncated.
     """
     try:
-        found: NDArray[Any] = np.load(file, allow_pickle=False)
+        array: NDArray[Any] = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise from_reader(error, file, "read", f"expected an array of a task: {error}") from error
-    if found.dtype != dtype or found.ndim != dims:
-        raise FormatError(f"expected {dims} dimensions of {dtype}, found {found.dtype} {found.shape}", path=file)
-    return found
+    if array.dtype != dtype or array.ndim != dims:
+        raise FormatError(f"expected {dims} dimensions of {dtype}, found {array.dtype} {array.shape}", path=file)
+    return array

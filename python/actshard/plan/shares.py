@@ -40,10 +40,10 @@ def of_environment() -> tuple[int, int]:
     if array is not None and not (inner and _counts_elements(inner, array)):
         inner = inner or (0, 1)
         return array[0] * inner[1] + inner[0], array[1] * inner[1]
-    found = inner or _ray() or _jax()
-    if found is None and array is None:
+    share = inner or _ray() or _jax()
+    if share is None and array is None:
         _check_pair("RANK", "WORLD_SIZE")
-    return found or (0, 1)
+    return share or (0, 1)
 
 
 def _counts_elements(inner: tuple[int, int], array: tuple[int, int]) -> bool:
@@ -109,9 +109,9 @@ def _jax() -> tuple[int, int] | None:
 def _check_pair(rank: str, size: str) -> None:
     """Raises ArgumentError if only one is set: otherwise each process of a job would run all tasks."""
     if bool(os.environ.get(rank)) != bool(os.environ.get(size)):
-        there, lacking = (rank, size) if os.environ.get(rank) else (size, rank)
+        present, lacking = (rank, size) if os.environ.get(rank) else (size, rank)
         raise ArgumentError(
-            f"{there}: expected {lacking} in the environment too, found none: set both, or unset {there}, or name the tasks"
+            f"{present}: expected {lacking} in the environment too, found none: set both, or unset {present}, or name the tasks"
         )
 
 

@@ -91,23 +91,23 @@ def stage(
     if source.is_local:
         refuse_within(target, source.local)
     with boundary(target, "plan to stage to"):
-        return _planned(source, target, chosen, tasks)
+        return _make_plan(source, target, chosen, tasks)
 
 
-def _planned(source: Location, target: Path, layers: tuple[Layer, ...] | None, tasks: int) -> Plan:
+def _make_plan(source: Location, target: Path, layers: tuple[Layer, ...] | None, tasks: int) -> Plan:
     _, format, marker = find_source(source, list_files(source), layers)
     files = tuple(StagedFile(name, size, version) for name, (size, version) in marker.listed.items())
     arguments = StageArguments(
         marker.source, target, layers, marker.revision, marker.origin, marker.below, marker.inside, format, files
     )
     if layers is None:
-        made, notes = _divided(marker.listed, tasks)
+        plan_tasks, notes = _split_tasks(marker.listed, tasks)
         total = sum(size for size, _ in marker.listed.values())
-        predicted = Predicted(total, len(marker.listed), total, _memory(marker.listed, made, source), exact=True)
-        work = _work(target, arguments, (), made)
-        plan = Plan("stage", json_values(arguments), (), tuple(json_values(made)), predicted, work, tuple(notes))
-        there = unchanged(marker.listed, target, source)
-        needed = sum(size for name, (size, _) in marker.listed.items() if name not in there)
+        predicted = Predicted(total, len(marker.listed), total, _memory(marker.listed, plan_tasks, source), exact=True)
+        work = _work(target, arguments, (), plan_tasks)
+        plan = Plan("stage", json_values(arguments), (), tuple(json_values(plan_tasks)), predicted, work, tuple(notes))
+        unchanged_files = unchanged(marker.listed, target, source)
+        needed = sum(size for name, (size, _) in marker.listed.items() if name not in unchanged_files)
     else:
         inner = convert(
             arguments.place, staging_folder(target) / "new", format, tasks=tasks, layers=layers, src_format=format
@@ -135,16 +135,18 @@ def _work(target: Path, *parts: Any) -> Path:
     return staging_folder(target) / f"{PLAN_FOLDER}{identity('stage', *parts)[:8]}"
 
 
-def _divided(files: Listed, tasks: int) -> tuple[list[FilesTask], list[str]]:
+def _split_tasks(files: Listed, tasks: int) -> tuple[list[FilesTask], list[str]]:
     """Returns the tasks, and notes about them."""
     sizes = [size for size, _ in files.values()]
     firsts = balanced(np.array(sizes, np.int64) + _FILE_WEIGHT, np.arange(len(sizes)), tasks)
-    made = [FilesTask(Span(a, b), sum(sizes[a:b])) for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)]
-    notes = fewer(len(made), tasks, f"{many(len(sizes), 'file', 'is', 'are')} copied, each by one task")
-    share, (largest, name) = sum(sizes) / len(made), max(zip(sizes, files, strict=True))
+    plan_tasks = [
+        FilesTask(Span(a, b), sum(sizes[a:b])) for a, b in zip(firsts, [*firsts[1:], len(sizes)], strict=True)
+    ]
+    notes = fewer(len(plan_tasks), tasks, f"{many(len(sizes), 'file', 'is', 'are')} copied, each by one task")
+    share, (largest, name) = sum(sizes) / len(plan_tasks), max(zip(sizes, files, strict=True))
     if largest > 2 * share:
         notes.append(f"one task copies {largest:,} bytes, the average is {share:,.0f}: {name} is copied by one task")
-    return made, notes
+    return plan_tasks, notes
 
 
 @dataclass(frozen=True)
@@ -180,83 +182,85 @@ class Staging(Verb[tuple[Planned, Converting]]):
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
         """Copies the task's files, or converts its part of the layers."""
-        given = plan.arguments_as(StageArguments)
-        source = given.location()
-        found, expected = origin_of(source), given.origin
-        if found is not None and expected is not None and found != expected:
+        arguments = plan.arguments_as(StageArguments)
+        source = arguments.location()
+        origin, expected = origin_of(source), arguments.origin
+        if origin is not None and expected is not None and origin != expected:
             raise ChangedInputError(
-                f"expected origin {expected}, found {found}: this URL refers to another server or account than when the plan was "
+                f"expected origin {expected}, found {origin}: this URL refers to another server or account than when the plan was "
                 "made. Restore the environment variables, or make the plan again.",
                 path=source,
             )
-        if given.layers is not None:
+        if arguments.layers is not None:
             inner, verb = self.opened(plan)
             return verb.run(inner, task, folder, tell)
         span = plan.tasks_as(FilesTask)[task].files
-        wanted, base, place = given.listed(*span), folder / FILES, Location.of_any(given.place)
+        task_files, base, dataset = arguments.listed(*span), folder / FILES, Location.of_any(arguments.place)
         make_folder(base)
-        unchecked = link(base, wanted, given.folder, source)
-        missing = {name: entry for name, entry in wanted.items() if size_of(f"{base}/{name}") != entry[0]}
-        _copy(place, missing, folder, tell)
-        if given.is_hub:
+        unchecked = link(base, task_files, arguments.folder, source)
+        missing = {name: entry for name, entry in task_files.items() if size_of(f"{base}/{name}") != entry[0]}
+        _copy(dataset, missing, folder, tell)
+        if arguments.is_hub:
             check_digests(base, {name: version for name, (_, version) in unchecked.items()})
         else:
             # A remote store remembers the version that it read, so this sends no requests.
-            _compare(place, missing)
+            _compare(dataset, missing)
         try:
-            formats.get(given.format).check_copy(base, place, wanted)
+            formats.get(arguments.format).check_copy(base, dataset, task_files)
         except FormatError:
-            _compare(place, given.listed())  # if the ledger is a newer one, raises ChangedInputError instead
+            _compare(dataset, arguments.listed())  # if the ledger is a newer one, raises ChangedInputError instead
             raise
-        total, fetched = (sum(size for size, _ in files.values()) for files in (wanted, missing))
-        return _StageResult(span, total, fetched, len(wanted))
+        total, fetched = (sum(size for size, _ in files.values()) for files in (task_files, missing))
+        return _StageResult(span, total, fetched, len(task_files))
 
     def check(self, plan: Planned, results: Sequence[Result]) -> None:
         """Raises FormatError if a copy is missing or has another size, ChangedInputError if the source changed."""
-        given = plan.arguments_as(StageArguments)
-        if given.layers is not None:
+        arguments = plan.arguments_as(StageArguments)
+        if arguments.layers is not None:
             inner, verb = self.opened(plan)
             verb.check(inner, results)
         else:
             for result in results:
                 result.read(_StageResult)
-                for name, (size, _) in given.listed(*plan.tasks_as(FilesTask)[result.task].files).items():
-                    if (found := size_of(f"{result.folder}/{FILES}/{name}")) != size:
-                        what = f"expected {size:,} bytes, found {'no file' if found < 0 else f'{found:,}'}"
+                for name, (size, _) in arguments.listed(*plan.tasks_as(FilesTask)[result.task].files).items():
+                    if (copied_size := size_of(f"{result.folder}/{FILES}/{name}")) != size:
+                        what = f"expected {size:,} bytes, found {'no file' if copied_size < 0 else f'{copied_size:,}'}"
                         raise result.error(what, result.folder / FILES / name)
-        if given.is_hub:  # files of a commit do not change
+        if arguments.is_hub:  # files of a commit do not change
             return
-        source, below = given.location(), given.below
+        source, subfolder = arguments.location(), arguments.below
         try:
-            now = within(list_files(source), below)
+            current = within(list_files(source), subfolder)
         except MissingFileError:
-            now = {}
-        before = given.listed()
-        for name in dict.fromkeys([*before, *now]):
-            if now.get(name) != before.get(name):
-                raise _changed(source / below / name, before.get(name), now.get(name))
+            current = {}
+        before = arguments.listed()
+        for name in dict.fromkeys([*before, *current]):
+            if current.get(name) != before.get(name):
+                raise _changed(source / subfolder / name, before.get(name), current.get(name))
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Staged:
         """Assembles the tasks' copies to a folder, and renames it to its place."""
-        given = plan.arguments_as(StageArguments)
-        if (over := given.done()) is not None:
+        arguments = plan.arguments_as(StageArguments)
+        if (over := arguments.done()) is not None:
             return over
-        new, old = plan.work / "new", given.staging / "old"
-        with turn(given.staging):  # actshard.stage may have started before the plan
-            recover(given.folder, new, old)
-            if (over := given.done()) is not None:
+        new_folder, old = plan.work / "new", arguments.staging / "old"
+        with turn(arguments.staging):  # actshard.stage may have started before the plan
+            recover(arguments.folder, new_folder, old)
+            if (over := arguments.done()) is not None:
                 return over
-            check_target(given.location(), given.folder, given.layers)
-            if given.layers is not None:
+            check_target(arguments.location(), arguments.folder, arguments.layers)
+            if arguments.layers is not None:
                 inner, verb = self.opened(plan)
-                return put_layers(given.marker(), verb.commit(inner, results), None, given.folder, new, old)
-            marker, base = given.marker(), new / given.inside
+                return put_layers(
+                    arguments.marker(), verb.commit(inner, results), None, arguments.folder, new_folder, old
+                )
+            marker, base = arguments.marker(), new_folder / arguments.inside
             make_folder(base)
             # Files that a killed commit has renamed are missing here.
             _native.move_files([result.folder / FILES for result in results], base, [])
             files = {name: size for name, (size, _) in marker.listed.items()}
             fetched = sum(result.read(_StageResult).fetched for result in results)
-            return put(marker, files, fetched, given.folder, new, old)
+            return put(marker, files, fetched, arguments.folder, new_folder, old)
 
     def committed(self, plan: Planned) -> Staged | None:
         """The copy, if it is complete."""
@@ -267,38 +271,42 @@ class Staging(Verb[tuple[Planned, Converting]]):
         leave(plan.arguments_as(StageArguments).staging)
 
 
-def _copy(place: Location, missing: Listed, folder: Path, tell: Beat) -> None:
+def _copy(dataset: Location, missing: Listed, folder: Path, tell: Beat) -> None:
     """Copies files of a dataset into a task's folder."""
     base, parts = folder / FILES, folder / "parts"
-    if place.is_local:  # a local source may be written meanwhile, so versions are compared before and after
-        _compare(place, missing)
+    if dataset.is_local:  # a local source may be written meanwhile, so versions are compared before and after
+        _compare(dataset, missing)
     try:
         copy(
-            place, {name: size for name, (size, _) in missing.items()}, base, parts, lambda _, n, total: tell(n, total)
+            dataset,
+            {name: size for name, (size, _) in missing.items()},
+            base,
+            parts,
+            lambda _, n, total: tell(n, total),
         )
     except (FormatError, MissingFileError):
-        _compare(place, missing)  # if a file was truncated or removed, raises ChangedInputError instead
+        _compare(dataset, missing)  # if a file was truncated or removed, raises ChangedInputError instead
         raise
     remove(parts)
 
 
-def _compare(place: Location, files: Listed) -> None:
+def _compare(dataset: Location, files: Listed) -> None:
     for name, (size, version) in files.items():
-        found = (place / name).found()
-        now = None if found is None else (found.size, found.version)
-        if now != (size, version):
-            raise _changed(place / name, (size, version), now)
+        stat = (dataset / name).found()
+        current = None if stat is None else (stat.size, stat.version)
+        if current != (size, version):
+            raise _changed(dataset / name, (size, version), current)
 
 
-def _changed(file: Location, before: tuple[int, str] | None, now: tuple[int, str] | None) -> ChangedInputError:
+def _changed(file: Location, before: tuple[int, str] | None, current: tuple[int, str] | None) -> ChangedInputError:
     if before is None:
         what = "expected no file, as when the plan was made, found one"
-    elif now is None:
+    elif current is None:
         what = f"expected a file of {before[0]:,} bytes, as when the plan was made, found nothing"
-    elif now[0] != before[0]:
-        what = f"expected {before[0]:,} bytes, as when the plan was made, found {now[0]:,}"
+    elif current[0] != before[0]:
+        what = f"expected {before[0]:,} bytes, as when the plan was made, found {current[0]:,}"
     else:
         # The version of a local file contains its size, modification time and number.
-        versions = [int(v.split("-")[1]) if file.is_local else v for v in (before[1], now[1])]
+        versions = [int(v.split("-")[1]) if file.is_local else v for v in (before[1], current[1])]
         what = f"was written again since the plan was made: {told_versions(*versions)}"
     return ChangedInputError(f"{what}. Make the plan again.", path=file)

@@ -133,8 +133,8 @@ class StageArguments:
 
     def done(self) -> Staged | None:
         """The copy in the folder, if it is complete and consists of these files."""
-        below = "" if self.below == "." else f"{self.below}/"
-        files = {f"{below}{name}": entry for name, entry in self.listed().items()}
+        prefix = "" if self.below == "." else f"{self.below}/"
+        files = {f"{prefix}{name}": entry for name, entry in self.listed().items()}
         return complete(self.location(), self.folder, self.layers, files)
 
 

@@ -123,8 +123,8 @@ class NodeChecks:
         value = result.read(StatsResult)
         units = sum(span.end - span.first for span in spans)
         for name, expected in (("leaves", task.leaves), ("bytes", task.bytes), ("units", units)):
-            if (found := getattr(value, name)) != expected:
-                raise result.wrong(name, show(expected), found)
+            if (actual := getattr(value, name)) != expected:
+                raise result.wrong(name, show(expected), actual)
         if [part.layer for part in value.layers] != (groups := [span.group for span in spans]):
             raise result.wrong("layers", f"sums of the layers {show(groups)}", result.value["layers"])
         return value
@@ -137,9 +137,9 @@ class NodeChecks:
         for span, part in zip(spans, value.layers, strict=True):
             where = f"layer {plain(self.store.layers[span.group])}"
             expected, size = list(_nodes(span.first, span.end)), self.store.rows.leaf_rows(span.wide)
-            found = [(node.first, node.level) for node in part.nodes]
-            if found != expected:
-                raise result.wrong(f"{where}: nodes", f"first leaves and levels {show(expected)}", found)
+            actual = [(node.first, node.level) for node in part.nodes]
+            if actual != expected:
+                raise result.wrong(f"{where}: nodes", f"first leaves and levels {show(expected)}", actual)
             for node in part.nodes:
                 most = size << node.level
                 # Only the last leaf of a layer may be shorter.
@@ -163,7 +163,7 @@ class NodeChecks:
 
     def _check_places(self, result: Result, layer: Layer, node: Mapping[str, Any]) -> None:
         counts = self._counts(layer)
-        places = [each[-2:] for name in ("largest_rows", "largest_columns") for each in node[name]]
+        places = [entry[-2:] for name in ("largest_rows", "largest_columns") for entry in node[name]]
         for example, token in places:
             if example >= self.store.num_examples:
                 limit = f"examples below {self.store.num_examples:,}"

@@ -113,19 +113,19 @@ def stats(
     where, files = place(path), described(layout, format)
     store = open_quietly(where, format, "pread", layout=files)
     groups = [store.group_of(layer) for layer in (store.layers if layers is None else several(layers))]
-    selection = _planned(Selection(tokens, ignore_labels, keep, max_norm, min_token))
+    selection = _check_selection(Selection(tokens, ignore_labels, keep, max_norm, min_token))
     column = selection.keep
     wide = wide_groups(store, groups)
-    listed, weights = [], []
+    summed_layers, weights = [], []
     for group in groups:
         selected = selection.resolve(store, [store.layers[group]])
         store.rows.sums(group, selected.native, (0, 0), group in wide)  # raises if rows are not numbers
         rows = selected.count
-        each = store.rows.leaf_rows(group in wide)
-        sizes = np.full(-(-rows // each), each, np.int64)
-        if rows % each:
-            sizes[-1] = rows % each
-        listed.append(SummedLayer(group, len(sizes), group in wide))
+        leaf_rows = store.rows.leaf_rows(group in wide)
+        sizes = np.full(-(-rows // leaf_rows), leaf_rows, np.int64)
+        if rows % leaf_rows:
+            sizes[-1] = rows % leaf_rows
+        summed_layers.append(SummedLayer(group, len(sizes), group in wide))
         weights.append(sizes * (store.d_model * store.dtype.itemsize))
     arguments = StatsArguments(
         where,
@@ -133,24 +133,27 @@ def stats(
         files,
         selection.tokens,
         tuple(selection.ignore_labels),
-        tuple(listed),
+        tuple(summed_layers),
         bool(_arguments.switch(save, "save")),
         KeptColumn(column.column, column.context, column.at_least) if isinstance(column, ColumnTokens) else None,
         selection.min_token,
     )
-    made = _divided(np.concatenate(weights) if weights else np.zeros(0, np.int64), tasks)
+    plan_tasks = _split_tasks(np.concatenate(weights) if weights else np.zeros(0, np.int64), tasks)
     inputs = inputs_of(store)
     if inputs is None:
         raise ArgumentError(NO_LISTING)
-    folder = work_folder("stats", identity("stats", arguments, inputs, made), where, work)
-    predicted = _predicted(store, arguments, made, inputs)
+    folder = work_folder("stats", identity("stats", arguments, inputs, plan_tasks), where, work)
+    predicted = _predict(store, arguments, plan_tasks, inputs)
     noted = notes(
-        len(made), tasks, f"the rows have {many(sum(layer.leaves for layer in listed), 'part')} to sum", folder
+        len(plan_tasks),
+        tasks,
+        f"the rows have {many(sum(layer.leaves for layer in summed_layers), 'part')} to sum",
+        folder,
     )
-    return Plan("stats", json_values(arguments), inputs, tuple(json_values(made)), predicted, folder, noted)
+    return Plan("stats", json_values(arguments), inputs, tuple(json_values(plan_tasks)), predicted, folder, noted)
 
 
-def _planned(selection: Selection) -> Selection:
+def _check_selection(selection: Selection) -> Selection:
     """The selection, if a plan's file can name its rows."""
     if selection.keep is not None and not isinstance(selection.keep, ColumnTokens):
         raise ArgumentError(
@@ -164,7 +167,7 @@ def _planned(selection: Selection) -> Selection:
     return selection
 
 
-def _divided(weights: Any, tasks: int) -> list[StatsTask]:
+def _split_tasks(weights: Any, tasks: int) -> list[StatsTask]:
     if not len(weights):
         return [StatsTask(Span(0, 0), 0)]
     firsts = balanced(weights, np.arange(len(weights)), tasks)
@@ -172,25 +175,25 @@ def _divided(weights: Any, tasks: int) -> list[StatsTask]:
     return [StatsTask(Span(a, b), int(weights[a:b].sum())) for a, b in itertools.pairwise(bounds)]
 
 
-def _predicted(
-    store: Store, arguments: StatsArguments, tasks: Sequence[StatsTask], inputs: Sequence[Input]
-) -> Predicted:
+def _predict(store: Store, arguments: StatsArguments, tasks: Sequence[StatsTask], inputs: Sequence[Input]) -> Predicted:
     """Predicts bytes to read, memory and disk space."""
     row = store.d_model * store.dtype.itemsize
     leaves = {layer.group: layer.leaves for layer in arguments.layers}
     wide = {layer.group for layer in arguments.layers if layer.wide}
     selected = {g: arguments.selection.resolve(store, [store.layers[g]]) for g in leaves}
-    rows = {g: each.count for g, each in selected.items()}
+    rows = {g: layer_selection.count for g, layer_selection in selected.items()}
     size = {g: store.rows.leaf_rows(g in wide) for g in leaves}
 
     def bytes_of(group: int, first: int, end: int) -> int:
         return (min(end * size[group], rows[group]) - first * size[group]) * row
 
     ranges = [[(g, a, b, bytes_of(g, a, b)) for g, _, a, b in _spans(arguments.layers, t.leaves)] for t in tasks]
-    found = needs(
+    predicted_needs = needs(
         store,
         ranges,
-        lambda g, a, b, held: store.rows.sum_needs(g, selected[g].native, (a, b), g in wide, held // max(row, 1)),
+        lambda g, a, b, range_bytes: store.rows.sum_needs(
+            g, selected[g].native, (a, b), g in wide, range_bytes // max(row, 1)
+        ),
         inputs,
         lambda g, a, b: (store.num_examples * a // leaves[g], -(-store.num_examples * b // leaves[g])),
     )
@@ -198,9 +201,10 @@ def _predicted(
     # A range has at most two nodes of each size.
     scratch = sum(2 * (task.leaves.end - task.leaves.first + 1).bit_length() * node for task in tasks)
     memory = (
-        process.opening(store, (arguments.path, arguments.format, arguments.layout), inputs, __name__) + found.memory
+        process.opening(store, (arguments.path, arguments.format, arguments.layout), inputs, __name__)
+        + predicted_needs.memory
     )
-    return Predicted(0, 0, found.read, memory, scratch=scratch)
+    return Predicted(0, 0, predicted_needs.read, memory, scratch=scratch)
 
 
 def _spans(layers: Iterable[SummedLayer], leaves: Span) -> Iterator[LeafSpan]:
@@ -301,20 +305,22 @@ class Summing(Verb[Store]):
                     f"layer {plain(store.layers[group])}: expected leaves {(0, leaves)}, found {sums[group].leaves}",
                     path=plan.work,
                 )
-        made = {store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in arguments.layers}
+        stats_by_layer = {
+            store.layers[group]: sums[group].stats(store.layers[group]) for group, _, _ in arguments.layers
+        }
         if arguments.save:
-            for name, stats in made.items():
+            for name, stats in stats_by_layer.items():
                 StatsFile(store, name, arguments.selection).write(stats)
-        keep(plan, [stats.as_plain() for stats in made.values()])
-        return made
+        keep(plan, [stats.as_plain() for stats in stats_by_layer.values()])
+        return stats_by_layer
 
     def committed(self, plan: Planned) -> dict[Layer, Stats] | None:
         """The statistics of an earlier commit, from the file next to the working folder."""
-        found = kept(plan)
-        if found is None:
+        records = kept(plan)
+        if records is None:
             return None
         try:
-            each = [Stats.of_plain(record) for record in found]
-            return {stats.layer: stats for stats in each if stats.layer is not None}
+            layer_stats = [Stats.of_plain(record) for record in records]
+            return {stats.layer: stats for stats in layer_stats if stats.layer is not None}
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error

@@ -130,21 +130,21 @@ def tokenize(
     )
     root = _arguments.local_path(out, "out", WRITE_HERE)
     refuse_dataset(root)
-    at = None if work is None else _arguments.local_path(work, "work", WRITE_HERE)
+    work_path = None if work is None else _arguments.local_path(work, "work", WRITE_HERE)
     with boundary(root, "plan a token cache at"):
-        found = [each for each in expand(sources) if isinstance(each, Source)]
-        if not found:
+        files = [source for source in expand(sources) if isinstance(source, Source)]
+        if not files:
             raise ArgumentError(
                 "sources: expected files, because tasks in other processes read them, found RowSources; write their records to "
                 "files first, or use tokens.build_cache"
             )
         form = formats.as_format(format)
         travels = None if isinstance(form, PrebuiltFormat) else _Travelling.of(tokenizer, form.type)
-        return _planned(found, root, travels, form, options, tasks, at)
+        return _make_plan(files, root, travels, form, options, tasks, work_path)
 
 
-def _planned(
-    found: list[Source],
+def _make_plan(
+    sources: list[Source],
     root: Path,
     travels: _Travelling | None,
     form: formats.RowFormat,
@@ -155,7 +155,7 @@ def _planned(
     tokenizer = None if travels is None else travels.tokenizer
     rows = options.of_rows()
     process = processor_of(form, tokenizer, rows)
-    files = tuple(SourceFile(_arguments.local_path(source.path, "sources"), source.shard) for source in found)
+    files = tuple(SourceFile(_arguments.local_path(source.path, "sources"), source.shard) for source in sources)
     for file in files:
         Location.at(file.path).regular("plan to read")  # not a pipe, which can be read only once
     inputs = tuple(Input.at(Location.at(file.path)) for file in files)
@@ -180,46 +180,51 @@ def _planned(
         raise ExistsError(f"already contains this cache, finished; {_REMEDY}", path=root)
     recipe.refuse_foreign(root)
     warn_of_no_eos(root, form, tokenizer, options.enforce_eos)
-    total = sum(each.size or 0 for each in inputs)
-    divided = pieces.divide_files(
-        found, [each.size or 0 for each in inputs], min(tasks, max(total, 1)), max(_PIECE, total // tasks)
+    total = sum(input_file.size or 0 for input_file in inputs)
+    parts = pieces.divide_files(
+        sources, [input_file.size or 0 for input_file in inputs], min(tasks, max(total, 1)), max(_PIECE, total // tasks)
     )
-    made = [TokenizeTask(size, tuple(map(tuple, task))) for size, task in divided]
-    notes = fewer(len(made), tasks, "compressed files and row groups cannot be divided")
+    plan_tasks = [TokenizeTask(size, tuple(map(tuple, task))) for size, task in parts]
+    notes = fewer(len(plan_tasks), tasks, "compressed files and row groups cannot be divided")
     if travels is not None:
         inputs += travels.inputs()
-    name = identity("tokenize", arguments, inputs, made)
-    at = work or work_folder(root, name)
-    predicted = _predicted(recipe, tokenizer, now, made)
-    return Plan("tokenize", json_values(arguments), inputs, tuple(json_values(made)), predicted, at, tuple(notes))
+    name = identity("tokenize", arguments, inputs, plan_tasks)
+    work_path = work or work_folder(root, name)
+    predicted = _predict(recipe, tokenizer, now, plan_tasks)
+    return Plan(
+        "tokenize", json_values(arguments), inputs, tuple(json_values(plan_tasks)), predicted, work_path, tuple(notes)
+    )
 
 
-def _predicted(
+def _predict(
     recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[TokenizeTask]
 ) -> Predicted:
     """Predicts size, memory and disk space. Numbers of rows and tokens are estimated from a sample of the records."""
     largest = max(task.bytes for task in tasks)
     copies = any(not _is_shard(recipe, piece) for task in tasks for piece in task.pieces)
-    found = estimating.tokenized(recipe, tokenizer, now)
+    sample = estimating.tokenized(recipe, tokenizer, now)
     files = [source for source in recipe.sources if isinstance(source, Source)]
-    counts = {source.shard: found.counts(source) for source in files}
+    counts = {source.shard: sample.counts(source) for source in files}
     rows = {shard: n for shard, (n, _) in counts.items()}
     elements = {shard: n for shard, (_, n) in counts.items()}
     items = {name: kind.itemsize for name, kind in recipe.fields.items()}
     compressed = recipe.storage != "plain"
     arrays = {
-        name: sizes.Arrays(item, found.texts[name], found.stored[name] if compressed else None)
+        name: sizes.Arrays(item, sample.texts[name], sample.stored[name] if compressed else None)
         for name, item in items.items()
     }
     size, inodes = sizes.of_cache(recipe, arrays, rows, elements)
     read = sum(source.size() for source in files)
-    made = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
+    field_bytes = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
     # A task buffers more rows than the sample did, up to the writers' limit.
-    held = [n * largest // max(read, 1) for n in made.values()]
-    more = sum(min(n, estimating.HELD) - min(n, m, estimating.HELD) for n, m in zip(held, found.held, strict=True))
-    copied = sum(made.values()) + 8 * len(made) * sum(rows.values())
+    task_bytes = [n * largest // max(read, 1) for n in field_bytes.values()]
+    extra_memory = sum(
+        min(n, estimating.HELD) - min(n, m, estimating.HELD)
+        for n, m in zip(task_bytes, sample.element_bytes, strict=True)
+    )
+    copied = sum(field_bytes.values()) + 8 * len(field_bytes) * sum(rows.values())
     return Predicted(
-        size, inodes, read, found.memory + more, copied if copies else 0, not found.rates and not compressed
+        size, inodes, read, sample.memory + extra_memory, copied if copies else 0, not sample.rates and not compressed
     )
 
 
@@ -229,15 +234,15 @@ def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -
         return local_now()
     if not takes_time(form):
         return None
-    newest = max(int(each.version or 0) for each in inputs) // 1_000_000_000
+    newest = max(int(input_file.version or 0) for input_file in inputs) // 1_000_000_000
     return [*time.gmtime(newest), "UTC", 0]
 
 
 def _recipe(arguments: TokenizeArguments, inputs: Sequence[Input]) -> Recipe:
     return Recipe(
         [
-            Source(file.path, file.shard, (each.size or 0, int(each.version or 0)))
-            for file, each in zip(arguments.sources, inputs, strict=False)
+            Source(file.path, file.shard, (input_file.size or 0, int(input_file.version or 0)))
+            for file, input_file in zip(arguments.sources, inputs, strict=False)
         ],
         formats.as_format(arguments.format),
         None if arguments.tokenizer is None else arguments.tokenizer.digest,
@@ -268,11 +273,11 @@ class _Travelling:
     path: Path | None
 
     @classmethod
-    def of(cls, given: Any, type: str) -> _Travelling:
-        if given is None:
+    def of(cls, tokenizer: Any, type: str) -> _Travelling:
+        if tokenizer is None:
             raise ArgumentError(f"format {type} needs a tokenizer")
-        by_path = isinstance(given, str | os.PathLike) and given != PASSTHROUGH
-        return cls(shared_tokenizer(given), _arguments.local_path(given, "tokenizer") if by_path else None)
+        by_path = isinstance(tokenizer, str | os.PathLike) and tokenizer != PASSTHROUGH
+        return cls(shared_tokenizer(tokenizer), _arguments.local_path(tokenizer, "tokenizer") if by_path else None)
 
     def record(self) -> TokenizerRecord:
         text = None if self.path is not None else json.dumps(self.tokenizer.as_dict(), sort_keys=True)
@@ -331,12 +336,16 @@ class Tokenizing(Verb[Recipe]):
 
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> TokenizeResult:
         """Tokenizes the pieces of a task; see :meth:`Verb.run`."""
-        recipe, part, given = self.opened(plan), plan.tasks_as(TokenizeTask)[task], plan.arguments_as(TokenizeArguments)
-        own = [plan.inputs[i] for i in sorted({piece[0] for piece in part.pieces})]
-        _check(own)
-        process = processor_of(recipe.format, _tokenizer(given.tokenizer), vars(given.options))
-        process.now = None if given.now is None else time.struct_time(given.now)
-        made: dict[int, Counts] = {}
+        recipe, part, arguments = (
+            self.opened(plan),
+            plan.tasks_as(TokenizeTask)[task],
+            plan.arguments_as(TokenizeArguments),
+        )
+        task_inputs = [plan.inputs[i] for i in sorted({piece[0] for piece in part.pieces})]
+        _check(task_inputs)
+        process = processor_of(recipe.format, _tokenizer(arguments.tokenizer), vars(arguments.options))
+        process.now = None if arguments.now is None else time.struct_time(arguments.now)
+        counts_by_piece: dict[int, Counts] = {}
         before = 0
         for number, run in enumerate(_runs(plan, recipe, task)):
             sources = [pieces.source_of(part.pieces[i], recipe.sources) for i in run]
@@ -345,22 +354,22 @@ class Tokenizing(Verb[Recipe]):
                 tell(min(before + counts.bytes, part.bytes), part.bytes)
 
             if _is_shard(recipe, part.pieces[run[0]]):
-                made[run[0]] = _shard(sources[0], recipe, process, folder, given.now, report)
+                counts_by_piece[run[0]] = _shard(sources[0], recipe, process, folder, arguments.now, report)
                 before += sources[0].size()
                 continue
             writers = FieldWriters(folder / ROWS / f"{number:05}", recipe.fields, "plain", read_soon=True)
             for i, source in zip(run, sources, strict=True):
-                made[i] = write_rows(source, process, writers, skip=recipe.skip, tell=report)
+                counts_by_piece[i] = write_rows(source, process, writers, skip=recipe.skip, tell=report)
                 before += source.size()
             writers.finish()
-        _check(own)  # again, in case a file changed while it was read
+        _check(task_inputs)  # again, in case a file changed while it was read
         remove(folder / STAGED)
-        counts = [made[i] for i in range(len(made))]
+        counts = [counts_by_piece[i] for i in range(len(counts_by_piece))]
         return TokenizeResult(
             part.bytes,
-            sum(each.rows for each in counts),
-            sum(each.tokens for each in counts),
-            tuple(_piece_counts(each, recipe) for each in counts),
+            sum(piece_counts.rows for piece_counts in counts),
+            sum(piece_counts.tokens for piece_counts in counts),
+            tuple(_piece_counts(piece_counts, recipe) for piece_counts in counts),
         )
 
     def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
@@ -381,9 +390,9 @@ class Tokenizing(Verb[Recipe]):
         """Checks that each task counted the rows of all its pieces; see :meth:`Verb.check`."""
         fields = len(plan.arguments_as(TokenizeArguments).fields)
         for result in results:
-            counts, listed = result.read(TokenizeResult).pieces, plan.tasks_as(TokenizeTask)[result.task].pieces
-            if len(counts) != len(listed) or any(len(piece.elements) != fields for piece in counts):
-                raise result.wrong("pieces", f"{many(len(listed), 'piece')} with {many(fields, 'field')}", counts)
+            counts, task_pieces = result.read(TokenizeResult).pieces, plan.tasks_as(TokenizeTask)[result.task].pieces
+            if len(counts) != len(task_pieces) or any(len(piece.elements) != fields for piece in counts):
+                raise result.wrong("pieces", f"{many(len(task_pieces), 'piece')} with {many(fields, 'field')}", counts)
 
     # -- the commit ------------------------------------------------------------------------------------------------
 
@@ -395,7 +404,11 @@ class Tokenizing(Verb[Recipe]):
                 _put(plan, recipe, results, out, work)
         read = _read(plan, results)
         skipped = skipped_by_shard(_by_shard(recipe, read))
-        problems = [str(p.error(recipe.sources[i].path)) for i, each in enumerate(read) for p in _problems(each)]
+        problems = [
+            str(p.error(recipe.sources[i].path))
+            for i, source_pieces in enumerate(read)
+            for p in _problems(source_pieces)
+        ]
         warn_of_skipped(out, skipped, len(read), problems)
         return open_cache(out)
 
@@ -403,10 +416,10 @@ class Tokenizing(Verb[Recipe]):
         """The cache, if it is finished."""
         out = plan.arguments_as(TokenizeArguments).out
         try:
-            found = self.opened(plan).found(out)
+            ledger = self.opened(plan).found(out)
         except ExistsError:  # the folder contains another cache
             return None
-        return None if found is None else open_cache(out)
+        return None if ledger is None else open_cache(out)
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
@@ -428,10 +441,10 @@ def _is_shard(recipe: Recipe, piece: Sequence[int]) -> bool:
 
 def _runs(plan: Planned, recipe: Recipe, task: int) -> list[list[int]]:
     """Groups of the task's pieces, by number, whose rows are written together: adjoining pieces, or single ones for shards."""
-    listed = plan.tasks_as(TokenizeTask)[task].pieces
+    task_pieces = plan.tasks_as(TokenizeTask)[task].pieces
     if recipe.kept:
-        return [[i] for i in range(len(listed))]
-    return pieces.adjoining(listed, [each.size or 0 for each in plan.inputs])
+        return [[i] for i in range(len(task_pieces))]
+    return pieces.adjoining(task_pieces, [input_file.size or 0 for input_file in plan.inputs])
 
 
 def _shard(
@@ -477,34 +490,36 @@ def _piece_counts(counts: Counts, recipe: Recipe) -> PieceCounts:
 def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
     """The pieces that tasks read from each source, in order."""
     recipe = _recipe(plan.arguments_as(TokenizeArguments), plan.inputs)
-    made: list[list[_Read]] = [[] for _ in recipe.sources]
+    pieces_by_source: list[list[_Read]] = [[] for _ in recipe.sources]
     for result in results:
         folders = {
             i: result.folder / ROWS / f"{number:05}"
             for number, run in enumerate(_runs(plan, recipe, result.task))
             for i in run
         }
-        listed = plan.tasks_as(TokenizeTask)[result.task].pieces
-        for i, (piece, counts) in enumerate(zip(listed, result.read(TokenizeResult).pieces, strict=True)):
+        task_pieces = plan.tasks_as(TokenizeTask)[result.task].pieces
+        for i, (piece, counts) in enumerate(zip(task_pieces, result.read(TokenizeResult).pieces, strict=True)):
             shard = recipe.sources[piece[0]].shard
             is_shard = _is_shard(recipe, piece)
             folder = result.folder / SHARDS / shard if is_shard else folders[i]
             elements = dict(zip(recipe.fields, counts.elements, strict=True))
             unusable = [RowProblem(*problem) for problem in counts.unusable]
-            made[piece[0]].append(_Read(folder, is_shard, counts.rows, elements, counts.skipped, piece, unusable))
-    for each in made:
-        each.sort(key=lambda read: tuple(read.piece[1:2]))
-    return made
+            pieces_by_source[piece[0]].append(
+                _Read(folder, is_shard, counts.rows, elements, counts.skipped, piece, unusable)
+            )
+    for source_pieces in pieces_by_source:
+        source_pieces.sort(key=lambda read: tuple(read.piece[1:2]))
+    return pieces_by_source
 
 
 def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
     """Unusable records of a source, with their numbers in the file."""
     before = 0
-    for each in read:
-        for problem in each.unusable:
+    for part in read:
+        for problem in part.unusable:
             yield replace(problem, number=problem.number + before)
-        if len(each.piece) == 3:
-            before += each.rows + each.skipped
+        if len(part.piece) == 3:
+            before += part.rows + part.skipped
 
 
 def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
@@ -515,4 +530,4 @@ def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, wo
 
 
 def _by_shard(recipe: Recipe, read: Sequence[Sequence[_Read]]) -> dict[str, Sequence[_Read]]:
-    return {source.shard: some for source, some in zip(recipe.sources, read, strict=True)}
+    return {source.shard: shard_pieces for source, shard_pieces in zip(recipe.sources, read, strict=True)}

@@ -106,30 +106,30 @@ def verify(
     arguments = VerifyArguments(where, format, files, deep, None if store is None else len(weights), tuple(wide))
     firsts = balanced(weights + _EXAMPLE_WEIGHT, np.arange(len(weights)), tasks) if len(weights) else [0]
     bounds = [*firsts, len(weights)]
-    made = [ExamplesTask(Span(a, b), int(weights[a:b].sum())) for a, b in itertools.pairwise(bounds)]
+    plan_tasks = [ExamplesTask(Span(a, b), int(weights[a:b].sum())) for a, b in itertools.pairwise(bounds)]
     inputs = _files(root) if store is None else inputs_of(store)
     if inputs is None:
         raise ArgumentError(NO_LISTING)
-    folder = work_folder("verify", identity("verify", arguments, inputs, made), where, work)
+    folder = work_folder("verify", identity("verify", arguments, inputs, plan_tasks), where, work)
     why = "only the files can be checked" if store is None else f"the dataset has {many(len(weights), 'example')}"
-    predicted = _predicted(store, (where, format, files), [task.examples for task in made], wide, inputs)
-    noted = notes(len(made), tasks, why, folder)
-    return Plan("verify", json_values(arguments), inputs, tuple(json_values(made)), predicted, folder, noted)
+    predicted = _predict(store, (where, format, files), [task.examples for task in plan_tasks], wide, inputs)
+    noted = notes(len(plan_tasks), tasks, why, folder)
+    return Plan("verify", json_values(arguments), inputs, tuple(json_values(plan_tasks)), predicted, folder, noted)
 
 
-def _predicted(
+def _predict(
     store: Store | None,
-    place: tuple[Any, ...],
+    open_arguments: tuple[Any, ...],
     spans: Sequence[Span],
     wide: Sequence[int],
     inputs: Sequence[Input],
 ) -> Predicted:
     """Predicts bytes to read, memory and disk space."""
     if store is None:
-        return Predicted(0, 0, 0, process.checking(place, inputs if len(inputs) <= _CHECKED else (), __name__))
+        return Predicted(0, 0, 0, process.checking(open_arguments, inputs if len(inputs) <= _CHECKED else (), __name__))
     row = store.d_model * store.dtype.itemsize
     ends = [np.concatenate([[0], np.cumsum(np.maximum(store.tokens_in(layer), 0))]) * row for layer in store.layers]
-    ranges = [[(g, a, b, int(each[b] - each[a])) for g, each in enumerate(ends)] for a, b in spans]
+    ranges = [[(g, a, b, int(layer_ends[b] - layer_ends[a])) for g, layer_ends in enumerate(ends)] for a, b in spans]
 
     def planned(g: int, a: int, b: int, size: int) -> tuple[int | None, int]:
         try:
@@ -139,7 +139,7 @@ def _predicted(
         except ActshardError:  # a damaged file: its task will report it
             return int(ends[g][b] - ends[g][a]), 0
 
-    found = needs(
+    predicted_needs = needs(
         store,
         ranges,
         planned,
@@ -147,14 +147,18 @@ def _predicted(
         lambda g, a, b: (a, b),
     )
     columns = 8 * 3 * len(store.layers) * store.d_model
-    own = columns + 8 * max(b - a for a, b in spans)
+    task_memory = columns + 8 * max(b - a for a, b in spans)
     checks = len(inputs) <= _CHECKED
     reads_columns = bool((store.contents.whole or store.contents).column_names)
     tables = ["pyarrow"] if reads_columns or not checks else []
-    memory = process.opening(store, place, inputs, __name__, *tables, check=checks)
-    memory += max(found.memory, found.loading) + own
+    memory = process.opening(store, open_arguments, inputs, __name__, *tables, check=checks)
+    memory += max(predicted_needs.memory, predicted_needs.loading) + task_memory
     return Predicted(
-        0, 0, found.read + _of_records(store, inputs), memory, scratch=8 * store.num_examples + columns * len(spans)
+        0,
+        0,
+        predicted_needs.read + _of_records(store, inputs),
+        memory,
+        scratch=8 * store.num_examples + columns * len(spans),
     )
 
 
@@ -163,10 +167,10 @@ def _of_records(store: Store, inputs: Sequence[Input]) -> int:
     endings = formats.get(store.format).records_summed
     if not endings:
         return 0
-    named = {str(Location.at(file)) for file in store.contents.files()}
-    sizes = {each.path: each.size or 0 for each in inputs if each.path in named}
+    row_files = {str(Location.at(file)) for file in store.contents.files()}
+    sizes = {input_file.path: input_file.size or 0 for input_file in inputs if input_file.path in row_files}
     summed = [size for path, size in sizes.items() if path.endswith(endings)]
-    return sum(summed) * len(named) // max(len(sizes), 1)
+    return sum(summed) * len(row_files) // max(len(sizes), 1)
 
 
 def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, list[int]] | None:
@@ -201,8 +205,8 @@ def _files(root: Location) -> tuple[Input, ...] | None:
     if not root.lists:
         return None
     root.list_below()
-    found = [file for file, _ in root.files()]
-    return tuple(map(Input.at, found[:: max(1, -(-len(found) // LOOKED_AT))]))
+    paths = [file for file, _ in root.files()]
+    return tuple(map(Input.at, paths[:: max(1, -(-len(paths) // LOOKED_AT))]))
 
 
 class Verifying(Verb[Store]):
@@ -243,16 +247,16 @@ class Verifying(Verb[Store]):
         layers: list[LayerScan | FailedScan] = []
         for group, layer in enumerate(store.layers):
             tell(group, len(store.layers))
-            found = scan(store, layer, lambda *_: None, part.examples, group in arguments.wide)
-            if isinstance(found, ActshardError):
-                if isinstance(found, NOT_OF_DATA):
-                    raise found
-                layers.append(FailedScan(ErrorRecord(**as_plain(found))))
+            layer_scan = scan(store, layer, lambda *_: None, part.examples, group in arguments.wide)
+            if isinstance(layer_scan, ActshardError):
+                if isinstance(layer_scan, NOT_OF_DATA):
+                    raise layer_scan
+                layers.append(FailedScan(ErrorRecord(**as_plain(layer_scan))))
                 continue
-            values = {field.name: found[field.name] for field in fields(LayerScan)}
-            layers.append(LayerScan(**values | {"digests": tuple(map(str, found["digests"]))}))
-            columns[group] = found["magnitudes"], found["differences"], first_row(found)
-            every = together(every, found["hashes"])
+            values = {field.name: layer_scan[field.name] for field in fields(LayerScan)}
+            layers.append(LayerScan(**values | {"digests": tuple(map(str, layer_scan["digests"]))}))
+            columns[group] = layer_scan["magnitudes"], layer_scan["differences"], first_row(layer_scan)
+            every = together(every, layer_scan["hashes"])
         save(folder / COLUMNS, columns)
         save(folder / HASHES, np.zeros(0, np.uint64) if every is None else every)
         return replace(value, layers=tuple(layers), units=len(layers))
@@ -290,7 +294,7 @@ class Verifying(Verb[Store]):
     def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
         """Combines the scans task by task, so that only one task's columns are in memory in addition to the combined ones."""
         store = self.opened(plan)
-        made: list[dict[str, Any] | None] = [None] * len(store.layers)
+        scans: list[dict[str, Any] | None] = [None] * len(store.layers)
         errors: dict[int, ActshardError] = {}
         every, filled = np.zeros(store.num_examples, np.uint64), 0
         for result in results:
@@ -303,7 +307,7 @@ class Verifying(Verb[Store]):
                     errors.setdefault(group, from_plain(vars(part.error)))
                     continue
                 arrays = dict(zip(("magnitudes", "differences", "first"), columns[group], strict=True))
-                made[group] = joined(made[group], vars(part) | arrays | {"digests": digests_of(part.digests)})
+                scans[group] = joined(scans[group], vars(part) | arrays | {"digests": digests_of(part.digests)})
             hashes = saved(result.folder / HASHES, np.uint64, 1)
             count = value.examples.end - value.examples.first
             if len(hashes) != count and not all(isinstance(part, FailedScan) for part in value.layers):
@@ -312,19 +316,19 @@ class Verifying(Verb[Store]):
             filled += len(hashes)
         if not errors and filled != store.num_examples:
             raise FormatError(f"expected hashes of {store.num_examples:,} examples, found {filled:,}", path=plan.work)
-        found = [errors.get(group) or each for group, each in enumerate(made)]
-        if None in found:
+        outcomes = [errors.get(group) or layer_scan for group, layer_scan in enumerate(scans)]
+        if None in outcomes:
             raise FormatError("expected scans of all layers", path=plan.work)
-        add_findings(store, [each for each in found if each is not None], report, every)
+        add_findings(store, [layer_scan for layer_scan in outcomes if layer_scan is not None], report, every)
 
     def committed(self, plan: Planned) -> Report | None:
         """The report of an earlier commit, from the file next to the working folder."""
-        found = kept(plan)
-        if found is None:
+        record = kept(plan)
+        if record is None:
             return None
         try:
-            made = Report.of_dict(found)
-            made.layout = plan.arguments_as(VerifyArguments).layout
+            report = Report.of_dict(record)
+            report.layout = plan.arguments_as(VerifyArguments).layout
         except (LookupError, TypeError, ValueError) as error:
             raise broken(plan, error) from error
-        return made
+        return report

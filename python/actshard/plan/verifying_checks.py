@@ -113,8 +113,8 @@ def check_values(plan: Planned, results: Sequence[Result]) -> None:
     for result in results:
         task, value = plan.tasks_as(ExamplesTask)[result.task], result.read(VerifyResult)
         for name in ("examples", "bytes"):
-            if (found := getattr(value, name)) != (expected := getattr(task, name)):
-                raise result.wrong(name, show(expected), found)
+            if (actual := getattr(value, name)) != (expected := getattr(task, name)):
+                raise result.wrong(name, show(expected), actual)
     if results:
         _check_report(plan.arguments_as(VerifyArguments), results[0])
 

@@ -87,9 +87,9 @@ class Stats:
 
         ``stream(scale=)`` multiplies and refuses this array: pass :attr:`inverse_std` to standardize rows.
         """
-        made: NDArray[np.float64] = np.sqrt(self.variance)
-        _DEVIATIONS[id(made)] = made
-        return made
+        deviation: NDArray[np.float64] = np.sqrt(self.variance)
+        _DEVIATIONS[id(deviation)] = deviation
+        return deviation
 
     @property
     def inverse_std(self) -> NDArray[np.float64]:
@@ -98,8 +98,8 @@ class Stats:
         ``store.stream(..., center=stats.mean, scale=stats.inverse_std)`` yields columns with mean 0 and variance 1.
         """
         std = np.sqrt(self.variance)
-        made: NDArray[np.float64] = 1 / np.where(std > 0, std, 1.0)
-        return made
+        factors: NDArray[np.float64] = 1 / np.where(std > 0, std, 1.0)
+        return factors
 
     @property
     def norms(self) -> Norms:
@@ -114,12 +114,12 @@ class Stats:
     @property
     def largest_rows(self) -> tuple[LargestRow, ...]:
         """The 16 rows of the largest finite norms, the largest first; of equal ones the first in the dataset."""
-        return tuple(LargestRow(*each) for each in self.summary.largest_rows)
+        return tuple(LargestRow(*record) for record in self.summary.largest_rows)
 
     @property
     def largest_columns(self) -> tuple[LargestColumn, ...]:
         """The 16 columns of the largest finite magnitudes, the largest first."""
-        return tuple(LargestColumn(*each) for each in self.summary.largest_columns)
+        return tuple(LargestColumn(*record) for record in self.summary.largest_columns)
 
     @property
     def massive_rows(self) -> tuple[LargestRow, ...]:
@@ -135,7 +135,7 @@ class Stats:
         """
         size = self.rms
         bound = MASSIVE * float(np.median(size)) if len(size) else np.nan
-        return tuple(each for each in self.largest_columns if each.magnitude > bound > 0)
+        return tuple(column for column in self.largest_columns if column.magnitude > bound > 0)
 
     @property
     def repeats(self) -> Repeats:
@@ -189,7 +189,7 @@ class Stats:
         Raises:
             LookupError, TypeError, ValueError: the values are no statistics.
         """
-        made = cls(
+        stats = cls(
             rows=int(said["rows"]),
             mean=np.array(said["mean"], np.float64),
             variance=np.array(said["variance"], np.float64),
@@ -202,24 +202,26 @@ class Stats:
             zeros=np.array(said["zeros"], np.int64),
             summary=Summary.of_plain(said),
         )
-        shapes = {x.shape for x in (made.mean, made.variance, made.min, made.max, made.nan, made.inf, made.zeros)}
-        if len(shapes) > 1 or made.mean.ndim != 1:
+        shapes = {
+            x.shape for x in (stats.mean, stats.variance, stats.min, stats.max, stats.nan, stats.inf, stats.zeros)
+        }
+        if len(shapes) > 1 or stats.mean.ndim != 1:
             raise ValueError(f"expected one value per column, found {shapes}")
-        if not 0 <= made.rows < 1 << 43 or any(each.column >= len(made.mean) for each in made.largest_columns):
-            raise ValueError(f"expected a number of rows and columns below {len(made.mean)}")
-        return made
+        if not 0 <= stats.rows < 1 << 43 or any(column.column >= len(stats.mean) for column in stats.largest_columns):
+            raise ValueError(f"expected a number of rows and columns below {len(stats.mean)}")
+        return stats
 
     @classmethod
     def of(cls, sums: dict[str, Any], layer: Layer | None = None) -> Stats:
         """Builds the statistics of a layer from the sums that the Rust core returns."""
         finite = sums["finite"]
-        some = finite > 0
-        n = np.where(some, finite, 1)
+        has_values = finite > 0
+        n = np.where(has_values, finite, 1)
         total, count = sums["norms"]
         return cls(
             rows=sums["rows"],
-            mean=np.where(some, sums["mean"], np.nan),
-            variance=np.where(some, sums["squares"] / n, np.nan),
+            mean=np.where(has_values, sums["mean"], np.nan),
+            variance=np.where(has_values, sums["squares"] / n, np.nan),
             min=sums["min"],
             max=sums["max"],
             nan=sums["nan"],
@@ -250,8 +252,10 @@ def _advice(stats: Stats) -> Iterator[Advice]:
     yield from _nearly_constant(stats)
     if columns := stats.massive_columns:
         median = float(np.median(stats.rms))
-        each = (f"{c.column} ({c.magnitude:.4g} at example {c.example}, token {c.token})" for c in columns[:_SHOWN])
-        shown = ", ".join(each)
+        descriptions = (
+            f"{c.column} ({c.magnitude:.4g} at example {c.example}, token {c.token})" for c in columns[:_SHOWN]
+        )
+        shown = ", ".join(descriptions)
         times = columns[0].magnitude / median
         text = (
             f"{many(len(columns), 'massive dimension')}: {shown}{_more(len(columns))}. The largest value is {times:,.0f} times the "
@@ -270,17 +274,17 @@ def _outliers(stats: Stats) -> Iterator[Advice]:
     """Dimensions of a large root mean square that are not massive."""
     rms = stats.rms
     median = float(np.median(rms)) if len(rms) else 0.0
-    massive = {each.column for each in stats.massive_columns}
-    found = [
+    massive = {column.column for column in stats.massive_columns}
+    outliers = [
         int(k) for k in np.argsort(-rms, kind="stable")[: np.count_nonzero(rms > OUTLIER * median)] if k not in massive
     ]
-    if not found or not median > 0:
+    if not outliers or not median > 0:
         return
-    times = float(rms[found[0]]) / median
-    shown = ", ".join(map(str, found[:_SHOWN])) + _more(len(found))
+    times = float(rms[outliers[0]]) / median
+    shown = ", ".join(map(str, outliers[:_SHOWN])) + _more(len(outliers))
     text = (
-        f"{many(len(found), 'outlier dimension')}: {shown}. {'It' if len(found) == 1 else 'The largest'} has {times:,.0f} times "
-        "the median dimension's root mean square. It dominates norms and losses."
+        f"{many(len(outliers), 'outlier dimension')}: {shown}. {'It' if len(outliers) == 1 else 'The largest'} has {times:,.0f} "
+        "times the median dimension's root mean square. It dominates norms and losses."
     )
     yield Advice("warning", "", text, *_STANDARDIZE, "outlier dimensions", times)
 
@@ -294,14 +298,14 @@ def _constant(stats: Stats) -> Iterator[Advice]:
         return
     several = stats.rows - bad > 1
     for what, columns in (("always 0", same & (stats.min == 0)), ("constant", same & several & (stats.min != 0))):
-        found = np.flatnonzero(columns)
-        if not len(found):
+        indices = np.flatnonzero(columns)
+        if not len(indices):
             continue
-        but = ", apart from NaN and infinite values" if bad[found].any() else ""
-        shown = ", ".join(map(str, found[:_SHOWN].tolist()))
-        are = "is" if len(found) == 1 else "are"
-        text = f"{len(found):,} of {many(len(columns), 'dimension')} {are} {what}{but}: {shown}{_more(len(found))}."
-        yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind=what, size=len(found))
+        but = ", apart from NaN and infinite values" if bad[indices].any() else ""
+        shown = ", ".join(map(str, indices[:_SHOWN].tolist()))
+        are = "is" if len(indices) == 1 else "are"
+        text = f"{len(indices):,} of {many(len(columns), 'dimension')} {are} {what}{but}: {shown}{_more(len(indices))}."
+        yield Advice("warning", "", text, "Check the hook that recorded the activations.", kind=what, size=len(indices))
 
 
 def _nearly_constant(stats: Stats) -> Iterator[Advice]:
@@ -311,17 +315,17 @@ def _nearly_constant(stats: Stats) -> Iterator[Advice]:
     if not varied.any():
         return
     median = float(np.median(std[varied]))
-    found = np.flatnonzero(varied & (std < NEARLY * median))
-    if not len(found):
+    indices = np.flatnonzero(varied & (std < NEARLY * median))
+    if not len(indices):
         return
-    shown = ", ".join(f"{k} ({std[k]:.2g})" for k in found[:_SHOWN].tolist())
-    are = "is" if len(found) == 1 else "are"
+    shown = ", ".join(f"{k} ({std[k]:.2g})" for k in indices[:_SHOWN].tolist())
+    are = "is" if len(indices) == 1 else "are"
     text = (
-        f"{len(found):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(found))}. The median "
+        f"{len(indices):,} of {many(len(std), 'dimension')} {are} nearly constant: {shown}{_more(len(indices))}. The median "
         f"dimension's standard deviation is {median:.2g}. Standardizing makes their noise as large as the others."
     )
     code = f"divide=np.fmax(stats.std, {NEARLY * median:.2g})"
-    yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(found))
+    yield Advice("warning", "", text, "Limit the factor, or leave these out.", code, "nearly constant", len(indices))
 
 
 def _first_token(stats: Stats) -> int:
@@ -350,8 +354,8 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
         return
     # Without massive rows: a single one would raise the mean enough.
     massive = [row.norm for row in rows if row.token == begin]
-    others = int(positions.rows[0]) - len(massive)
-    times = (float(positions.mean[0] * positions.rows[0]) - sum(massive)) / max(others, 1) / median
+    other_count = int(positions.rows[0]) - len(massive)
+    times = (float(positions.mean[0] * positions.rows[0]) - sum(massive)) / max(other_count, 1) / median
     if times > SINK:
         text = f"first tokens have {times:,.0f} times the median norm on average: attention sinks. They dominate norms and losses."
         yield Advice("warning", "", text, "Leave them out.", leave_out, "sinks", times)
@@ -377,6 +381,6 @@ def _more(n: int) -> str:
 
 def _texts(values: NDArray[np.float64] | np.float64) -> Any:
     """Numbers as JSON values."""
-    listed = np.atleast_1d(values).tolist()
-    plain = [x if np.isfinite(x) else str(x) for x in listed]
+    numbers = np.atleast_1d(values).tolist()
+    plain = [x if np.isfinite(x) else str(x) for x in numbers]
     return plain if np.ndim(values) else plain[0]

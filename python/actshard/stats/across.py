@@ -17,31 +17,31 @@ _JOINED = 3
 """From this many layers on, findings of one kind are one finding."""
 
 
-def advice_of(found: Mapping[Layer, Stats]) -> list[Advice]:
+def advice_of(stats_by_layer: Mapping[Layer, Stats]) -> list[Advice]:
     """The findings of some layers, with the layer in ``where``."""
-    each = [(layer, advice) for layer, stats in found.items() for advice in stats.advice()]
-    return [*together(each), *_between(found)]
+    layer_advice = [(layer, advice) for layer, stats in stats_by_layer.items() for advice in stats.advice()]
+    return [*together(layer_advice), *_between(stats_by_layer)]
 
 
-def together(found: Sequence[tuple[Layer, Advice]]) -> list[Advice]:
+def together(layer_advice: Sequence[tuple[Layer, Advice]]) -> list[Advice]:
     """Joins advice of one kind about several layers: it names all of them, and describes the worst."""
     kinds: dict[tuple[str, str], list[tuple[Layer, Advice]]] = {}
-    for layer, advice in found:
+    for layer, advice in layer_advice:
         kinds.setdefault((advice.kind, advice.severity), []).append((layer, advice))
-    made = []
+    advice_list = []
     for group in kinds.values():
         if len(group) < _JOINED:
-            made += [replace(advice, where=f"layer {cut(plain(layer), 60)}") for layer, advice in group]
+            advice_list += [replace(advice, where=f"layer {cut(plain(layer), 60)}") for layer, advice in group]
             continue
-        layer, worst = max(group, key=lambda one: one[1].size)
+        layer, worst = max(group, key=lambda pair: pair[1].size)
         names = cut(listing([name for name, _ in group]), 80)
         text = f"worst in layer {cut(plain(layer), 40)}: {worst.text}" if worst.size else worst.text
-        made.append(replace(worst, where=f"{len(group)} layers ({names})", text=text))
-    return made
+        advice_list.append(replace(worst, where=f"{len(group)} layers ({names})", text=text))
+    return advice_list
 
 
-def _between(found: Mapping[Layer, Stats]) -> Iterator[Advice]:
-    norms = {layer: x.norms.median for layer, x in found.items()}
+def _between(stats_by_layer: Mapping[Layer, Stats]) -> Iterator[Advice]:
+    norms = {layer: x.norms.median for layer, x in stats_by_layer.items()}
     norms = {layer: norm for layer, norm in norms.items() if np.isfinite(norm) and norm > 0}
     if len(norms) < 2:
         return

@@ -70,11 +70,11 @@ class Norms:
 
         The norm of the row at that rank (``numpy.quantile(..., method="inverted_cdf")``), within 1/256 of it.
         """
-        wanted = _fractions(q)
+        fractions = _fractions(q)
         if not self.rows:
-            return np.full(wanted.shape, np.nan)
-        at = _ranked(self.counts, wanted)
-        low, high = self.edges[at], self.edges[at + 1]
+            return np.full(fractions.shape, np.nan)
+        bins = _ranked(self.counts, fractions)
+        low, high = self.edges[bins], self.edges[bins + 1]
         return np.asarray(np.where(low == 0, 0.0, low + (high - low) / 2))
 
     @property
@@ -85,12 +85,12 @@ class Norms:
 
 def _fractions(q: ArrayLike) -> NDArray[np.float64]:
     try:
-        wanted = np.asarray(q, np.float64)
+        fractions = np.asarray(q, np.float64)
     except (TypeError, ValueError, OverflowError):
-        wanted = np.array(np.nan)
-    if not ((wanted >= 0) & (wanted <= 1)).all():
+        fractions = np.array(np.nan)
+    if not ((fractions >= 0) & (fractions <= 1)).all():
         raise ArgumentError(f"q: expected fractions from 0 to 1, found {q!r:.80}")
-    return wanted
+    return fractions
 
 
 def _ranked(counts: NDArray[np.int64], fractions: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -101,8 +101,8 @@ def _ranked(counts: NDArray[np.int64], fractions: NDArray[np.float64]) -> NDArra
 
 def _edge(number: int, bits: int = MANTISSA_BITS) -> float:
     """The smallest norm of a bin whose number has ``bits`` bits of the mantissa."""
-    made = np.array([number << (52 - bits)], np.uint64)
-    return float(made.view(np.float64)[0])
+    pattern = np.array([number << (52 - bits)], np.uint64)
+    return float(pattern.view(np.float64)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +133,8 @@ class NormsByPosition:
         sums = np.array([total for _, total, _ in positions], np.float64)
         counts = np.array(bands, np.int64).reshape(-1, 3)
         cuts = np.searchsorted(counts[:, 0], [number for number, _, _ in positions] + [_MOST_POSITION])
-        each = tuple((counts[a:b, 1], counts[a:b, 2]) for a, b in itertools.pairwise(cuts))
-        return cls(np.array(firsts, np.int64), np.array(ends, np.int64), rows, sums / np.maximum(rows, 1), each)
+        range_bins = tuple((counts[a:b, 1], counts[a:b, 2]) for a, b in itertools.pairwise(cuts))
+        return cls(np.array(firsts, np.int64), np.array(ends, np.int64), rows, sums / np.maximum(rows, 1), range_bins)
 
     def quantile(self, q: ArrayLike) -> NDArray[np.float64]:
         """Norms at the fractions ``q`` of each range's rows, float64 ``(*q.shape, ranges)``, each within 1/16.
@@ -142,15 +142,15 @@ class NormsByPosition:
         Raises:
             ArgumentError: a fraction is not from 0 to 1.
         """
-        wanted = _fractions(q)
-        made = np.full((*wanted.shape, len(self.first)), np.nan)
+        fractions = _fractions(q)
+        quantiles = np.full((*fractions.shape, len(self.first)), np.nan)
         for i, (bins, counts) in enumerate(self._bands):
             if len(bins):
-                at = bins[_ranked(counts, wanted)]
-                edges = np.array([(_edge(int(k), BAND_BITS), _edge(int(k) + 1, BAND_BITS)) for k in at.flat])
-                low, high = edges.reshape(*wanted.shape, 2)[..., 0], edges.reshape(*wanted.shape, 2)[..., 1]
-                made[..., i] = np.where(low == 0, 0.0, low + (high - low) / 2)
-        return made
+                row_bins = bins[_ranked(counts, fractions)]
+                edges = np.array([(_edge(int(k), BAND_BITS), _edge(int(k) + 1, BAND_BITS)) for k in row_bins.flat])
+                low, high = edges.reshape(*fractions.shape, 2)[..., 0], edges.reshape(*fractions.shape, 2)[..., 1]
+                quantiles[..., i] = np.where(low == 0, 0.0, low + (high - low) / 2)
+        return quantiles
 
 
 def _first_position(number: int) -> int:
@@ -220,34 +220,36 @@ class Summary:
     def as_plain(self) -> dict[str, Any]:
         """JSON values; floats as hexadecimal text, because JSON's readers round."""
         return {
-            "norm_bins": [list(each) for each in self.norm_bins],
-            "positions": [[at, total.hex(), n] for at, total, n in self.positions],
-            "bands": [list(each) for each in self.bands],
+            "norm_bins": [list(entry) for entry in self.norm_bins],
+            "positions": [[position, total.hex(), n] for position, total, n in self.positions],
+            "bands": [list(entry) for entry in self.bands],
             "largest_rows": [[norm.hex(), e, t] for norm, e, t in self.largest_rows],
             "largest_columns": [[column, x.hex(), e, t] for column, x, e, t in self.largest_columns],
             "hashes": [[f"{value:016x}", n] for value, n in self.hashes],
         }
 
     @classmethod
-    def of_plain(cls, said: Mapping[str, Any]) -> Summary:
+    def of_plain(cls, plain: Mapping[str, Any]) -> Summary:
         """The summary of :meth:`as_plain`.
 
         Raises:
             LookupError, TypeError, ValueError: the values are no summary.
         """
-        bins = [(_whole(b, _MOST_BIN), _count(n)) for b, n in said["norm_bins"]]
-        positions = [(_whole(at, _MOST_POSITION), _real(x), _count(n)) for at, x, n in said["positions"]]
-        bands = [(_whole(at, _MOST_POSITION), _whole(b, _MOST_BAND), _count(n)) for at, b, n in said["bands"]]
-        hashes = [(_whole(int(str(value), 16), 1 << 64), _count(n)) for value, n in said["hashes"]]
+        bins = [(_whole(b, _MOST_BIN), _count(n)) for b, n in plain["norm_bins"]]
+        positions = [(_whole(position, _MOST_POSITION), _real(x), _count(n)) for position, x, n in plain["positions"]]
+        bands = [
+            (_whole(position, _MOST_POSITION), _whole(b, _MOST_BAND), _count(n)) for position, b, n in plain["bands"]
+        ]
+        hashes = [(_whole(int(str(value), 16), 1 << 64), _count(n)) for value, n in plain["hashes"]]
         ordered: tuple[list[Any], ...] = (
             [b for b, _ in bins],
-            [at for at, _, _ in positions],
-            [each[:2] for each in bands],
+            [position for position, _, _ in positions],
+            [band[:2] for band in bands],
             [value for value, _ in hashes],
         )
         if any(a >= b for keys in ordered for a, b in itertools.pairwise(keys)):
             raise ValueError("expected ascending bins, positions, bands and hashes")
-        if len(said["largest_rows"]) > LARGEST or len(said["largest_columns"]) > LARGEST:
+        if len(plain["largest_rows"]) > LARGEST or len(plain["largest_columns"]) > LARGEST:
             raise ValueError(f"expected at most {LARGEST} of the largest rows and columns")
         if len(hashes) > HASHES:
             raise ValueError(f"expected at most {HASHES} hashes, found {len(hashes):,}")
@@ -255,8 +257,8 @@ class Summary:
             tuple(bins),
             tuple(positions),
             tuple(bands),
-            tuple((_real(x), _whole(e), _whole(t)) for x, e, t in said["largest_rows"]),
-            tuple((_whole(c), _real(x), _whole(e), _whole(t)) for c, x, e, t in said["largest_columns"]),
+            tuple((_real(x), _whole(e), _whole(t)) for x, e, t in plain["largest_rows"]),
+            tuple((_whole(c), _real(x), _whole(e), _whole(t)) for c, x, e, t in plain["largest_columns"]),
             tuple(hashes),
         )
 
@@ -275,9 +277,9 @@ LISTS = ("norm_bins", "positions", "bands", "largest_rows", "largest_columns", "
 """Names of the lists in the core's sums."""
 
 
-def _whole(value: Any, below: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"expected a count below {below}, found {value!r:.80}")
+def _whole(value: Any, limit: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"expected a count below {limit}, found {value!r:.80}")
     return value
 
 
@@ -287,7 +289,7 @@ def _count(value: Any) -> int:
 
 
 def _real(value: Any) -> float:
-    made = float.fromhex(value)
-    if not (np.isfinite(made) and made >= 0):
+    number = float.fromhex(value)
+    if not (np.isfinite(number) and number >= 0):
         raise ValueError(f"expected a finite norm, found {value!r:.80}")
-    return made
+    return number

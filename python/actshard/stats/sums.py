@@ -67,25 +67,25 @@ class Sums:
         for node, row in zip(self.nodes, columns, strict=True):
             for name in (*_FLOATS, *_COUNTS):
                 row[name] = node[name]
-        said = [[n["first"], n["level"], n["rows"], float(n["norms"][0]).hex(), n["norms"][1]] for n in self.nodes]
-        return said, columns, [Summary.of(node).as_plain() for node in self.nodes]
+        records = [[n["first"], n["level"], n["rows"], float(n["norms"][0]).hex(), n["norms"][1]] for n in self.nodes]
+        return records, columns, [Summary.of(node).as_plain() for node in self.nodes]
 
     @classmethod
     def of_plain(
-        cls, said: Sequence[Sequence[Any]], columns: NDArray[Any], summaries: Sequence[dict[str, Any]], width: int
+        cls, records: Sequence[Sequence[Any]], columns: NDArray[Any], summaries: Sequence[dict[str, Any]], width: int
     ) -> Sums:
         """The sums of :meth:`as_plain`.
 
         Raises:
             ValueError, TypeError: the values are not those of sums of this width.
         """
-        if columns.dtype != SUMMED or columns.shape != (len(said), width):
-            raise ValueError(f"expected {len(said)} sums of {width} columns, found {columns.dtype} {columns.shape}")
+        if columns.dtype != SUMMED or columns.shape != (len(records), width):
+            raise ValueError(f"expected {len(records)} sums of {width} columns, found {columns.dtype} {columns.shape}")
         nodes: list[dict[str, Any]] = []
-        for (first, level, rows, norms, count), row, summary in zip(said, columns, summaries, strict=True):
-            for whole in (first, level, rows, count):
-                if type(whole) is not int or whole < 0:
-                    raise ValueError(f"expected a count, found {whole!r:.80}")
+        for (first, level, rows, norms, count), row, summary in zip(records, columns, summaries, strict=True):
+            for number in (first, level, rows, count):
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"expected a count, found {number!r:.80}")
             node: dict[str, Any] = {"first": first, "level": level, "rows": rows}
             node["norms"] = (float.fromhex(norms), count)
             node |= Summary.of_plain(summary).as_sums()

@@ -104,13 +104,13 @@ class Stream(RowEpochs[Batch]):
         buffers: Sequence[Any] | None = None,
     ) -> None:
         interleave, reuse = _arguments.switch(interleave, "interleave"), _arguments.switch(reuse, "reuse")
-        one = is_one(layer) and layer != "all"
-        if interleave and one:
+        is_single = is_one(layer) and layer != "all"
+        if interleave and is_single:
             raise ArgumentError("interleave: expected several layers, found one; there is only one layer to read")
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 31) - 1)
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
-        self._reuse, self._is_stacked = reuse, not (one or interleave)
+        self._reuse, self._is_stacked = reuse, not (is_single or interleave)
         self._buffers = None if buffers is None else _arguments.listed(buffers, "buffers: expected arrays")
         super().__init__(
             store,
@@ -128,11 +128,11 @@ class Stream(RowEpochs[Batch]):
             interleaved=interleave,
             batch_size=self.batch_size,
         )
-        each = len(self._layers) if interleave else 1
-        self.left_out = {name: count * each for name, count in self._rows.left_out.items()}
+        layer_count = len(self._layers) if interleave else 1
+        self.left_out = {name: count * layer_count for name, count in self._rows.left_out.items()}
         LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
-        place: object = store.path  # a Location, if it is not local
-        if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
+        path: object = store.path  # a Location, if it is not local
+        if shuffle == "exact" and isinstance(path, Location) and not path.storage.local:
             self._warn_of_price()
 
     def _check_arguments(self) -> None:
@@ -191,15 +191,15 @@ class Stream(RowEpochs[Batch]):
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
-        return RowLoop(self, first, every, held)
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> RowLoop:
+        return RowLoop(self, first, every, buffers)
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
         return (set() if "dataset" in saved else _SINCE_2) | (set() if "sample" in saved else _SINCE_3)
 
     def _settings(self) -> dict[str, Any]:
         """Everything that determines the rows of each batch and their values."""
-        made = {
+        settings = {
             **super()._settings(),
             "rows": self.num_rows,
             "interleave": self._options["interleaved"],
@@ -208,11 +208,11 @@ class Stream(RowEpochs[Batch]):
             "shape": list(self._shape[1:]),
         }
         if self.shuffle == "window":
-            made["window"] = int(self._native.window)
-            made["units"] = f"{self._native.units:016x}"
+            settings["window"] = int(self._native.window)
+            settings["units"] = f"{self._native.units:016x}"
             if self._native.unit_bytes is not None:
-                made["unit_bytes"] = self._native.unit_bytes
-        return made
+                settings["unit_bytes"] = self._native.unit_bytes
+        return settings
 
     def _ring(self) -> list[NDArray[Any]] | None:
         """The arrays that batches are written into; None if each batch gets a new array."""
@@ -233,9 +233,9 @@ class Stream(RowEpochs[Batch]):
             return None
         if self._tokens != "all" or not special:
             return labels[examples, tokens - special]
-        found = labels[examples, np.maximum(tokens - special, 0)].astype(np.int16)
-        found[tokens < special] = -1
-        return found
+        token_labels = labels[examples, np.maximum(tokens - special, 0)].astype(np.int16)
+        token_labels[tokens < special] = -1
+        return token_labels
 
 
 def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -244,21 +244,23 @@ def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dty
         raise ArgumentError(f"buffers: expected at least 2, of {shape} {dtype}: one is in use while the next is filled")
     for number, buffer in enumerate(buffers):
         # The last batch of an epoch may be shorter: it is the first rows of its buffer.
-        if (found := tuple(getattr(buffer, "shape", ()))) != shape:
-            raise ArgumentError(f"buffers[{number}]: expected an array or tensor of shape {shape}, found {found}")
+        if (buffer_shape := tuple(getattr(buffer, "shape", ()))) != shape:
+            raise ArgumentError(
+                f"buffers[{number}]: expected an array or tensor of shape {shape}, found {buffer_shape}"
+            )
 
 
 class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
-    def __init__(self, stream: Stream, first: int, every: int, held: list[Any] | None) -> None:
+    def __init__(self, stream: Stream, first: int, every: int, buffers: list[Any] | None) -> None:
         self._source = stream
         self._layers = array_of(stream.layers)
         self._overflows = 0
         # Kept in memory until the loop ends, like the open files, even if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
-        self._hold = held is not None
-        self._ring = stream._ring() if held is None else held
+        self._hold = buffers is not None
+        self._ring = stream._ring() if buffers is None else buffers
         super().__init__(stream, first, every)
 
     def _start(self) -> Reader:
@@ -274,35 +276,35 @@ class RowLoop(Loop[Batch]):
         reader: Reader = start(self._epoch, self._next, self._every, self._ring, hold=self._hold)
         return reader
 
-    def _made(self, found: Any) -> Batch:
+    def _made(self, arrays: Any) -> Batch:
         stream = self._source
-        activations, examples, tokens, groups = found
-        if more := stream._native.take_overflows():
-            self._warn(more)
+        activations, examples, tokens, groups = arrays
+        if overflows := stream._native.take_overflows():
+            self._warn(overflows)
         layers = self._layers if groups is None else self._layers[groups]
         if stream._buffers is not None and not self._hold:
             activations = self._yours(activations)
         return Batch(activations, examples, tokens, layers, stream._labels_of(self._labels, examples, tokens))
 
-    def _warn(self, more: int) -> None:
+    def _warn(self, overflows: int) -> None:
         """Warns once per loop, because overflow usually affects many batches."""
         if not self._overflows:
             stream = self._source
-            named = listing(stream.layers)
+            layer_names = listing(stream.layers)
             warn(
-                f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and later "
-                "batches may overflow too. Use a wider dtype= or a smaller scale=.",
+                f"{stream.store.path}: layers {layer_names}: {overflows} finite values became infinite as {stream.dtype}, and "
+                "later batches may overflow too. Use a wider dtype= or a smaller scale=.",
                 OverflowWarning,
             )
-        self._overflows += more
+        self._overflows += overflows
 
     def _yours(self, activations: NDArray[Any]) -> Any:
         """The caller's own object (e.g. a torch tensor) for the buffer that was filled."""
         assert self._ring is not None
         assert self._source._buffers is not None
-        at = activations.__array_interface__["data"][0]
+        address = activations.__array_interface__["data"][0]
         for array, buffer in zip(self._ring, self._source._buffers, strict=True):
-            if array.__array_interface__["data"][0] == at and hasattr(buffer, "__getitem__"):
+            if array.__array_interface__["data"][0] == address and hasattr(buffer, "__getitem__"):
                 return buffer if len(activations) == len(array) else buffer[: len(activations)]
         return activations
 

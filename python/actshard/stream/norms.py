@@ -41,14 +41,14 @@ def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """L2 norms of ``(n, d_model)`` rows; NaN or infinite exactly if the row has such values."""
     with np.errstate(all="ignore"):
         sums = _sums(rows * rows)
-        made: NDArray[np.float64] = np.sqrt(sums)
+        norms: NDArray[np.float64] = np.sqrt(sums)
         odd = np.flatnonzero(~((sums > _SQUARABLE[0]) & (sums < _SQUARABLE[1])))
         if len(odd):
             values, power = rows[odd], np.where(sums[odd] < 1, 2.0**600, 2.0**-600)
-            found = np.sqrt(_sums((values * power[:, None]) ** 2)) / power
+            scaled_norms = np.sqrt(_sums((values * power[:, None]) ** 2)) / power
             most = np.where(np.isfinite(values).all(axis=1), np.finfo(np.float64).max, np.inf)
-            made[odd] = np.minimum(found, most)
-    return made
+            norms[odd] = np.minimum(scaled_norms, most)
+    return norms
 
 
 def _sums(squares: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -69,14 +69,14 @@ def parsed(max_norm: Any) -> tuple[float, bool] | None:
     """
     if max_norm is None:
         return None
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
-    number = _arguments.real(float(found[1]) if found else max_norm)
-    if number is None or not number > 0 or (found and math.isinf(number)):
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
+    number = _arguments.real(float(match[1]) if match else max_norm)
+    if number is None or not number > 0 or (match and math.isinf(number)):
         raise ArgumentError(
             'max_norm: expected a positive number, "10x median", or infinity (only rows with NaN or infinite values are left '
             f"out), found {max_norm!r:.80}"
         )
-    return number, found is not None
+    return number, match is not None
 
 
 def within(
@@ -101,8 +101,8 @@ def within(
 
 def _content(store: Readable, stored: NDArray[np.int64]) -> NDArray[np.bool_]:
     """One flag per stored token: neither special nor padding."""
-    at, (first, stop) = positions(stored), content_range(store, stored)
-    return (at >= np.repeat(first, stored)) & (at < np.repeat(stop, stored))
+    token_positions, (first, stop) = positions(stored), content_range(store, stored)
+    return (token_positions >= np.repeat(first, stored)) & (token_positions < np.repeat(stop, stored))
 
 
 def _median(norms: NDArray[np.float64]) -> float:
@@ -112,11 +112,11 @@ def _median(norms: NDArray[np.float64]) -> float:
 def _norms(store: Readable, layer: Layer) -> NDArray[np.float64]:
     """Norms of all stored rows of a layer, computed at the first call for a store."""
     with _LOCK:
-        known = _KNOWN.setdefault(store, {})
-    if layer not in known:
+        norms_by_layer = _KNOWN.setdefault(store, {})
+    if layer not in norms_by_layer:
         parts = [norms_of_rows(rows) for rows in _rows_of(store, layer)]
-        known[layer] = np.concatenate(parts) if parts else np.zeros(0)
-    return known[layer]
+        norms_by_layer[layer] = np.concatenate(parts) if parts else np.zeros(0)
+    return norms_by_layer[layer]
 
 
 def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:

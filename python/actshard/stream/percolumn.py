@@ -33,8 +33,8 @@ class BatchColumns:
         self._read: ReadColumns | None = None
         if len(set(self.names)) < len(self.names):
             raise ArgumentError(f"columns: expected each name once, found {self.names!r:.200}")
-        if taken := sorted(set(self.names) & _TAKEN):
-            raise ArgumentError(f"columns: {taken[0]!r} is an array of each batch; rename the column")
+        if conflicts := sorted(set(self.names) & _TAKEN):
+            raise ArgumentError(f"columns: {conflicts[0]!r} is an array of each batch; rename the column")
         if self.names:
             store.read_columns(self.names).slice(0, 0)  # raises for names that do not exist
 
@@ -45,11 +45,11 @@ class BatchColumns:
         """The columns' values, read on first use and held."""
         if self._read is None:
             table = self._store.read_columns(self.names) if self.names else None
-            made: dict[str, NDArray[Any] | TokenValues] = {}
+            columns: dict[str, NDArray[Any] | TokenValues] = {}
             for name in self.names:
                 assert table is not None
-                made[name] = _values(self._store, name, table[name])
-            self._read = ReadColumns(made)
+                columns[name] = _values(self._store, name, table[name])
+            self._read = ReadColumns(columns)
         return self._read
 
 
@@ -73,13 +73,13 @@ class TokenValues:
 
     def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
         """The entries of tokens; 0 for special tokens without one."""
-        known = tokens >= self.skipped[examples]
-        if known.all():
+        has_entry = tokens >= self.skipped[examples]
+        if has_entry.all():
             entries: NDArray[Any] = self.values[self.first[examples] + tokens]
             return entries
-        found = np.zeros(len(tokens), self.values.dtype)
-        found[known] = self.values[(self.first[examples] + tokens)[known]]
-        return found
+        token_values = np.zeros(len(tokens), self.values.dtype)
+        token_values[has_entry] = self.values[(self.first[examples] + tokens)[has_entry]]
+        return token_values
 
 
 class ReadColumns:
@@ -91,7 +91,7 @@ class ReadColumns:
     def of(
         self,
         examples: NDArray[np.int64],
-        each: NDArray[np.int64],
+        token_examples: NDArray[np.int64],
         tokens: NDArray[np.int64],
         real: NDArray[np.bool_],
     ) -> dict[str, NDArray[Any]]:
@@ -99,18 +99,18 @@ class ReadColumns:
 
         Args:
             examples: the example of each sequence.
-            each: the example of each token that is no padding.
+            token_examples: the example of each token that is no padding.
             tokens: the position of each token.
             real: False for padding.
         """
-        made: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for name, column in self._columns.items():
             if isinstance(column, TokenValues):
-                made[name] = np.zeros(tokens.shape, column.values.dtype)
-                made[name][real] = column.at(each, tokens[real])
+                arrays[name] = np.zeros(tokens.shape, column.values.dtype)
+                arrays[name][real] = column.at(token_examples, tokens[real])
             else:
-                made[name] = column[examples]
-        return made
+                arrays[name] = column[examples]
+        return arrays
 
 
 def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any] | TokenValues:
@@ -141,23 +141,23 @@ def _numbers(store: Readable, name: str, column: Any) -> NDArray[Any]:
             path=store.path,
         )
     zero_copy = isinstance(column, pa.Array) and not pa.types.is_boolean(kind)
-    found: NDArray[Any] = (
+    numbers: NDArray[Any] = (
         column.to_numpy(zero_copy_only=zero_copy) if isinstance(column, pa.Array) else column.to_numpy()
     )
-    return found
+    return numbers
 
 
 def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[Any]) -> TokenValues:
     """The entries of a list column, by stored token."""
     entries, stored = np.diff(offsets), store.token_counts
     first, stop = content_range(store, stored)
-    whole = entries == stored
-    wrong = np.flatnonzero(~whole & (entries != stop - first))
+    has_all = entries == stored
+    wrong = np.flatnonzero(~has_all & (entries != stop - first))
     if len(wrong):
         i = int(wrong[0])
         raise ArgumentError(
             f"columns: {name!r} has {entries[i]} entries in example {i}, which has {stored[i]} stored tokens",
             path=store.path,
         )
-    skipped = np.where(whole, 0, first)
+    skipped = np.where(has_all, 0, first)
     return TokenValues(values, offsets[:-1] - skipped, skipped)

@@ -106,17 +106,17 @@ def rescaling(
     d_model, n = store.d_model, len(layers)
     if is_deviation(center):
         raise ArgumentError("center: expected an offset, found stats.std. Use center=stats.mean, divide=stats.std.")
-    center, scale, divide, normalize = _named(store, layers, center, scale, divide, normalize, rows)
+    center, scale, divide, normalize = _resolve_names(store, layers, center, scale, divide, normalize, rows)
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
-        each = _stats_of(normalize, layers)
-        for stats in each:
+        layer_stats = _stats_of(normalize, layers)
+        for stats in layer_stats:
             if len(stats.mean) != d_model:
                 raise ArgumentError(
                     f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
                 )
-        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
-        scale = np.stack([stats.inverse_std for stats in each])
+        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
+        scale = np.stack([stats.inverse_std for stats in layer_stats])
     elif divide is not None:
         if scale is not None:
             raise ArgumentError("divide: not supported with scale=, which multiplies; pass one of them")
@@ -142,7 +142,7 @@ def rescaling(
     }
 
 
-def _named(
+def _resolve_names(
     store: Readable,
     layers: Sequence[Layer],
     center: Any,
@@ -153,79 +153,85 @@ def _named(
 ) -> tuple[Any, Any, Any, Any]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
     _check_names(center, divide, normalize)
-    asked = (
+    is_name = (
         isinstance(center, str),
         isinstance(scale, str) and scale == "mean-sqrt-d",
         isinstance(divide, str),
         isinstance(normalize, str),
     )
-    if rows is None or not any(asked):
+    if rows is None or not any(is_name):
         return center, scale, divide, normalize
-    each = [store.known_stats(layer, rows) for layer in layers]
-    if asked[0]:
-        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in each])
-    if asked[1]:
+    layer_stats = [store.known_stats(layer, rows) for layer in layers]
+    if is_name[0]:
+        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
+    if is_name[1]:
         offsets = vectors(center, "center", store.d_model, len(layers))
-        scale = _to_mean_square(store, each, offsets)
-    if asked[2]:
-        divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in each])
-    return center, scale, divide, each if asked[3] else normalize
+        scale = _to_mean_square(store, layer_stats, offsets)
+    if is_name[2]:
+        divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in layer_stats])
+    return center, scale, divide, layer_stats if is_name[3] else normalize
 
 
 def _check_names(center: Any, divide: Any, normalize: Any) -> None:
-    for name, value, known in (
+    for name, value, accepted in (
         ("center", center, "mean"),
         ("divide", divide, "std"),
         ("normalize", normalize, "stats"),
     ):
-        if isinstance(value, str) and value != known:
+        if isinstance(value, str) and value != accepted:
             hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
-            raise ArgumentError(f'{name}: expected numbers or "{known}", found {value!r}{hint}')
+            raise ArgumentError(f'{name}: expected numbers or "{accepted}", found {value!r}{hint}')
 
 
-def _to_mean_square(store: Readable, each: Sequence[Stats], offsets: NDArray[np.float64] | None) -> NDArray[np.float64]:
+def _to_mean_square(
+    store: Readable, layer_stats: Sequence[Stats], offsets: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
     """One factor per layer, so that its rows minus ``offsets`` have a mean squared norm of d_model; 1 if these are zero.
 
     Source: Conerly et al., "Update on how we train SAEs", Transformer Circuits, April 2024.
     """
-    taken = np.zeros((len(each), store.d_model)) if offsets is None else offsets.reshape(-1, store.d_model)
-    taken = np.broadcast_to(taken, (len(each), store.d_model))
-    made = np.ones((len(each), store.d_model))
-    for number, stats in enumerate(each):
-        square = float(np.nansum(stats.variance) + np.nansum((stats.mean - taken[number]) ** 2))
-        made[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
-    return made
+    centers = np.zeros((len(layer_stats), store.d_model)) if offsets is None else offsets.reshape(-1, store.d_model)
+    centers = np.broadcast_to(centers, (len(layer_stats), store.d_model))
+    factors = np.ones((len(layer_stats), store.d_model))
+    for number, stats in enumerate(layer_stats):
+        square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        factors[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
+    return factors
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """The result of :func:`rescaling` as plain values for a stream's state."""
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("center", "scale", "divide"):
         if options[name] is not None:
-            made[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
+            settings[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
     if options["norm"] is not None:
-        made["scale"] = options["norm"]
-    return made
+        settings["scale"] = options["norm"]
+    return settings
 
 
 def _stats_of(normalize: Any, layers: Sequence[Layer]) -> list[Stats]:
     """The statistics of each layer."""
-    each = [normalize] if isinstance(normalize, Stats) else normalize
-    if not isinstance(each, Sequence) or isinstance(each, str) or not all(isinstance(stats, Stats) for stats in each):
+    layer_stats = [normalize] if isinstance(normalize, Stats) else normalize
+    if (
+        not isinstance(layer_stats, Sequence)
+        or isinstance(layer_stats, str)
+        or not all(isinstance(stats, Stats) for stats in layer_stats)
+    ):
         raise ArgumentTypeError(
             f"normalize: expected store.stats(layer), or a list of one per layer, found {type(normalize).__name__}"
         )
-    if len(each) != len(layers):
+    if len(layer_stats) != len(layers):
         raise ArgumentError(
-            f"normalize: expected statistics of {len(layers)} layers, in their order, found {len(each)}"
+            f"normalize: expected statistics of {len(layers)} layers, in their order, found {len(layer_stats)}"
         )
-    for stats, layer in zip(each, layers, strict=True):
+    for stats, layer in zip(layer_stats, layers, strict=True):
         if stats.layer is not None and stats.layer != layer:
             raise ArgumentError(
                 f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. To use them, pass "
                 "center=stats.mean, divide=stats.std"
             )
-    return list(each)
+    return list(layer_stats)
 
 
 def _norm_of(store: Readable, scale: Scale) -> float | None:

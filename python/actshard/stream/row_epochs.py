@@ -61,8 +61,8 @@ class RowEpochs(Epochs[B]):
         self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, _arguments.switch(drop_last, "drop_last")
         self._tokens = selection.tokens
-        asked = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
-        self.dtype, name = asked
+        dtype_and_name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
+        self.dtype, name = dtype_and_name
         if "batch_size" in options:
             options |= {"shuffle": shuffle, "seed": self.seed, "drop_last": self.drop_last}
             options |= {"rank": self.rank, "world_size": self.world_size}
@@ -77,8 +77,8 @@ class RowEpochs(Epochs[B]):
         )
         super().__init__(_arguments.whole(epoch, "epoch"))
         self._check_arguments()
-        self._rows, more = rows_and_rescaling(store, self._layers, selection, rescaling, self._options)
-        self._options |= more
+        self._rows, rescaling_options = rows_and_rescaling(store, self._layers, selection, rescaling, self._options)
+        self._options |= rescaling_options
         self._native = store.native_stream(self._rows.native, self._options)
 
     def _check_arguments(self) -> None:

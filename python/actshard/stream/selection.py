@@ -129,11 +129,11 @@ class Selection:
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Selection:
         """The selection in the options of a call, from which it is removed."""
-        return cls(**{each.name: options.pop(each.name) for each in fields(cls) if each.name in options})
+        return cls(**{option.name: options.pop(option.name) for option in fields(cls) if option.name in options})
 
     def as_options(self) -> dict[str, Any]:
         """The five arguments, for a verb of a store."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     @property
     def is_default(self) -> bool:
@@ -166,9 +166,11 @@ class Selection:
                     path=store.path,
                 )
             masked = bool(self.ignore_labels) or self.keep is not None or self._has_limits
-            each = store.contents.tokens_each
-            if not masked and each is not None and store.content_lengths is None:
-                return SelectedRows(_of_equal(store, self.tokens, each), store.num_examples, arguments=self.arguments)
+            tokens_per_example = store.contents.tokens_each
+            if not masked and tokens_per_example is not None and store.content_lengths is None:
+                return SelectedRows(
+                    _of_equal(store, self.tokens, tokens_per_example), store.num_examples, arguments=self.arguments
+                )
             stored = stored_tokens(store, layers)
             masks = (_unlabelled(store, self.tokens, self.ignore_labels, stored), _kept(store, self.keep, stored))
             flags = [mask for mask in masks if mask is not None]
@@ -218,10 +220,10 @@ class Selection:
 
 def _has_rows(contents: Contents) -> bool:
     """Whether the datasets that ``contents`` are part of have rows."""
-    whole = contents.whole or contents
-    if whole.parts:
-        return any(_has_rows(part.contents) for part in whole.parts)
-    return bool(whole.token_counts().any())
+    dataset = contents.whole or contents
+    if dataset.parts:
+        return any(_has_rows(part.contents) for part in dataset.parts)
+    return bool(dataset.token_counts().any())
 
 
 @contextlib.contextmanager
@@ -234,12 +236,16 @@ def memory_for_flags(store: Readable) -> Iterator[None]:
         raise FileAccessError(detail, path=store.path) from error
 
 
-def _of_equal(store: Readable, tokens: Tokens, each: int) -> NativeSelection:
-    """The selected tokens of examples of ``each`` tokens without padding: needs no memory per example."""
-    special = min(store.special_tokens, each)
+def _of_equal(store: Readable, tokens: Tokens, tokens_per_example: int) -> NativeSelection:
+    """The selected tokens of examples of ``tokens_per_example`` tokens without padding: needs no memory per example."""
+    special = min(store.special_tokens, tokens_per_example)
     if tokens == "last":
-        return (each - 1, 1) if each else (0, 0)
-    return {"content": (store.special_tokens, each - special), "all": (0, each), "special": (0, special)}[tokens]
+        return (tokens_per_example - 1, 1) if tokens_per_example else (0, 0)
+    return {
+        "content": (store.special_tokens, tokens_per_example - special),
+        "all": (0, tokens_per_example),
+        "special": (0, special),
+    }[tokens]
 
 
 def _native_form(
@@ -259,9 +265,9 @@ def _native_form(
     chosen = functools.reduce(np.logical_and, flags)
     if tokens == "last":
         last = np.full(len(stored), -1, np.int64)
-        some = stop > 0
+        has_tokens = stop > 0
         starts = np.cumsum(stored) - stored
-        last[some] = np.where(chosen[(starts + stop)[some] - 1], stop[some] - 1, -1)
+        last[has_tokens] = np.where(chosen[(starts + stop)[has_tokens] - 1], stop[has_tokens] - 1, -1)
         return (last,)
     if tokens == "content":  # padding has flags, too
         counts = stored - first
@@ -280,20 +286,22 @@ def _labels_of(ignore_labels: Iterable[int]) -> list[int]:
     """
     if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
         raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
-    found = listed(ignore_labels, "ignore_labels: expected a list of integers")
-    if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in found):
-        raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {found!r:.200}")
-    return [int(x) for x in found]
+    labels = listed(ignore_labels, "ignore_labels: expected a list of integers")
+    if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in labels):
+        raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {labels!r:.200}")
+    return [int(x) for x in labels]
 
 
 def stored_tokens(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Tokens per example. Raises NotStoredError if layers store different numbers."""
-    first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
-    for layer, other in zip(layers[1:], others, strict=False):
-        if len(differ := np.flatnonzero(first != other)):
+    first, *other_counts = (
+        store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1])
+    )
+    for layer, counts in zip(layers[1:], other_counts, strict=False):
+        if len(differ := np.flatnonzero(first != counts)):
             i = int(differ[0])
             raise NotStoredError(
-                f"example {i} has {_arguments.many(first[i], 'token')} in layer {plain(layers[0])} and {other[i]} in layer "
+                f"example {i} has {_arguments.many(first[i], 'token')} in layer {plain(layers[0])} and {counts[i]} in layer "
                 f"{plain(layer)}: "
                 "these layers cannot be streamed together; use one stream per layer",
                 path=store.path,
@@ -325,9 +333,9 @@ def _unlabelled(
     table[list(ignore)] = False
     if not len(stored):
         return np.ones(0, np.bool_)
-    wanted = np.ones((store.num_examples, int(stored[0])), np.bool_)
-    wanted[:, store.special_tokens :] = table[store.labels]
-    return wanted.reshape(-1)
+    flags = np.ones((store.num_examples, int(stored[0])), np.bool_)
+    flags[:, store.special_tokens :] = table[store.labels]
+    return flags.reshape(-1)
 
 
 def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:

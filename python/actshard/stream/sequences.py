@@ -77,8 +77,8 @@ class SequenceBatch:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All arrays by name, columns included."""
-        named = {name: getattr(self, name) for name in self.__slots__ if name != "columns"}
-        return {name: array for name, array in named.items() if array is not None} | self.columns
+        arrays_by_name = {name: getattr(self, name) for name in self.__slots__ if name != "columns"}
+        return {name: array for name, array in arrays_by_name.items() if array is not None} | self.columns
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -254,8 +254,8 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             f"epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> _SequenceLoop:
-        assert held is None, "batches of sequences are new arrays"
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _SequenceLoop:
+        assert buffers is None, "batches of sequences are new arrays"
         return _SequenceLoop(self, first, every)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,13 +287,13 @@ class SequenceStream(RowEpochs[SequenceBatch]):
 
     def _fingerprint(self) -> str:
         """A digest of the sequences: their examples and lengths."""
-        made = self.__dict__.get("_print")
-        if made is None:
+        fingerprint = self.__dict__.get("_print")
+        if fingerprint is None:
             digest = hashlib.sha256()
             for part in (*self._rows.native, self._examples, self._lengths):
                 digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode() + b";")
-            made = self._print = digest.hexdigest()[:16]
-        return made
+            fingerprint = self._print = digest.hexdigest()[:16]
+        return fingerprint
 
 
 class _SequenceLoop(Loop[SequenceBatch]):
@@ -313,9 +313,9 @@ class _SequenceLoop(Loop[SequenceBatch]):
         read = _Sequences(stream, epoch).read if pool is None else pool.read
         return ReadAhead(read, range(self._next, len(stream), self._every), _AHEAD)
 
-    def _made(self, found: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]) -> SequenceBatch:
+    def _made(self, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]) -> SequenceBatch:
         stream = self._source
-        numbers, activations, tokens = found
+        numbers, activations, tokens = arrays
         examples, lengths = stream._examples[numbers], stream._lengths[numbers]
         starts = np.zeros(len(numbers), np.int64) if stream._starts is None else stream._starts[numbers]
         offsets = np.zeros(len(lengths) + 1, np.int32)
@@ -323,9 +323,9 @@ class _SequenceLoop(Loop[SequenceBatch]):
         real = tokens >= 0
         segments = np.full(tokens.shape, -1, np.int32)
         positions = np.zeros(tokens.shape, np.int64)
-        of = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        segments[real] = of
-        positions[real] = np.arange(offsets[-1]) - (offsets[:-1] - starts)[of]
+        sequence_ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        segments[real] = sequence_ids
+        positions[real] = np.arange(offsets[-1]) - (offsets[:-1] - starts)[sequence_ids]
         if stream._native.take_overflows() and not self._warned:
             self._warned = True
             self._warn()
@@ -339,15 +339,15 @@ class _SequenceLoop(Loop[SequenceBatch]):
             examples,
             tokens,
             self._layers,
-            self._labels_of(tokens, real, examples[of]),
-            self._columns.of(examples, examples[of], tokens, real),
+            self._labels_of(tokens, real, examples[sequence_ids]),
+            self._columns.of(examples, examples[sequence_ids], tokens, real),
         )
 
     def _warn(self) -> None:
         stream = self._source
-        named = listing(stream.layers)
+        layer_names = listing(stream.layers)
         warn(
-            f"{stream.store.path}: layers {named}: finite values became infinite as {stream.dtype}. Use a wider dtype= or a "
+            f"{stream.store.path}: layers {layer_names}: finite values became infinite as {stream.dtype}. Use a wider dtype= or a "
             "smaller scale=.",
             OverflowWarning,
         )
@@ -358,13 +358,13 @@ class _SequenceLoop(Loop[SequenceBatch]):
         if self._labels is None:
             return None
         stream, special = self._source, self._source.store.special_tokens
-        at = tokens[real] - special
+        positions = tokens[real] - special
         # By the arguments, not by the batch: all batches have one dtype.
         if stream.pack and not stream.fixed_shape and not (special and stream._tokens == "all"):
-            return self._labels[examples, at].reshape(tokens.shape)
-        found = np.full(tokens.shape, -1, np.int16)
-        found[real] = np.where(at < 0, np.int16(-1), self._labels[examples, np.maximum(at, 0)])
-        return found
+            return self._labels[examples, positions].reshape(tokens.shape)
+        labels = np.full(tokens.shape, -1, np.int16)
+        labels[real] = np.where(positions < 0, np.int16(-1), self._labels[examples, np.maximum(positions, 0)])
+        return labels
 
 
 _Found = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]
@@ -427,10 +427,10 @@ class _Pool(_Sequences):
         size = int(np.prod(shape))
         rows = np.zeros((size, *self._rows.shape[1:]), self._rows.dtype)
         tokens = np.full(size, -1, np.int64)
-        for number, place, length in zip(numbers.tolist(), places.tolist(), lengths.tolist(), strict=True):
-            at = self._at[number]
-            rows[place : place + length] = self._rows[at : at + length]
-            tokens[place : place + length] = self._tokens[at : at + length]
+        for number, target, length in zip(numbers.tolist(), places.tolist(), lengths.tolist(), strict=True):
+            start = self._at[number]
+            rows[target : target + length] = self._rows[start : start + length]
+            tokens[target : target + length] = self._tokens[start : start + length]
         return numbers, rows.reshape(*shape, *rows.shape[1:]), tokens.reshape(shape)
 
     def _fill(self, batch: int) -> None:

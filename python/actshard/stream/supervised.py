@@ -91,7 +91,7 @@ def numbers_of(table: pa.Table, name: str) -> tuple[NDArray[Any], NDArray[np.int
     if not lists or not (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type)):
         raise ArgumentError(f"keep: expected a column of lists of integers or bools, found {name!r} of {kind}")
     chunks = table[name].chunks
-    empty = next((i for i, there in enumerate(table[name].is_valid().to_numpy()) if not there), None)
+    empty = next((i for i, is_valid in enumerate(table[name].is_valid().to_numpy()) if not is_valid), None)
     if empty is not None:
         raise ArgumentError(f"keep: example {empty} has no list in {name!r}")
     flat = [chunk.flatten() for chunk in chunks]
@@ -129,9 +129,9 @@ def flags_of(lists: pa.Array, stored: NDArray[np.int64], special: int) -> NDArra
         raise ArgumentError(f"keep[{i}]: expected {stored[i]} flags{also}, one per stored token, found {lengths[i]}")
     if not short.any():
         return np.ascontiguousarray(flat, np.bool_)
-    made = np.ones(int(stored.sum()), np.bool_)
+    flags = np.ones(int(stored.sum()), np.bool_)
     ends = stored.cumsum()
     # The flags of an example are its last ones.
-    at = np.arange(len(flat)) + np.repeat(ends - offsets[1:] + offsets[0], lengths)
-    made[at] = flat
-    return made
+    positions = np.arange(len(flat)) + np.repeat(ends - offsets[1:] + offsets[0], lengths)
+    flags[positions] = flat
+    return flags

@@ -343,19 +343,19 @@ class Build:
         placing.keep_only(work, parts | {source.shard for source in self.sources}, placing.STATE)
         return tuple(now) if isinstance(now, list) and takes_time(self.format) else None
 
-    def _parts(self, work: Path, listed: list[list[int]]) -> list[tuple[_BuildPart, Ledger | None]]:
+    def _parts(self, work: Path, piece_lists: list[list[int]]) -> list[tuple[_BuildPart, Ledger | None]]:
         """The parts to build, and ledgers of finished ones. A file that an earlier run finished as a whole stays whole."""
         parts: list[tuple[_BuildPart, Ledger | None]] = []
-        for number, listed_of_file in itertools.groupby(listed, key=lambda piece: piece[0]):
-            divided = [self._part(piece, work) for piece in listed_of_file]
-            whole = self._part([number], work)
-            ledger = self._ledger_of(whole)
-            is_whole = ledger is not None or len(divided) == 1
-            parts += [(whole, ledger)] if is_whole else [(part, self._ledger_of(part)) for part in divided]
+        for number, file_pieces in itertools.groupby(piece_lists, key=lambda piece: piece[0]):
+            file_parts = [self._part(piece, work) for piece in file_pieces]
+            whole_file = self._part([number], work)
+            ledger = self._ledger_of(whole_file)
+            is_whole = ledger is not None or len(file_parts) == 1
+            parts += [(whole_file, ledger)] if is_whole else [(part, self._ledger_of(part)) for part in file_parts]
         return parts
 
-    def _ledger_of(self, part: _BuildPart, *, made: bool = False) -> Ledger | None:
-        return shards.finished(part.task.folder, part.task.identity, list(self.process.fields), made=made)
+    def _ledger_of(self, part: _BuildPart, *, is_built: bool = False) -> Ledger | None:
+        return shards.finished(part.task.folder, part.task.identity, list(self.process.fields), is_built=is_built)
 
     def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
@@ -375,13 +375,13 @@ class Build:
         return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
 
     def _build(self, work: Path) -> None:
-        listed = self._divide()
+        piece_lists = self._divide()
         with boundary(self.out, "build the cache at"):
             self.recipe.refuse_foreign(self.out)
-            self._now = self._begin(work, {_part_name(self.sources[piece[0]], piece) for piece in listed})
+            self._now = self._begin(work, {_part_name(self.sources[piece[0]], piece) for piece in piece_lists})
         self.built = True
         warn_of_no_eos(self.out, self.format, self.tokenizer, self.options["enforce_eos"])
-        parts = self._parts(work, listed)
+        parts = self._parts(work, piece_lists)
         pending = [part for part, ledger in parts if ledger is None]
         for part in pending:
             remove(part.task.folder)
@@ -389,8 +389,8 @@ class Build:
         self._left = Counter(part.source.shard for part in pending)
         self._build_parts(pending)
         rows: dict[str, list[PartRows]] = {source.shard: [] for source in self.sources}
-        for part, known in parts:
-            ledger = known or self._ledger_of(part, made=True)
+        for part, finished_ledger in parts:
+            ledger = finished_ledger or self._ledger_of(part, is_built=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
             rows[part.source.shard].append(part.rows(ledger))

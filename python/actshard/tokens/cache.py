@@ -66,10 +66,10 @@ def open_cache(
         FormatError: the ledger or an array is invalid.
         FileAccessError: the store cannot be read.
     """
-    found = TokenCache(path, io=io, memory=memory, storage_options=storage_options, cache=cache)
-    for warning in found.warnings:
-        warn(f"{found.path}: {warning}", code=warning.code)
-    return found
+    token_cache = TokenCache(path, io=io, memory=memory, storage_options=storage_options, cache=cache)
+    for warning in token_cache.warnings:
+        warn(f"{token_cache.path}: {warning}", code=warning.code)
+    return token_cache
 
 
 class TokenCache:
@@ -105,7 +105,7 @@ class TokenCache:
         if isinstance(root.storage, Memory):
             raise UnsupportedError("expected a local path or a URL, found files in memory", path=root)
         self.path = root.place
-        self._asked = (root, io, memory)
+        self._open_arguments = (root, io, memory)
         self.ledger = ledger
         self.io = io if io != "auto" else network_io(root)
         self._memory = _native.BlockCache(_arguments.size(memory, "memory"))
@@ -121,7 +121,7 @@ class TokenCache:
         self._plain = tuple((name, field.row) for name, field in self._fields.items() if name not in self._shaped)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        root, io, memory = self._asked
+        root, io, memory = self._open_arguments
         return (_reopen, (root, io, memory, None if root.is_local else self.ledger))
 
     def _open(self, name: str) -> _native.TokenField:
@@ -162,8 +162,10 @@ class TokenCache:
             notes.append(f"the ledger counts {_arguments.many(counted, 'row')}, but offsets[0] is {rows}; using {rows}")
         for name, elements in self.ledger.field_counts.items():
             if name in self._fields and self._fields[name].num_elements != elements:
-                held = self._fields[name].num_elements
-                notes.append(f"the ledger counts {elements} elements of {name}, but the last row ends at {held}")
+                stored_elements = self._fields[name].num_elements
+                notes.append(
+                    f"the ledger counts {elements} elements of {name}, but the last row ends at {stored_elements}"
+                )
         self.warnings = tuple(Remark("count-claim", note) for note in notes) + self._missing_files()
         return rows
 
@@ -208,14 +210,14 @@ class TokenCache:
 
     def field(self, name: str) -> _native.TokenField:
         """The native object of a field."""
-        found = self._fields.get(name)
-        if found is None and self._is_lazy and name in self.fields:
-            found = self._fields[name] = self._open(name)
-        if found is None:
+        field = self._fields.get(name)
+        if field is None and self._is_lazy and name in self.fields:
+            field = self._fields[name] = self._open(name)
+        if field is None:
             raise NotStoredError(
                 f"the cache has no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path
             )
-        return found
+        return field
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The stored dtype of a field."""
@@ -229,10 +231,10 @@ class TokenCache:
         """
         row = self._row(row)
         # Hot path of single rows; see benches/tokens.py.
-        made = {name: read(row) for name, read in self._plain}
+        arrays = {name: read(row) for name, read in self._plain}
         for name in self._shaped:
-            made[name] = self._row_of(name, row)
-        return made
+            arrays[name] = self._row_of(name, row)
+        return arrays
 
     def _row(self, row: int) -> int:
         rows = self._rows
@@ -260,16 +262,16 @@ class TokenCache:
             One dict of arrays per index. The arrays are slices of one new array per field.
         """
         numbers = self.numbers(indices, self._rows, "row")
-        made: list[dict[str, NDArray[Any]]] = [{} for _ in range(len(numbers))]
+        batch: list[dict[str, NDArray[Any]]] = [{} for _ in range(len(numbers))]
         for name in self.fields:
             field = self.field(name)
             flat, offsets = field.rows(numbers)
             ends = offsets.tolist()
-            for i, row in enumerate(made):
+            for i, row in enumerate(batch):
                 row[name] = flat[ends[i] : ends[i + 1]]
                 if field.has_shapes:
                     row[name] = _in_shape(row[name], field.shape(int(numbers[i])), name, self.path)
-        return made
+        return batch
 
     def numbers(self, indices: Sequence[int] | NDArray[Any], most: int, what: str) -> NDArray[np.int64]:
         """Converts indices to int64. Negative indices count from the end.
@@ -293,10 +295,10 @@ def _check_pushed(root: Location) -> None:
     if not isinstance(root.storage, Remote) or not root.lists or str(root).startswith("hf://"):
         return  # commits of the hub are complete
     try:
-        found = root.storage.glance((root / PUSHING).key)
+        has_marker = root.storage.glance((root / PUSHING).key)
     except FileAccessError:  # it refuses names that it does not list
         return
-    if found:
+    if has_marker:
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
         )
@@ -305,16 +307,16 @@ def _check_pushed(root: Location) -> None:
 def _reopen(root: Location, io: str, memory: int | str, ledger: Ledger | None = None) -> TokenCache:
     if ledger is None:
         return TokenCache(root, io=io, memory=memory)
-    made = TokenCache.__new__(TokenCache)
-    made._begin(root, io, memory, ledger)
-    return made
+    cache = TokenCache.__new__(TokenCache)
+    cache._begin(root, io, memory, ledger)
+    return cache
 
 
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
-    known = math.prod(axes)
-    if len(flat) % known == 0 if known else len(flat) == 0:
+    leading_size = math.prod(axes)
+    if len(flat) % leading_size == 0 if leading_size else len(flat) == 0:
         with suppress(ValueError):  # numpy limits the size of a shape even if it has no elements
-            return flat.reshape(*axes, len(flat) // known if known else 0)
+            return flat.reshape(*axes, len(flat) // leading_size if leading_size else 0)
     raise FormatError(
         f"field '{name}': {len(flat)} elements cannot be reshaped to rows of shape {axes}", path=path, code="metadata"
     )
@@ -375,15 +377,15 @@ def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
         )
     if not root.is_local:
         return sorted(_fields_in_store(root, root, shards))
-    found = []
+    fields = []
     for file, _ in root.files():
         name, _, array = file.relative_to(root).rpartition("/offsets/")
         if array != "zarr.json" or not name or name.split("/")[0] in shards or name.startswith("__"):
             continue
         parts = name.split("/")
         if not any(ledgers.exists(root / "/".join(parts[: n + 1])) for n in range(len(parts))):
-            found.append(name)
-    return found
+            fields.append(name)
+    return fields
 
 
 def _fields_in_store(root: Location, folder: Location, shards: set[str]) -> Iterator[str]:
@@ -391,9 +393,9 @@ def _fields_in_store(root: Location, folder: Location, shards: set[str]) -> Iter
     entries = {entry.name: entry.kind for entry in folder.entries()}
     if folder != root and ledgers.NAME in entries:
         return
-    below = {name for name, kind in entries.items() if kind == "folder"}
-    if "offsets" in below and folder != root:
+    subfolders = {name for name, kind in entries.items() if kind == "folder"}
+    if "offsets" in subfolders and folder != root:
         yield folder.relative_to(root)
-    for name in sorted(below - {"offsets", "data", "shapes"}):
+    for name in sorted(subfolders - {"offsets", "data", "shapes"}):
         if not (folder == root and (name in shards or name.startswith("__"))):
             yield from _fields_in_store(root, folder / name, shards)

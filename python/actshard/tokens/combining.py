@@ -65,40 +65,44 @@ def combine(
         now: the time passed to chat templates.
         tell: called before shards are consolidated.
     """
-    new = work / placing.NEW
-    make_folder(new)
-    rows = {shard: sum(part.rows for part in some) for shard, some in parts.items()}
+    cache_folder = work / placing.NEW
+    make_folder(cache_folder)
+    rows = {shard: sum(part.rows for part in shard_parts) for shard, shard_parts in parts.items()}
     elements = {
-        shard: {name: sum(part.elements.get(name, 0) for part in some) for name in recipe.fields}
-        for shard, some in parts.items()
+        shard: {name: sum(part.elements.get(name, 0) for part in shard_parts) for name in recipe.fields}
+        for shard, shard_parts in parts.items()
     }
     checksums: Mapping[str, str] | None
     with boundary(work, "combine rows in"):
-        kept = {
+        shard_ledgers = {
             source.shard: _put_shard(
-                recipe, recipe.identity(source, now), parts[source.shard], new / source.shard, work
+                recipe, recipe.identity(source, now), parts[source.shard], cache_folder / source.shard, work
             )
             for source in (recipe.sources if recipe.kept else ())
         }
-        sync_folders([new])
+        sync_folders([cache_folder])
         if recipe.layout == CONSOLIDATED:
             tell()
-            folders = {new / shard: kept[shard] for shard, count in rows.items() if count} if kept else _filled(parts)
-            checksums = _consolidate(folders, work / _MERGED, new, recipe.fields, recipe.storage)
+            folders = (
+                {cache_folder / shard: shard_ledgers[shard] for shard, count in rows.items() if count}
+                if shard_ledgers
+                else _filled(parts)
+            )
+            checksums = _consolidate(folders, work / _MERGED, cache_folder, recipe.fields, recipe.storage)
         else:
-            checksums = {shard: ledger.own_checksum for shard, ledger in kept.items()}
-    recipe.ledger(rows, elements, skipped_by_shard(parts), now).write(new, checksums)
+            checksums = {shard: ledger.own_checksum for shard, ledger in shard_ledgers.items()}
+    recipe.ledger(rows, elements, skipped_by_shard(parts), now).write(cache_folder, checksums)
     placing.swap(out, work, placing.NEW, [*recipe.entries, ledgers.NAME])
 
 
 def skipped_by_shard(parts: Mapping[str, Sequence[PartRows]]) -> dict[str, int]:
     """The number of unusable records by shard, without zeros."""
-    return {shard: n for shard, some in parts.items() if (n := sum(part.skipped for part in some))}
+    return {shard: n for shard, shard_parts in parts.items() if (n := sum(part.skipped for part in shard_parts))}
 
 
 def _filled(parts: Mapping[str, Sequence[PartRows]]) -> dict[Path, Ledger | None]:
     """Folders with rows, in order, and their ledgers."""
-    return {part.folder: part.ledger for some in parts.values() for part in some if part.rows}
+    return {part.folder: part.ledger for shard_parts in parts.values() for part in shard_parts if part.rows}
 
 
 def _put_shard(recipe: Recipe, identity: str, parts: Sequence[PartRows], folder: Path, work: Path) -> Ledger:
@@ -119,23 +123,23 @@ def _put_shard(recipe: Recipe, identity: str, parts: Sequence[PartRows], folder:
     return shards.complete_shard(staged, folder, writers, identity, skipped, dict(recipe.metadata))
 
 
-def _rename(made: Path, folder: Path, staged: Path) -> None:
+def _rename(source: Path, folder: Path, staged: Path) -> None:
     """Renames a shard; copies it if the working folder is on another file system."""
     try:
-        made.rename(folder)
+        source.rename(folder)
         return
     except OSError as error:
         if error.errno != errno.EXDEV:
-            raise from_os(error, made, "rename") from error
+            raise from_os(error, source, "rename") from error
     remove(staged)
-    shutil.copytree(made, staged)
+    shutil.copytree(source, staged)
     _native.sync_files([Path(path, name) for path, _, names in os.walk(staged) for name in names])
     sync_tree(staged)
     staged.rename(folder)
 
 
 def _consolidate(
-    parts: Mapping[Path, Ledger | None], merged: Path, new: Path, fields: Mapping[str, np.dtype[Any]], storage: str
+    parts: Mapping[Path, Ledger | None], merged: Path, out: Path, fields: Mapping[str, np.dtype[Any]], storage: str
 ) -> Mapping[str, str] | None:
     """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
 
@@ -143,8 +147,8 @@ def _consolidate(
 
     Args:
         parts: folders with at least one row each, in order, and their ledgers; None: a folder without one.
-        merged: the folder to work in, on the file system of ``new``.
-        new: the folder that gets the fields.
+        merged: the folder to work in, on the file system of ``out``.
+        out: the folder that gets the fields.
         fields: dtypes by name.
         storage: ``"plain"`` or ``"lz4"``.
     """
@@ -158,8 +162,8 @@ def _consolidate(
         checksums = writers.finish().checksums
     sync_tree(merged)
     for entry in sorted(merged.iterdir()):
-        entry.rename(new / entry.name)
-    sync_folders([new])
+        entry.rename(out / entry.name)
+    sync_folders([out])
     return checksums
 
 

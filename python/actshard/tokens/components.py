@@ -131,20 +131,20 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
             options = {"name": self.name, "revision": revision}
             return datasets.load_dataset(self.id, split=split, streaming=self.stream, **options)
 
-        if split not in self._asked(names):
+        if split not in self._call_library(names):
             return []
-        dataset = self._asked(load)
-        told = f"{self.id}/{self.name}/{version or self.revision}/{split}"
+        dataset = self._call_library(load)
+        identity = f"{self.id}/{self.name}/{version or self.revision}/{split}"
         shards = getattr(dataset, "num_shards", None) if self.stream else None
         if not shards or not hasattr(dataset, "shard"):
-            return [RowSource("data", load, told=told)]
+            return [RowSource("data", load, told=identity)]
 
         def part(i: int) -> Callable[[], Any]:
             return lambda: load().shard(num_shards=shards, index=i)
 
-        return [RowSource(str(i), part(i), told=f"{told}/{i}") for i in range(shards)]
+        return [RowSource(str(i), part(i), told=f"{identity}/{i}") for i in range(shards)]
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _call_library(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
         except Exception as error:  # raised by the library, its dependencies or a dataset's script
@@ -161,9 +161,9 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         """The hub commit, or a digest of a local folder's file list; None if unknown."""
         folder = Location.at(Path(self.id))
         if folder.kind() == "folder":
-            found = [(file.relative_to(folder), file.stat()) for file, _ in folder.files()]
-            listed = [(name, stat.size, stat.modified) for name, stat in found]
-            return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:40]
+            file_stats = [(file.relative_to(folder), file.stat()) for file, _ in folder.files()]
+            fingerprints = [(name, stat.size, stat.modified) for name, stat in file_stats]
+            return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()[:40]
         if self.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision):
             return self.revision
         try:
@@ -229,14 +229,14 @@ def dataset_for_component(
     Text and supervised rows become windows, or packed examples with ``pack``. Conversations are packed. Prebuilt rows are
     examples.
     """
-    form, apart = component.format, block_cross_document_attention
+    form, block_attention = component.format, block_cross_document_attention
     if isinstance(form, ChatFormat):
         return ChatDataset(
             cache,
             seq_len,
             pack=component.pack if component.pack is not None else form.pack,
             mask_user_turns=form.mask_user_turns,
-            block_cross_document_attention=apart,
+            block_cross_document_attention=block_attention,
             loss_mask_padding=loss_mask_padding,
         )
     if isinstance(form, PrebuiltFormat):
@@ -247,7 +247,7 @@ def dataset_for_component(
             loss_weights_key=form.loss_weights_key or "",
             loss_weight_transform=form.loss_weight_transform,
             eos_id=eos_id,
-            block_cross_document_attention=apart,
+            block_cross_document_attention=block_attention,
         )
     if not isinstance(form, TextFormat | SupervisedFormat):
         raise ArgumentTypeError(f"format: expected one of {', '.join(FORMATS)}, found {type(form).__name__}")
@@ -258,31 +258,31 @@ def dataset_for_component(
             seq_len,
             pack=component.pack,
             loss_weights_key=weights,
-            block_cross_document_attention=apart,
+            block_cross_document_attention=block_attention,
             loss_mask_padding=loss_mask_padding,
         )
     return CausalLmDataset(
-        TokenSeqDataset(cache, seq_len, weights), eos_id=eos_id, block_cross_document_attention=apart
+        TokenSeqDataset(cache, seq_len, weights), eos_id=eos_id, block_cross_document_attention=block_attention
     )
 
 
-def known_options(given: Any, cls: type, where: str) -> dict[str, Any]:
+def known_options(options: Any, cls: type, where: str) -> dict[str, Any]:
     """Options by name, each a field of the class.
 
     Raises:
         ArgumentError: no mapping, or an unknown key; the message names the nearest.
     """
-    if not isinstance(given, Mapping):
-        raise ArgumentError(f"{where}: expected an object, found {show(given)}")
-    return known({str(key): value for key, value in given.items()}, [f.name for f in fields(cls)], where)
+    if not isinstance(options, Mapping):
+        raise ArgumentError(f"{where}: expected an object, found {show(options)}")
+    return known({str(key): value for key, value in options.items()}, [f.name for f in fields(cls)], where)
 
 
-def components_of(name: str, given: Any) -> dict[str, DatasetComponent]:
+def components_of(name: str, component: Any) -> dict[str, DatasetComponent]:
     """Parses a component."""
     where = f"data.components.{name}"
-    if not isinstance(given, Mapping):
-        raise ArgumentError(f"{where}: expected an object, found {show(given)}")
-    options = dict(given)
+    if not isinstance(component, Mapping):
+        raise ArgumentError(f"{where}: expected an object, found {show(component)}")
+    options = dict(component)
     kind = options.pop("type", "cached")
     if kind == "concat":
         raise ArgumentError(f"{where}: type 'concat' is not supported; list its children as components")
@@ -300,10 +300,10 @@ def components_of(name: str, given: Any) -> dict[str, DatasetComponent]:
     return {name: within(where, lambda: DatasetComponent(**options))}
 
 
-def _source(given: Any, where: str) -> UrlDatasetSourceConfig | HfDatasetSourceConfig:
-    if not isinstance(given, Mapping):
-        raise ArgumentError(f"{where}: expected an object, found {show(given)}")
-    options = dict(given)
+def _source(source: Any, where: str) -> UrlDatasetSourceConfig | HfDatasetSourceConfig:
+    if not isinstance(source, Mapping):
+        raise ArgumentError(f"{where}: expected an object, found {show(source)}")
+    options = dict(source)
     kind = options.pop("type", "url")
     kinds: dict[str, type[UrlDatasetSourceConfig | HfDatasetSourceConfig]] = {
         "url": UrlDatasetSourceConfig,

@@ -204,9 +204,9 @@ class LmDataConfig:
                 raise ArgumentError(
                     f"experiment_budget: expected at most target_budget={self.target_budget}, found {self.experiment_budget}"
                 )
-            others = [name for name in ("max_train_batches", "num_validation_sequences") if getattr(self, name)]
-            if others:
-                raise ArgumentError(f"{others[0]}: expected none together with budgets, as in Levanter")
+            conflicting = [name for name in ("max_train_batches", "num_validation_sequences") if getattr(self, name)]
+            if conflicting:
+                raise ArgumentError(f"{conflicting[0]}: expected none together with budgets, as in Levanter")
 
     def _stages(self) -> list[Mapping[str, float]]:
         weights = self.train_weights
@@ -232,13 +232,13 @@ class LmDataConfig:
             raise MissingFileError("expected a YAML file, found nothing", path=file)
         text = file.read_utf8()
         try:
-            made = yaml.safe_load(text)
+            config = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise FormatError(f"expected YAML: {error}", path=file) from error
-        if not isinstance(made, dict):
-            raise FormatError(f"expected an object, found {show(made)}", path=file)
+        if not isinstance(config, dict):
+            raise FormatError(f"expected an object, found {show(config)}", path=file)
         try:
-            return cls.from_dict(made["data"] if isinstance(made.get("data"), dict) else made)
+            return cls.from_dict(config["data"] if isinstance(config.get("data"), dict) else config)
         except ArgumentError as error:
             raise FormatError(error.detail, path=file) from error
 
@@ -249,10 +249,10 @@ class LmDataConfig:
         components = options.get("components") or {}
         if not isinstance(components, Mapping):
             raise ArgumentError(f"data.components: expected an object, found {show(components)}")
-        made: dict[str, DatasetComponent] = {}
+        parsed_components: dict[str, DatasetComponent] = {}
         for name, component in components.items():
-            made |= components_of(str(name), component)
-        options["components"] = made
+            parsed_components |= components_of(str(name), component)
+        options["components"] = parsed_components
         shuffle = options.get("shuffle")
         if isinstance(shuffle, Mapping):
             where = "data.shuffle"
@@ -282,12 +282,12 @@ class LmDataConfig:
             raise ArgumentError(f"component '{name}': expected a cache_dir, here or in the configuration, found none")
         return root if component.flat_cache else root / split
 
-    def _root(self, given: str, what: str) -> Path:
-        if not is_url(given):
-            return local_path(given, what)
-        if given not in self._roots:
-            self._roots[given] = Location.of_any(given)
-        return self._roots[given].place
+    def _root(self, path: str, what: str) -> Path:
+        if not is_url(path):
+            return local_path(path, what)
+        if path not in self._roots:
+            self._roots[path] = Location.of_any(path)
+        return self._roots[path].place
 
     @cached_property
     def _roots(self) -> dict[str, Location]:
@@ -300,7 +300,7 @@ class LmDataConfig:
     def plans(self, components: Iterable[str] | None = None) -> list[CachePlan]:
         """All caches of both splits, with their states."""
         chosen = list(self.components) if components is None else list(components)
-        made = []
+        cache_plans = []
         for name in chosen:
             if name not in self.components:
                 raise ArgumentError(f"unknown component '{name}'{nearest(name, self.components)}")
@@ -310,13 +310,13 @@ class LmDataConfig:
                     continue
                 path = self.cache_path(name, which)
                 sources = () if component.source is None else tuple(component.source.sources(which))
-                done = ledgers.exists(path)
-                asked = which == "train" and (component.source is None or self._has_weight(name))
-                if not sources and not done and not asked:
+                is_built = ledgers.exists(path)
+                is_required = which == "train" and (component.source is None or self._has_weight(name))
+                if not sources and not is_built and not is_required:
                     continue
-                state = "done" if done else "to build" if sources else "missing"
-                made.append(CachePlan(name, which, path, sources, state))
-        return made
+                state = "done" if is_built else "to build" if sources else "missing"
+                cache_plans.append(CachePlan(name, which, path, sources, state))
+        return cache_plans
 
     def build(
         self,
@@ -337,14 +337,14 @@ class LmDataConfig:
         Returns:
             All caches. ``state`` is ``"built"``, ``"done"`` (it existed) or ``"missing"`` (no source and no cache).
         """
-        made = []
+        caches = []
         chosen = [plan for plan in self.plans(components) if plan.split in splits]
         for plan in chosen:
             plan.check_free()
         for plan in chosen:
             watch = progress(plan) if progress is not None and plan.sources else None
-            made.append(self.build_plan(plan, watch, **options))
-        return made
+            caches.append(self.build_plan(plan, watch, **options))
+        return caches
 
     def build_plan(self, plan: CachePlan, progress: Watch | None = None, **options: Any) -> CachePlan:
         """Builds one cache of :meth:`plans`. Options are those of :meth:`build`."""
@@ -376,7 +376,7 @@ class LmDataConfig:
 
     def _datasets(self, which: str, seq_len: int, names: Iterable[str] | None = None) -> dict[str, Examples]:
         """Examples of a split by component: of these; by default of those with a weight, or with a validation cache."""
-        made: dict[str, Examples] = {}
+        datasets: dict[str, Examples] = {}
         if names is None:
             names = [name for name in self.components if which != "train" or self._has_weight(name)]
         for name in names:
@@ -387,7 +387,7 @@ class LmDataConfig:
                 continue
             cache = self.open(name, which)
             self._warn_of_difference(component, cache)
-            made[name] = dataset_for_component(
+            datasets[name] = dataset_for_component(
                 component,
                 cache,
                 seq_len,
@@ -395,7 +395,7 @@ class LmDataConfig:
                 block_cross_document_attention=self.block_cross_document_attention,
                 loss_mask_padding=self.loss_mask_padding,
             )
-        return made
+        return datasets
 
     def _warn_of_difference(self, component: DatasetComponent, cache: TokenCache) -> None:
         """Warns if a cache was built with another tokenizer or format than the configuration's."""
@@ -423,28 +423,28 @@ class LmDataConfig:
             key: seed or key of the shuffles.
             batch_size: for ``max_train_batches``.
         """
-        made = self._datasets("train", seq_len)
-        for name, held in (self.num_validation_sequences or {}).items():
-            if name in made:
-                made[name] = self._trainval(made[name], held)[0]
+        datasets = self._datasets("train", seq_len)
+        for name, validation_count in (self.num_validation_sequences or {}).items():
+            if name in datasets:
+                datasets[name] = self._trainval(datasets[name], validation_count)[0]
         if self.shuffle is not False:
             current = prng_key(key)
-            for name, dataset in made.items():
+            for name, dataset in datasets.items():
                 current, sub = split(current)
-                made[name] = self._shuffled(dataset, sub)
+                datasets[name] = self._shuffled(dataset, sub)
         if self.experiment_budget is not None and self.target_budget is not None:
             ratio = self.experiment_budget / self.target_budget
-            made = {name: Sliced(dataset, 0, int(len(dataset) * ratio)) for name, dataset in made.items()}
+            datasets = {name: Sliced(dataset, 0, int(len(dataset) * ratio)) for name, dataset in datasets.items()}
         for name, batches in (self.max_train_batches or {}).items():
-            if name in made:
+            if name in datasets:
                 if batch_size is None:
                     raise ArgumentError("max_train_batches: expected batch_size=, found none")
-                if batches * batch_size > len(made[name]):
+                if batches * batch_size > len(datasets[name]):
                     raise ArgumentError(
-                        f"max_train_batches: {batches} batches of '{name}' exceed its {many(len(made[name]), 'example')}"
+                        f"max_train_batches: {batches} batches of '{name}' exceed its {many(len(datasets[name]), 'example')}"
                     )
-                made[name] = Sliced(made[name], 0, batches * batch_size)
-        return made
+                datasets[name] = Sliced(datasets[name], 0, batches * batch_size)
+        return datasets
 
     def _shuffled(self, dataset: Examples, key: Key) -> Examples:
         if isinstance(self.shuffle, BlockShuffleConfig):
@@ -460,12 +460,14 @@ class LmDataConfig:
             order = permutation(self.permutation_type, len(dataset), key)
         return Permuted(dataset, order)
 
-    def _trainval(self, dataset: Examples, held: int) -> tuple[Examples, Examples]:
-        if held > len(dataset):
-            raise ArgumentError(f"num_validation_sequences: {held} exceeds the dataset's {len(dataset)} examples")
+    def _trainval(self, dataset: Examples, validation_count: int) -> tuple[Examples, Examples]:
+        if validation_count > len(dataset):
+            raise ArgumentError(
+                f"num_validation_sequences: {validation_count} exceeds the dataset's {len(dataset)} examples"
+            )
         if self.shuffle_before_trainval_split:
             dataset = Permuted(dataset, permutation("feistel", len(dataset), 0))
-        cut = len(dataset) - held
+        cut = len(dataset) - validation_count
         return Sliced(dataset, 0, cut), Sliced(dataset, cut, len(dataset))
 
     def train_set(self, seq_len: int, batch_size: int, *, key: int | Key | NDArray[Any] = 0) -> Mixture:
@@ -486,9 +488,9 @@ class LmDataConfig:
 
     def validation_sets(self, seq_len: int) -> dict[str, Examples]:
         """Validation examples by component."""
-        made = self._datasets("validation", seq_len)
+        datasets = self._datasets("validation", seq_len)
         if self.num_validation_sequences:
             train = self._datasets("train", seq_len, self.num_validation_sequences)
-            for name, held in self.num_validation_sequences.items():
-                made[name] = self._trainval(train[name], held)[1]
-        return made
+            for name, validation_count in self.num_validation_sequences.items():
+                datasets[name] = self._trainval(train[name], validation_count)[1]
+        return datasets

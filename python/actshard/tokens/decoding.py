@@ -198,10 +198,10 @@ def _decoded(
     return DecodedRow(number, tokens, tuple(spans))
 
 
-def _common_length(text: str, other: str) -> int:
+def _common_length(text: str, decoded: str) -> int:
     """Number of equal characters at the beginning of two texts."""
-    differing = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-    return next(differing, min(len(text), len(other)))
+    differing = (i for i, (a, b) in enumerate(zip(text, decoded, strict=False)) if a != b)
+    return next(differing, min(len(text), len(decoded)))
 
 
 def _masks(cache: TokenCache, lengths: NDArray[np.int64], limit: int) -> list[NDArray[np.bool_]]:

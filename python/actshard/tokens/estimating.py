@@ -92,7 +92,7 @@ def _kinds(sources: Sequence[Source]) -> list[list[Source]]:
     for source in sources:
         if source.size():
             kinds.setdefault(kind_named(source.path), []).append(source)
-    return [some for _, some in sorted(kinds.items())]
+    return [kind_sources for _, kind_sources in sorted(kinds.items())]
 
 
 def _reads_all(sources: list[Source]) -> bool:
@@ -103,16 +103,16 @@ def _reads_all(sources: list[Source]) -> bool:
 
 def _parts(sources: list[Source], total: int) -> list[SamplePart]:
     """Parts of sources of one kind; ``total`` is the size of all sources."""
-    path, whole = sources[0].path, sum(source.size() for source in sources)
+    path, kind_bytes = sources[0].path, sum(source.size() for source in sources)
     kind, plain = kind_of(path), compression(path) is None
     if kind == ".jsonl" and plain:
-        return _ranges(sources, whole, max(_SAMPLE * whole // total, _SAMPLE // 8))
-    some = sources[:: max(1, -(-len(sources) // _FILES))]
+        return _ranges(sources, kind_bytes, max(_SAMPLE * kind_bytes // total, _SAMPLE // 8))
+    sampled = sources[:: max(1, -(-len(sources) // _FILES))]
     if kind == ".jsonl":
-        return [_beginning(source) for source in some]
+        return [_beginning(source) for source in sampled]
     if kind == ".parquet" and plain:
-        return [_rows(source, k) for source in some for k in range(_GROUPS)]
-    return [_all(source) for source in some[:1]]
+        return [_rows(source, k) for source in sampled for k in range(_GROUPS)]
+    return [_all(source) for source in sampled[:1]]
 
 
 def _all(source: Source) -> SamplePart:
@@ -123,17 +123,17 @@ def _all(source: Source) -> SamplePart:
     return part
 
 
-def _ranges(sources: list[Source], whole: int, size: int) -> list[SamplePart]:
+def _ranges(sources: list[Source], kind_bytes: int, size: int) -> list[SamplePart]:
     """Evenly spaced ranges of all files."""
-    each = max(size // _RANGES, 1)
+    range_size = max(size // _RANGES, 1)
     ends = np.cumsum([source.size() for source in sources])
-    made: list[SamplePart] = []
+    ranges: list[SamplePart] = []
     for k in range(_RANGES):
-        at = (2 * k + 1) * whole // (2 * _RANGES) - each // 2
-        i = int(np.searchsorted(ends, at, "right"))
-        first = at - int(ends[i]) + sources[i].size()
-        made.append(_range(sources[i], first, min(first + each, sources[i].size())))
-    return made
+        position = (2 * k + 1) * kind_bytes // (2 * _RANGES) - range_size // 2
+        i = int(np.searchsorted(ends, position, "right"))
+        first = position - int(ends[i]) + sources[i].size()
+        ranges.append(_range(sources[i], first, min(first + range_size, sources[i].size())))
+    return ranges
 
 
 def _range(source: Source, first: int, stop: int) -> SamplePart:
@@ -195,26 +195,26 @@ class Tokenized:
     """Counts and measurements of a sample.
 
     Attributes:
-        known: rows and elements by field of the sources that were read whole, by shard.
+        exact_counts: rows and elements by field of the sources that were read whole, by shard.
         rates: for each kind of other sources, rows and elements by field, per byte of the source.
         stored: for each field, stored bytes per element of its ``data`` and its ``offsets``.
         texts: for each field, bytes of the ``zarr.json`` of both.
         memory: peak memory of the process in bytes.
-        held: for each field, bytes of its elements in the sample.
+        element_bytes: for each field, bytes of its elements in the sample.
     """
 
-    known: Mapping[str, tuple[int, Mapping[str, int]]]
+    exact_counts: Mapping[str, tuple[int, Mapping[str, int]]]
     rates: Mapping[str, tuple[float, Mapping[str, float]]]
     stored: Mapping[str, tuple[float, float]]
     texts: Mapping[str, tuple[int, int]]
     memory: int
-    held: Sequence[int]
+    element_bytes: Sequence[int]
 
     def counts(self, source: Source) -> tuple[int, dict[str, int]]:
         """Number of rows of a source, and of elements by field."""
-        if source.shard in self.known:
-            held, counts = self.known[source.shard]
-            return held, dict(counts)
+        if source.shard in self.exact_counts:
+            row_count, counts = self.exact_counts[source.shard]
+            return row_count, dict(counts)
         rows, elements = self.rates.get(kind_named(source.path), (0.0, {}))
         size = source.size()
         return round(rows * size), {name: round(rate * size) for name, rate in elements.items()}
@@ -234,7 +234,7 @@ def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | 
         "storage": recipe.storage,
         "now": now,
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "actshard.tokens.estimating"],
         input=json.dumps(setup).encode(),
         capture_output=True,
@@ -242,11 +242,11 @@ def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | 
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     try:
-        answer = json.loads(done.stdout.rpartition(b"\n")[2])
+        answer = json.loads(process.stdout.rpartition(b"\n")[2])
     except ValueError:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise InternalError(
-            f"the process that tokenizes a sample ended with status {done.returncode}: {last}"
+            f"the process that tokenizes a sample ended with status {process.returncode}: {last}"
         ) from None
     if "error" in answer:
         raise from_plain(answer)
@@ -262,26 +262,26 @@ def main() -> None:
             process = processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
             process.now = None if setup["now"] is None else time.struct_time(tuple(setup["now"]))
             sources = [Source(Path(path), shard, tuple(version)) for path, shard, version in setup["sources"]]
-            made = vars(_tokenize(sources, process, Path(folder), setup["storage"]))
+            answer = vars(_tokenize(sources, process, Path(folder), setup["storage"]))
     except ActshardError as error:
-        made = as_plain(error)
-    sys.stdout.write("\n" + json.dumps(made))
+        answer = as_plain(error)
+    sys.stdout.write("\n" + json.dumps(answer))
 
 
 def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, storage: str) -> Tokenized:
     writers = FieldWriters(folder, process.fields, storage)
-    known: dict[str, tuple[int, Mapping[str, int]]] = {}
+    exact_counts: dict[str, tuple[int, Mapping[str, int]]] = {}
     rates: dict[str, tuple[float, Mapping[str, float]]] = {}
-    for some in _kinds(sources):
-        if _reads_all(some):
-            for source in some:
+    for kind_sources in _kinds(sources):
+        if _reads_all(kind_sources):
+            for source in kind_sources:
                 counts = write_rows(source, process, writers, skip=True)
-                known[source.shard] = counts.rows, counts.elements
+                exact_counts[source.shard] = counts.rows, counts.elements
             continue
-        sample = _SampleOfKind(_parts(some, sum(source.size() for source in sources)))
+        sample = _SampleOfKind(_parts(kind_sources, sum(source.size() for source in sources)))
         counts = write_rows(sample, process, writers, skip=True)
         if sample.read:
-            rates[kind_named(some[0].path)] = (
+            rates[kind_named(kind_sources[0].path)] = (
                 counts.rows / sample.read,
                 {name: n / sample.read for name, n in counts.elements.items()},
             )
@@ -296,8 +296,8 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
             max(_chunks(offsets) - sizes.padding(rows + 1, 8), 0) / (rows + 1),
         )
         texts[name] = (_size(data / "zarr.json"), _size(offsets / "zarr.json"))
-    held = [elements[name] * kind.itemsize for name, kind in process.fields.items()]
-    return Tokenized(known, rates, stored, texts, _peak(), held)
+    element_bytes = [elements[name] * kind.itemsize for name, kind in process.fields.items()]
+    return Tokenized(exact_counts, rates, stored, texts, _peak(), element_bytes)
 
 
 def _peak() -> int:

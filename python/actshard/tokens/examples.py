@@ -68,9 +68,9 @@ class TokenBatch:
             return TokenBatch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         if len(parts) == 1:
             ((order, only),) = parts
-            at = np.argsort(order)
-            segments = None if only.segment_ids is None else only.segment_ids[at]
-            return replace(only, tokens=only.tokens[at], loss_weight=only.loss_weight[at], segment_ids=segments)
+            ranks = np.argsort(order)
+            segments = None if only.segment_ids is None else only.segment_ids[ranks]
+            return replace(only, tokens=only.tokens[ranks], loss_weight=only.loss_weight[ranks], segment_ids=segments)
         widths = {batch.tokens.shape[1] for _, batch in parts}
         if len(widths) > 1:
             raise ArgumentError(f"expected examples of equal lengths in a batch, found lengths {sorted(widths)}")
@@ -125,10 +125,10 @@ class TokenSeqDataset(Streamed):
         tokens = self._tokens
         self._length = tokens.num_elements // self.seq_len if tokens else 0
         if loss_weights_key is not None and tokens is not None:
-            held = cache.field(loss_weights_key).num_elements
-            if held != tokens.num_elements:
+            weight_count = cache.field(loss_weights_key).num_elements
+            if weight_count != tokens.num_elements:
                 raise FormatError(
-                    f"field '{loss_weights_key}' has {held} elements, '{self.input_ids_key}' {tokens.num_elements}",
+                    f"field '{loss_weights_key}' has {weight_count} elements, '{self.input_ids_key}' {tokens.num_elements}",
                     path=cache.path,
                 )
 
@@ -151,8 +151,8 @@ class TokenSeqDataset(Streamed):
             OutOfRangeError: an index is out of range.
             FormatError: a token does not fit int32.
         """
-        made: NDArray[np.int32] = self._read(indices, weights=False)[0]
-        return made
+        windows: NDArray[np.int32] = self._read(indices, weights=False)[0]
+        return windows
 
     def weights(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
         """Reads the stored loss weights of windows: (b, seq_len) float32, a copy."""
@@ -160,12 +160,12 @@ class TokenSeqDataset(Streamed):
             raise NotStoredError("no loss weights: create the windows with loss_weights_key=", path=self.cache.path)
         starts = self.starts(indices)
         field = self.cache.field(self.loss_weights_key)
-        made = [np.asarray(field.elements(int(s), self.seq_len), np.float32) for s in starts]
-        return np.stack(made) if made else np.empty((0, self.seq_len), np.float32)
+        rows = [np.asarray(field.elements(int(s), self.seq_len), np.float32) for s in starts]
+        return np.stack(rows) if rows else np.empty((0, self.seq_len), np.float32)
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        made: NDArray[np.int32] = self.get_batch([index])[0]
-        return made
+        window: NDArray[np.int32] = self.get_batch([index])[0]
+        return window
 
     def _read(
         self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
@@ -221,9 +221,9 @@ class CausalLmDataset(Streamed):
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
         """Returns examples; see :class:`TokenBatch`."""
-        apart = self.block_cross_document_attention and self.eos_id is not None
-        made = self.windows._read(indices, weights=True, segments=apart, eos=self.eos_id)
-        return TokenBatch(*made)
+        has_segments = self.block_cross_document_attention and self.eos_id is not None
+        arrays = self.windows._read(indices, weights=True, segments=has_segments, eos=self.eos_id)
+        return TokenBatch(*arrays)
 
     def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])
@@ -312,7 +312,7 @@ class _Packed(Streamed):
             empty = np.empty((0, self.max_length), np.int32)
             return TokenBatch(empty, empty.astype(np.float32), empty, self.max_segments)
         weights = None if self._loss_key is None else self.cache.field(self._loss_key)
-        made = tokens.packed(
+        arrays = tokens.packed(
             packs,
             self.max_length,
             loss=self._loss if weights is not None else "all",
@@ -321,7 +321,7 @@ class _Packed(Streamed):
             right=self.slice_strategy == "right",
             mask_padding=self.loss_mask_padding,
         )
-        return TokenBatch(*made, max_segments=self.max_segments)
+        return TokenBatch(*arrays, max_segments=self.max_segments)
 
     def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])
@@ -332,9 +332,9 @@ def _equally_long(fields: list[_native.TokenField]) -> bool:
         return True
     first, rows = fields[0], fields[0].num_rows
     return all(
-        np.array_equal(first.bounds(at, min(1 << 18, rows - at)), other.bounds(at, min(1 << 18, rows - at)))
-        for at in range(0, rows, 1 << 18)
-        for other in fields[1:]
+        np.array_equal(first.bounds(start, min(1 << 18, rows - start)), field.bounds(start, min(1 << 18, rows - start)))
+        for start in range(0, rows, 1 << 18)
+        for field in fields[1:]
     )
 
 
@@ -480,7 +480,7 @@ class PrebuiltLmDataset(Streamed):
             width = self.seq_len or 0
             return TokenBatch(np.empty((0, width), np.int32), np.empty((0, width), np.float32))
         starts, length = self._extents(field, rows, self.seq_len, self.input_ids_key)
-        apart = self.block_cross_document_attention and self.eos_id is not None
+        has_segments = self.block_cross_document_attention and self.eos_id is not None
         tokens, weights, segments = field.windows(
             starts,
             1,
@@ -489,27 +489,27 @@ class PrebuiltLmDataset(Streamed):
             loss="all",
             field=None,
             weights=True,
-            segments=apart,
+            segments=has_segments,
             eos=self.eos_id,
         )
         if self.loss_weights_key is not None:
-            held = self.cache.field(self.loss_weights_key)
-            self._extents(held, rows, length, self.loss_weights_key)
-            stored = held.rows(rows)[0].reshape(len(rows), length)
-            made = stored if self.loss_weight_transform is None else self._transformed(stored)
+            weight_field = self.cache.field(self.loss_weights_key)
+            self._extents(weight_field, rows, length, self.loss_weights_key)
+            stored = weight_field.rows(rows)[0].reshape(len(rows), length)
+            row_weights = stored if self.loss_weight_transform is None else self._transformed(stored)
             # Selected, not multiplied: where the mask is 0, a negative weight becomes 0.0, as with XLA, not -0.0.
-            weights = np.where(weights != 0, made.astype(np.float32, copy=False), np.float32(0))
+            weights = np.where(weights != 0, row_weights.astype(np.float32, copy=False), np.float32(0))
         return TokenBatch(tokens, weights, segments)
 
     def _transformed(self, weights: NDArray[Any]) -> NDArray[np.float32]:
         assert self.loss_weight_transform is not None
-        made = np.empty(weights.shape, np.float32)
+        row_weights = np.empty(weights.shape, np.float32)
         for i, row in enumerate(weights):
-            one = np.asarray(self.loss_weight_transform(row))
-            if one.shape != row.shape:
-                raise ArgumentError(f"loss_weight_transform: expected shape {row.shape}, found {one.shape}")
-            made[i] = one
-        return made
+            transformed_row = np.asarray(self.loss_weight_transform(row))
+            if transformed_row.shape != row.shape:
+                raise ArgumentError(f"loss_weight_transform: expected shape {row.shape}, found {transformed_row.shape}")
+            row_weights[i] = transformed_row
+        return row_weights
 
     def _extents(
         self, field: _native.TokenField, rows: NDArray[np.int64], length: int | None, name: str
@@ -517,15 +517,15 @@ class PrebuiltLmDataset(Streamed):
         bounds = field.extents(rows).view(np.int64).reshape(-1, 2)
         starts = np.ascontiguousarray(bounds[:, 0])
         lengths = bounds[:, 1] - bounds[:, 0]
-        wanted = int(lengths[0]) if length is None else length
-        wrong = np.flatnonzero(lengths != wanted)
+        width = int(lengths[0]) if length is None else length
+        wrong = np.flatnonzero(lengths != width)
         if len(wrong):
             raise FormatError(
-                f"row {int(rows[wrong[0]])} has {int(lengths[wrong[0]])} elements of '{name}', expected {wanted}: prebuilt rows "
+                f"row {int(rows[wrong[0]])} has {int(lengths[wrong[0]])} elements of '{name}', expected {width}: prebuilt rows "
                 "are examples, which must have equal lengths in a batch",
                 path=self.cache.path,
             )
-        return starts, wanted
+        return starts, width
 
     def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])

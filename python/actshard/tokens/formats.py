@@ -34,13 +34,13 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in args)
+        return any(_fits(value, member) for member in args)
     if origin is tuple or origin is collections.abc.Sequence:
         if not isinstance(value, list | tuple):
             return False
         if origin is tuple and args[-1] is not ...:
             return len(value) == len(args) and all(map(_fits, value, args))
-        return all(_fits(one, args[0]) for one in value)
+        return all(_fits(element, args[0]) for element in value)
     if origin is collections.abc.Mapping:
         return isinstance(value, Mapping) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
     if origin is collections.abc.Callable:
@@ -51,11 +51,11 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _named(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     """A type's name in error messages."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_named(one) for one in args))
+        return " or ".join(dict.fromkeys(_type_name(member) for member in args))
     if origin in (tuple, collections.abc.Sequence):
         inner = {str: "strings", int: "integers", float: "numbers"}.get(args[0], "")
         return f"a list of {inner}" if inner else "a list"
@@ -70,17 +70,19 @@ def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def check_types(made: Any) -> None:
+def check_types(config: Any) -> None:
     """Checks a dataclass's fields against their type annotations.
 
     Raises:
         ArgumentTypeError: names the first field with a value of another type.
     """
-    hints = _hints(made.__class__)
-    for one in fields(made):
-        value = getattr(made, one.name)
-        if not _fits(value, hints[one.name]):
-            raise ArgumentTypeError(f"{one.name}: expected {_named(hints[one.name])}, found {show(value)}")
+    hints = _hints(config.__class__)
+    for attribute in fields(config):
+        value = getattr(config, attribute.name)
+        if not _fits(value, hints[attribute.name]):
+            raise ArgumentTypeError(
+                f"{attribute.name}: expected {_type_name(hints[attribute.name])}, found {show(value)}"
+            )
 
 
 class FormatBase:
@@ -215,42 +217,46 @@ def check_pack(pack: bool | int | str | None) -> None:
         raise ArgumentError(f"pack: expected true, false, 'pad' or a number of documents, found {show(pack)}")
 
 
-def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
+def of_levanter(config: Any, kinds: Mapping[str, type[Any]]) -> Any:
     """Converts one of Levanter's dataclasses to the class here with the same fields; None for other objects.
 
     Raises:
         ArgumentError: a field that is unsupported here does not have its default value.
     """
-    cls = kinds.get(type(given).__name__)
-    if cls is None or not is_dataclass(given):
+    cls = kinds.get(type(config).__name__)
+    if cls is None or not is_dataclass(config):
         return None
-    names = {one.name for one in fields(cls)}
-    values = {one.name: getattr(given, one.name) for one in fields(given)}
-    for one in fields(given):
-        if one.name not in names and values[one.name] != one.default:
-            raise ArgumentError(f"{type(given).__name__}.{one.name} is not supported, found {show(values[one.name])}")
+    names = {attribute.name for attribute in fields(cls)}
+    values = {attribute.name: getattr(config, attribute.name) for attribute in fields(config)}
+    for attribute in fields(config):
+        if attribute.name not in names and values[attribute.name] != attribute.default:
+            raise ArgumentError(
+                f"{type(config).__name__}.{attribute.name} is not supported, found {show(values[attribute.name])}"
+            )
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
-def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
+def as_format(row_format: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
     """Returns a format from an instance, a name, the ``format:`` block of Levanter's YAML, or one of Levanter's format objects.
 
     Raises:
         ArgumentError: unknown format or key, or a value of the wrong type.
     """
-    if given is None:
+    if row_format is None:
         return TextFormat()
-    if isinstance(given, TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat):
-        return given
-    converted = of_levanter(given, _LEVANTERS)
+    if isinstance(row_format, TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat):
+        return row_format
+    converted = of_levanter(row_format, _LEVANTERS)
     if converted is not None:
         return converted  # type: ignore[no-any-return]  # one of the classes in _LEVANTERS
-    if not isinstance(given, str | Mapping):
+    if not isinstance(row_format, str | Mapping):
         raise ArgumentTypeError(
-            f"format: expected a format, its name or a dict of its options, found {type(given).__name__}; "
+            f"format: expected a format, its name or a dict of its options, found {type(row_format).__name__}; "
             f"supported: {', '.join(FORMATS)}"
         )
-    options: dict[str, Any] = {"type": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
+    options: dict[str, Any] = (
+        {"type": row_format} if isinstance(row_format, str) else {str(k): v for k, v in row_format.items()}
+    )
     name = options.pop("type", TextFormat.type)
     if not isinstance(name, str) or name not in FORMATS:
         raise ArgumentError(

@@ -102,9 +102,9 @@ class Ledger:
         """
         ledger = self
         if OURS in self.extra:
-            known = checksums_in(Location.at(folder), self) if checksums is None else checksums
-            names = list(known) if self.layout == SHARDED else sorted(known, key=_order)
-            ledger = self.with_checksums({name: known[name] for name in names})
+            file_checksums = checksums_in(Location.at(folder), self) if checksums is None else checksums
+            names = list(file_checksums) if self.layout == SHARDED else sorted(file_checksums, key=_order)
+            ledger = self.with_checksums({name: file_checksums[name] for name in names})
         write_bytes(folder / NAME, json.dumps(ledger.as_dict()).encode())
         return ledger
 
@@ -248,7 +248,7 @@ def _by_shard(fields: Fields) -> dict[str, dict[str, int]]:
     inner = {
         name: Fields({"counts": counts}, fields.path, f"field_counts_by_shard.{name}") for name, counts in value.items()
     }
-    return {name: _counts(one, "counts") for name, one in inner.items()}
+    return {name: _counts(counts_of_shard, "counts") for name, counts_of_shard in inner.items()}
 
 
 def _metadata(fields: Fields) -> dict[str, Any]:

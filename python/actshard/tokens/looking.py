@@ -172,26 +172,26 @@ def look(
     view = cache.view(cache.token_field) if len(offsets) > 1 else None
     runs = _runs(offsets, limit)
     total = sum(int(offsets[end] - offsets[first]) for first, end in runs)
-    seen = _Seen(offsets)
+    tally = _Tally(offsets)
     for first, end in runs:
         for start in range(int(offsets[first]), int(offsets[end]), _BLOCK):
             assert view is not None
             stop = min(start + _BLOCK, int(offsets[end]))
-            seen.add(view.elements(start, stop).astype(np.int64).reshape(-1), start)
+            tally.add(view.elements(start, stop).astype(np.int64).reshape(-1), start)
             if progress is not None:
-                progress(seen.tokens, total)
+                progress(tally.tokens, total)
     numbers = np.concatenate([np.arange(first, end) for first, end in runs]) if runs else np.zeros(0, np.int64)
-    repeated, repeats = _repeats(seen.sums, offsets, numbers)
+    repeated, repeats = _repeats(tally.sums, offsets, numbers)
     return CacheLook(
         documents=len(offsets) - 1,
         tokens=int(offsets[-1] - offsets[0]),
         lengths=np.diff(offsets),
         read_documents=len(numbers),
-        read_tokens=seen.tokens,
-        counts=seen.counts,
-        outside=seen.outside,
-        first=_commonest(seen.first),
-        last=_commonest(seen.last),
+        read_tokens=tally.tokens,
+        counts=tally.counts,
+        outside=tally.outside,
+        first=_commonest(tally.first),
+        last=_commonest(tally.last),
         repeated=repeated,
         repeats=repeats,
         fills=tuple(_fill(cache, length, offsets) for length in sizes),
@@ -241,7 +241,7 @@ def _runs(offsets: NDArray[np.int64], limit: int) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(first, end, strict=True) if a < b]
 
 
-class _Seen:
+class _Tally:
     """Counts of the blocks that were read."""
 
     def __init__(self, offsets: NDArray[np.int64]) -> None:
@@ -255,36 +255,36 @@ class _Seen:
     def add(self, ids: NDArray[np.int64], start: int) -> None:
         """Adds a block of ids that begins at element ``start``."""
         self.tokens += len(ids)
-        inside = ids[(ids >= 0) & (ids < _IDS)]
-        self.outside += len(ids) - len(inside)
-        found = np.bincount(inside, minlength=len(self.counts))
-        found[: len(self.counts)] += self.counts
-        self.counts = found
+        valid_ids = ids[(ids >= 0) & (ids < _IDS)]
+        self.outside += len(ids) - len(valid_ids)
+        counts = np.bincount(valid_ids, minlength=len(self.counts))
+        counts[: len(self.counts)] += self.counts
+        self.counts = counts
         offsets = self._offsets
         a = int(np.searchsorted(offsets, start, side="right")) - 1
         b = int(np.searchsorted(offsets, start + len(ids), side="left"))
-        held = np.arange(a, b)[np.diff(offsets[a : b + 1]) > 0]
-        begins, ends = offsets[held], offsets[held + 1]
+        documents = np.arange(a, b)[np.diff(offsets[a : b + 1]) > 0]
+        begins, ends = offsets[documents], offsets[documents + 1]
         cuts = np.maximum(begins - start, 0)
         where = np.arange(start, start + len(ids)) - np.repeat(begins, np.diff(np.append(cuts, len(ids))))
-        self.sums[held] += np.add.reduceat(_mixed(ids, where), cuts)
+        self.sums[documents] += np.add.reduceat(_hashes(ids, where), cuts)
         _count(self.first, ids[(begins - start)[begins >= start]])
         _count(self.last, ids[(ends - 1 - start)[ends <= start + len(ids)]])
 
 
-def _mixed(ids: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _hashes(ids: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.uint64]:
     """A 64-bit hash of each (token, position), by applying splitmix64 twice."""
     with np.errstate(over="ignore"):
-        made = _splitmix(ids.view(np.uint64) + _splitmix(where.view(np.uint64)))
-    return made
+        hashes = _splitmix(ids.view(np.uint64) + _splitmix(where.view(np.uint64)))
+    return hashes
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    made: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return made
+    hashes: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return hashes
 
 
 def _count(counts: dict[int, int], ids: NDArray[np.int64]) -> None:
@@ -306,14 +306,14 @@ def _repeats(
     with np.errstate(over="ignore"):
         keys = sums[numbers] ^ _splitmix(np.diff(offsets)[numbers].view(np.uint64))
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)
-    again = np.flatnonzero(counts > 1)
-    order = again[np.lexsort((numbers[first[again]], -counts[again]))][:_FEW]
+    repeats = np.flatnonzero(counts > 1)
+    order = repeats[np.lexsort((numbers[first[repeats]], -counts[repeats]))][:_FEW]
     return int((counts - 1).sum()), tuple((int(numbers[first[i]]), int(counts[i])) for i in order)
 
 
 def _fill(cache: TokenCache, length: int, offsets: NDArray[np.int64]) -> Fill:
     examples = len(PackedTokenDataset(cache, length)) if len(offsets) > 1 else 0
     lengths = np.diff(offsets)
-    kept = int(np.minimum(lengths, length).sum())
-    fill, alone = (kept / (count * length) if count else math.nan for count in (examples, len(lengths)))
-    return Fill(length, examples, fill, int(lengths.sum()) - kept, alone)
+    packed_tokens = int(np.minimum(lengths, length).sum())
+    fill, alone = (packed_tokens / (count * length) if count else math.nan for count in (examples, len(lengths)))
+    return Fill(length, examples, fill, int(lengths.sum()) - packed_tokens, alone)

@@ -113,7 +113,7 @@ class Mixture(Composed):
         self.block_size = block_size
         self.stop_strategy = stop_strategy
         self._key = prng_key(key)
-        self._starts = _checked_starts([at for at, _ in stages], block_size)
+        self._starts = _checked_starts([start for start, _ in stages], block_size)
         normal = [_normalized(w, datasets) for _, w in stages]
         self.names = tuple(name for name in datasets if any(w.get(name, 0) > 0 for w in normal))
         chosen = {name: datasets[name] for name in self.names}
@@ -186,27 +186,27 @@ class Mixture(Composed):
 
     def _block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns, for each example of a block, its dataset and its index before wrapping."""
-        held = self._blocks.get(block)
-        if held is not None:
-            return held
+        entry = self._blocks.get(block)
+        if entry is not None:
+            return entry
         stage = self._stage(block)
         counts = self._counts[stage]
         datasets = np.repeat(np.arange(len(self.names)), counts)
-        within = np.arange(self.block_size) - np.repeat(np.cumsum(counts) - counts, counts)
+        indices = np.arange(self.block_size) - np.repeat(np.cumsum(counts) - counts, counts)
         order = _native.jax_permutation(_native.jax_fold_in(self._key, block & 0xFFFFFFFF), self.block_size)
-        datasets, within = datasets[order], within[order]
+        datasets, indices = datasets[order], indices[order]
         into_stage = block - self._starts[stage] // self.block_size
         base = self._before[stage] + into_stage * counts
         if self.stop_strategy == "first_exhausted":
             for number, length in enumerate(self.lengths):
                 if base[number] + counts[number] > length:
                     same = datasets == number
-                    within[same] = np.arange(int(same.sum()))
-        made = (datasets, base[datasets] + within)
+                    indices[same] = np.arange(int(same.sum()))
+        entry = (datasets, base[datasets] + indices)
         if len(self._blocks) >= 64:
             self._blocks.pop(next(iter(self._blocks)))
-        self._blocks[block] = made
-        return made
+        self._blocks[block] = entry
+        return entry
 
     def _exhausted_at(self, number: int, length: int) -> int | None:
         """Returns the position of a dataset's example ``length - 1``; None if it never occurs."""
@@ -229,10 +229,10 @@ class Mixture(Composed):
 
     def _finite_length(self) -> int | None:
         ends = [self._exhausted_at(i, length) for i, length in enumerate(self.lengths)]
-        known = [end for end in ends if end is not None]
+        finite_ends = [end for end in ends if end is not None]
         if self.stop_strategy == "all_exhausted":
-            return None if len(known) < len(ends) else max(known) + 1
-        return min(known) + 1 if known else None
+            return None if len(finite_ends) < len(ends) else max(finite_ends) + 1
+        return min(finite_ends) + 1 if finite_ends else None
 
     def locate(self, indices: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the dataset (its index in ``names``) and the example within it, for each index: two (n,) int64 arrays.
@@ -240,17 +240,17 @@ class Mixture(Composed):
         Raises:
             OutOfRangeError: an index is past the end.
         """
-        wanted = _arguments.members(indices, _MOST + 1 if self._length is None else self._length, "example")
-        datasets = np.empty(len(wanted), np.int64)
-        places = np.empty(len(wanted), np.int64)
-        blocks = wanted // self.block_size
+        numbers = _arguments.members(indices, _MOST + 1 if self._length is None else self._length, "example")
+        datasets = np.empty(len(numbers), np.int64)
+        places = np.empty(len(numbers), np.int64)
+        blocks = numbers // self.block_size
         order = np.argsort(blocks, kind="stable")
         borders = np.flatnonzero(np.diff(blocks[order])) + 1
-        for same in np.split(order, borders) if len(wanted) else []:
+        for same in np.split(order, borders) if len(numbers) else []:
             which, index = self._block(int(blocks[same[0]]))
-            at = wanted[same] % self.block_size
-            datasets[same], places[same] = which[at], index[at]
-        if self.stop_strategy != "first_exhausted" and len(wanted):
+            offsets = numbers[same] % self.block_size
+            datasets[same], places[same] = which[offsets], index[offsets]
+        if self.stop_strategy != "first_exhausted" and len(numbers):
             places %= np.array(self.lengths, np.int64)[datasets]
         return datasets, places
 
@@ -287,22 +287,22 @@ def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
         raise ArgumentTypeError(
             f"weights: expected weights by name, or a list of stages, found {type(weights).__name__}"
         )
-    made = []
+    stages = []
     for stage in weights:
         if not isinstance(stage, Sequence) or len(stage) != 2 or not isinstance(stage[1], Mapping):
             raise ArgumentTypeError(f"weights: expected stages of (first example, weights), found {stage!r}")
         for name, weight in stage[1].items():
             if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
                 raise ArgumentTypeError(f"weights: expected a number for '{name}', found {type(weight).__name__}")
-        made.append((_whole(stage[0], "weights: a stage's first example", 0, _MOST), stage[1]))
-    return made
+        stages.append((_whole(stage[0], "weights: a stage's first example", 0, _MOST), stage[1]))
+    return stages
 
 
 def _checked_starts(starts: list[int], block_size: int) -> list[int]:
     if not starts or starts[0] != 0:
         raise ArgumentError(f"weights: expected the first stage to start at 0, found {starts[:1]}")
-    for before, at in itertools.pairwise(starts):
-        if at % block_size or at <= before:
+    for previous, start in itertools.pairwise(starts):
+        if start % block_size or start <= previous:
             raise ArgumentError(
                 f"weights: expected stages to start at increasing multiples of block_size={block_size}, found {starts}"
             )

@@ -18,30 +18,30 @@ from actshard.storage import Entry
 _MAGIC = re.compile(r"[*?[]")
 
 
-def matching(given: str) -> list[str]:
+def matching(source: str) -> list[str]:
     """Returns the file of this name, or the files that match the pattern, sorted by name.
 
     Args:
-        given: a path, a ``file://`` URL, or a pattern of either. A URL is decoded first: ``%2A`` is a ``*`` of the pattern.
+        source: a path, a ``file://`` URL, or a pattern of either. A URL is decoded first: ``%2A`` is a ``*`` of the pattern.
 
     Raises:
         MissingFileError: nothing matches.
         NotAFileError: it is a folder. ArgumentError: it is the URL of another machine.
     """
-    if is_file_url(given):
-        given = path_of_url(given, "sources")
-    elif "://" in given:
-        raise ArgumentError(f"sources: {given} is a URL; download it and pass the local path")
-    path = os.path.expanduser(given)  # noqa: PTH111 -- Path normalizes the string, which shard names are derived from
+    if is_file_url(source):
+        source = path_of_url(source, "sources")
+    elif "://" in source:
+        raise ArgumentError(f"sources: {source} is a URL; download it and pass the local path")
+    path = os.path.expanduser(source)  # noqa: PTH111 -- Path normalizes the string, which shard names are derived from
     kind = Location.at(path).kind()
     if kind == "folder":
         raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
     if kind is not None:
         return [path]
-    found = [match for pattern in _braces(path) for match in sorted(filter(None, _matches(pattern)))]
-    if not found:
+    paths = [match for pattern in _braces(path) for match in sorted(filter(None, _matches(pattern)))]
+    if not paths:
         raise MissingFileError("expected a file, or a glob that matches files, found none", path=path)
-    return found
+    return paths
 
 
 def _braces(pattern: str) -> list[str]:
@@ -54,19 +54,23 @@ def _braces(pattern: str) -> list[str]:
         choices = [f"{n:0{width}d}" for n in range(int(span[1]), int(span[2]) + 1)]
     else:
         choices = match[1].split(",")
-    return [made for choice in choices for made in _braces(pattern[: match.start()] + choice + pattern[match.end() :])]
+    return [
+        expansion
+        for choice in choices
+        for expansion in _braces(pattern[: match.start()] + choice + pattern[match.end() :])
+    ]
 
 
 def _matches(pattern: str, folders: bool = False) -> Iterator[str]:
     """Yields paths that match, by the rules of Python's ``glob``; with ``folders``, only folders."""
-    above, name = os.path.split(pattern)
+    folder, name = os.path.split(pattern)
     if not _MAGIC.search(pattern):
-        if _is_named(pattern) if name else _is_folder(above):
+        if _is_named(pattern) if name else _is_folder(folder):
             yield pattern
         return
-    for parent in _matches(above, True) if _MAGIC.search(above) else [above]:
-        for found in _names(parent, name, folders):
-            yield os.path.join(parent, found)  # noqa: PTH118 -- paths stay as given
+    for parent in _matches(folder, True) if _MAGIC.search(folder) else [folder]:
+        for match in _names(parent, name, folders):
+            yield os.path.join(parent, match)  # noqa: PTH118 -- paths stay as given
 
 
 def _names(parent: str, name: str, folders: bool) -> Iterator[str]:
@@ -94,10 +98,10 @@ def _below(folder: str, folders: bool) -> Iterator[str]:
 
 def _entries(folder: str, folders: bool) -> list[Entry]:
     try:
-        found = Location.at(folder or ".").entries()
+        entries = Location.at(folder or ".").entries()
     except (ActshardError, ValueError):  # like glob: an unreadable folder matches nothing
         return []
-    return [entry for entry in found if not folders or entry.kind == "folder"]
+    return [entry for entry in entries if not folders or entry.kind == "folder"]
 
 
 def _is_folder(path: str) -> bool:

@@ -90,8 +90,8 @@ def _safe(name: object) -> bool:
 def _real(root: Path, name: str) -> bool:
     """Whether a path exists and all its parents up to the root are real folders, not symlinks."""
     path = root / name
-    above = [p for p in path.parents if p != root and root in p.parents]
-    return os.path.lexists(path) and all(p.is_dir() and not p.is_symlink() for p in above)
+    parents = [p for p in path.parents if p != root and root in p.parents]
+    return os.path.lexists(path) and all(p.is_dir() and not p.is_symlink() for p in parents)
 
 
 def owned(folder: Path) -> list[str]:
@@ -105,29 +105,31 @@ def owned(folder: Path) -> list[str]:
     return [NAME, *_owned(folder, (), with_shards=True)]
 
 
-def _owned(folder: Path, others: Iterable[str], *, with_shards: bool) -> list[str]:
-    """As :func:`owned`, without the ledger. ``others``: more names of fields; ledgers of shards without rows list none."""
-    said = read_json(folder / NAME)
-    if not isinstance(said, dict):
+def _owned(folder: Path, field_names: Iterable[str], *, with_shards: bool) -> list[str]:
+    """As :func:`owned`, without the ledger. ``field_names``: more names of fields; ledgers of shards without rows list none."""
+    ledger = read_json(folder / NAME)
+    if not isinstance(ledger, dict):
         raise FormatError("expected an object", path=folder / NAME)
-    counts, shards = said.get("field_counts"), said.get("finished_shards")
-    fields = [name for name in dict.fromkeys([*(counts if isinstance(counts, dict) else ()), *others]) if _safe(name)]
-    found = [path for name in fields for part in _ARRAYS if _real(folder, path := f"{name}/{part}")]
+    counts, shards = ledger.get("field_counts"), ledger.get("finished_shards")
+    fields = [
+        name for name in dict.fromkeys([*(counts if isinstance(counts, dict) else ()), *field_names]) if _safe(name)
+    ]
+    paths = [path for name in fields for part in _ARRAYS if _real(folder, path := f"{name}/{part}")]
     for shard in shards if isinstance(shards, list) and with_shards else []:
         if not _safe(shard) or not _real(folder, f"{shard}/{NAME}"):
             continue
         with suppress(ActshardError):  # leave a shard alone if its ledger is unreadable
             inner = [NAME, SUCCESS, *_owned(folder / shard, fields, with_shards=False)]
-            found += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
-    return list(dict.fromkeys(found))
+            paths += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
+    return list(dict.fromkeys(paths))
 
 
-def refuse_foreign(out: Path, wanted: Iterable[str], existing: Iterable[str]) -> None:
+def refuse_foreign(out: Path, new_paths: Iterable[str], existing: Iterable[str]) -> None:
     """Raises ExistsError if an unlisted path is in the way of the new cache, or an array to be removed contains foreign files.
 
     Args:
         out: the cache's folder.
-        wanted: relative paths of the new cache.
+        new_paths: relative paths of the new cache.
         existing: relative paths of the existing cache, which will be removed.
     """
     old = set(existing)
@@ -137,9 +139,9 @@ def refuse_foreign(out: Path, wanted: Iterable[str], existing: Iterable[str]) ->
                 "is in an array of the cache to be replaced, but does not belong to it; move it away, or choose another folder",
                 path=foreign,
             )
-    for name in wanted:
-        path, above = out / name, [p for p in (out / name).parents if out in p.parents]
-        in_the_way = [p for p in above if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
+    for name in new_paths:
+        path, parents = out / name, [p for p in (out / name).parents if out in p.parents]
+        in_the_way = [p for p in parents if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
         if not in_the_way and os.path.lexists(path) and name not in old:
             in_the_way = [path]
         if in_the_way:
@@ -158,8 +160,8 @@ def _foreign_in_array(array: Path) -> Path | None:
         return None  # only the link is removed, not its target
     encoding: Any = None
     with suppress(ActshardError):
-        said = read_json(array / "zarr.json")
-        encoding = said.get("chunk_key_encoding") if isinstance(said, dict) else None
+        metadata = read_json(array / "zarr.json")
+        encoding = metadata.get("chunk_key_encoding") if isinstance(metadata, dict) else None
     old = isinstance(encoding, dict) and encoding.get("name") == "v2"
     chunk = re.compile(r"[0-9]+([./][0-9]+)*" if old else r"c([./][0-9]+)*")
     for folder, folders, files in os.walk(array):
@@ -206,17 +208,17 @@ def recover(out: Path, work: Path) -> None:
     """Completes an interrupted swap, or discards it if the old cache is still in place. The caller holds the lock."""
     if not (work / SWAP).exists():
         return
-    done = _complete(out, work, resumed=True)
+    is_complete = _complete(out, work, resumed=True)
     for entry in work.iterdir():
-        if entry.name == SWAP or (done and entry.name != LOCK):
+        if entry.name == SWAP or (is_complete and entry.name != LOCK):
             remove(entry)
 
 
 def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
-    said = read_json(work / SWAP)
-    if not isinstance(said, dict):
+    swap_record = read_json(work / SWAP)
+    if not isinstance(swap_record, dict):
         raise FormatError("expected an object", path=work / SWAP)
-    old, names, source = said.get("old"), said.get("names"), said.get("source")
+    old, names, source = swap_record.get("old"), swap_record.get("names"), swap_record.get("source")
     if (
         not isinstance(old, list)
         or not isinstance(names, list)
@@ -233,42 +235,42 @@ def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
                 (out / name).rename(work / OLD / name)
         for name in old:
             with suppress(OSError):  # the folder contains other files
-                for above in (out / name).parents:
-                    if above == out or out not in above.parents:
+                for parent in (out / name).parents:
+                    if parent == out or out not in parent.parents:
                         break
-                    above.rmdir()
+                    parent.rmdir()
         sync_folders([out])
-        new = work / str(source)
+        new_cache = work / str(source)
         for name in names:
             if name != NAME:
-                _move(new, out, name)
+                _move(new_cache, out, name)
         sync_folders([out])
-        if os.path.lexists(new / NAME):
-            (new / NAME).rename(out / NAME)
+        if os.path.lexists(new_cache / NAME):
+            (new_cache / NAME).rename(out / NAME)
         sync_folders([out])
     return True
 
 
 def _move(source: Path, out: Path, name: str) -> None:
     """Moves an entry, merging with existing folders of the same name. Entries that were already moved are skipped."""
-    made, target = source / name, out / name
-    if not os.path.lexists(made):
+    entry_path, target = source / name, out / name
+    if not os.path.lexists(entry_path):
         return
     if not os.path.lexists(target):
-        made.rename(target)
+        entry_path.rename(target)
         return
-    if target.is_symlink() or not target.is_dir() or not made.is_dir() or (made / "zarr.json").exists():
+    if target.is_symlink() or not target.is_dir() or not entry_path.is_dir() or (entry_path / "zarr.json").exists():
         refuse_foreign(out, [name], [])
-    for entry in sorted(made.iterdir()):
+    for entry in sorted(entry_path.iterdir()):
         _move(source, out, f"{name}/{entry.name}")
     sync_folders([target])
-    made.rmdir()
+    entry_path.rmdir()
 
 
 def read_state(work: Path) -> dict[str, Any]:
     """The state of an interrupted build; empty if it cannot be read."""
     try:
-        said = read_json(work / STATE)
+        state = read_json(work / STATE)
     except ActshardError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return state if isinstance(state, dict) else {}

@@ -76,22 +76,22 @@ class Processor(ABC):
 
     def prepare(self, records: Sequence[Record], what: str) -> Prepared:
         """Reads records. Unusable ones become problems."""
-        made = Prepared([], [], [], [])
+        prepared = Prepared([], [], [], [])
         for number, record in records:
             if isinstance(record, RowProblem):
-                made.problems.append(record)
+                prepared.problems.append(record)
                 continue
             try:
                 needs, texts = self.look(record)
                 for text in texts:
                     _check_unicode(text)
             except _BadRecordError as bad:
-                made.problems.append(RowProblem(number, str(bad), what))
+                prepared.problems.append(RowProblem(number, str(bad), what))
                 continue
-            made.numbers.append(number)
-            made.needs.append((len(texts), needs))
-            made.texts += texts
-        return made
+            prepared.numbers.append(number)
+            prepared.needs.append((len(texts), needs))
+            prepared.texts += texts
+        return prepared
 
     def prepare_block(self, first: int, block: ColumnBlock, what: str) -> Prepared:
         """Reads a block whose first record has the number ``first``. If one is unusable, they are read one by one."""
@@ -121,10 +121,10 @@ class Processor(ABC):
         flat: dict[str, list[NDArray[Any]]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
-        at = 0
+        position = 0
         for number, (texts, needs) in zip(prepared.numbers, prepared.needs, strict=True):
-            ids = encoded[at : at + texts]
-            at += texts
+            ids = encoded[position : position + texts]
+            position += texts
             try:
                 row = self.make(needs, ids)
             except _BadRecordError as bad:
@@ -248,8 +248,8 @@ class ChatProcessor(Processor):
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer, dtype: Any) -> None:
         super().__init__(tokenizer)
         self.format = format
-        given = (format.messages_field, format.system_prompt, format.chat_template_kwargs)
-        self.columns = tuple(dict.fromkeys(name for name in given if name is not None))
+        columns = (format.messages_field, format.system_prompt, format.chat_template_kwargs)
+        self.columns = tuple(dict.fromkeys(name for name in columns if name is not None))
         self.fields = {IDS: np.dtype(dtype or np.int32), MASKS: np.dtype(np.int32)}
         template = format.chat_template or tokenizer.chat_template
         if template is None:
@@ -274,7 +274,7 @@ class ChatProcessor(Processor):
         if self.format.encoding == "whole":
             _check_unicode("".join(text for text, _ in pieces))
             return pieces, []
-        return [inside for _, inside in pieces], [text for text, _ in pieces]
+        return [is_generation for _, is_generation in pieces], [text for text, _ in pieces]
 
     def _messages(self, record: Mapping[str, Any]) -> list[Any]:
         key = self.format.messages_field
@@ -301,14 +301,14 @@ class ChatProcessor(Processor):
 
     def _template(self, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         key = self.format.chat_template_kwargs
-        given = None if key is None else record.get(key)
-        if given is None:
+        arguments = None if key is None else record.get(key)
+        if arguments is None:
             return self.template, {}
-        if not isinstance(given, Mapping):
+        if not isinstance(arguments, Mapping):
             raise _BadRecordError(
-                f"field '{key}': expected an object of variables for the template, found {_short(given)}"
+                f"field '{key}': expected an object of variables for the template, found {_short(arguments)}"
             )
-        variables = dict(given)
+        variables = dict(arguments)
         for name in _FORBIDDEN:
             if name in variables:
                 raise _BadRecordError(f"field '{key}': may not set '{name}'")
@@ -338,14 +338,14 @@ class ChatProcessor(Processor):
         """Encodes the whole text. A token is marked if one of its characters is (Hugging Face's char_to_token from both ends)."""
         ids, offsets = self._tokenizer.encode_with_offsets("".join(text for text, _ in pieces))
         masks = [0] * len(ids)
-        at = 0
-        for text, inside in pieces:
-            end = at + len(text)
-            if inside:
+        start = 0
+        for text, is_generation in pieces:
+            end = start + len(text)
+            if is_generation:
                 for i, (first, last) in enumerate(offsets):
-                    if first < end and last > at:
+                    if first < end and last > start:
                         masks[i] = 1
-            at = end
+            start = end
         return np.array(ids, np.int64), np.array(masks, np.int64)
 
     def metadata(self) -> dict[str, Any]:
@@ -437,14 +437,14 @@ class PrebuiltProcessor(Processor):
         if isinstance(value, list | tuple) and bool in set(map(type, value)):
             raise _BadRecordError(f"field '{key}': expected numbers, found true or false")
         try:
-            made = np.asarray(value)
+            array = np.asarray(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise _BadRecordError(f"field '{key}': expected a list of numbers: {error}") from error
-        if made.ndim != 1:
-            raise _BadRecordError(f"field '{key}': expected a 1-D list, found one with {made.ndim} axes")
-        if made.dtype.kind not in "iuf" and made.size:
+        if array.ndim != 1:
+            raise _BadRecordError(f"field '{key}': expected a 1-D list, found one with {array.ndim} axes")
+        if array.dtype.kind not in "iuf" and array.size:
             raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
-        return made
+        return array
 
     def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
         return dict(needs)

@@ -65,8 +65,8 @@ class Recipe:
 
     def identity(self, source: AnySource, now: Sequence[Any] | None) -> str:
         """Identifies a source's shard. ``now`` is the time passed to chat templates."""
-        made = {"settings": self.settings, "source": source.identity(), "storage": self.shard_storage}
-        return digest(made | {"now": now} if self.tells_time else made)
+        inputs = {"settings": self.settings, "source": source.identity(), "storage": self.shard_storage}
+        return digest(inputs | {"now": now} if self.tells_time else inputs)
 
     def whole(self) -> dict[str, Any]:
         """Identifies a finished cache."""
@@ -113,20 +113,20 @@ class Recipe:
         differs = differs or settings_difference(ledger, self.parts, self.metadata, self.settings)
         if differs is not None:
             return f"was built with {differs}"
-        own = ledger.actshard
-        if own is None:  # written by Levanter: only the names of shards can be compared
+        metadata = ledger.actshard
+        if metadata is None:  # written by Levanter: only the names of shards can be compared
             names = [source.shard for source in self.sources]
             if list(ledger.finished_shards) != names:
                 return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
             return None
         for key, value in self.whole().items():
-            if own.get(key) == value or (key == "settings" and "parts" in own):
+            if metadata.get(key) == value or (key == "settings" and "parts" in metadata):
                 continue
             what = {
                 "settings": "was built with other settings",
                 "sources": "was built from other files, or from older versions of these",
             }
-            return what.get(key, f"has the {key} {own.get(key)} instead of {value}")
+            return what.get(key, f"has the {key} {metadata.get(key)} instead of {value}")
         return None
 
     @property
@@ -176,11 +176,11 @@ class Recipe:
             skipped: number of unusable records by shard, without zeros.
             now: the time passed to chat templates.
         """
-        own: dict[str, Any] = {**self.whole(), "parts": self.parts}
+        metadata: dict[str, Any] = {**self.whole(), "parts": self.parts}
         if skipped:
-            own["skipped"] = dict(skipped)
+            metadata["skipped"] = dict(skipped)
         if self.tells_time and now is not None:
-            own["now"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.struct_time(tuple(now)))
+            metadata["now"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.struct_time(tuple(now)))
         names = sorted(self.fields)
         by_shard = {shard: {name: counts[shard].get(name, 0) for name in names} for shard in rows}
         return Ledger(
@@ -192,7 +192,7 @@ class Recipe:
             field_counts_by_shard=by_shard if self.layout == SHARDED else {},
             layout=self.layout,
             metadata={"preprocessor_metadata": dict(self.metadata)},
-            extra={OURS: own},
+            extra={OURS: metadata},
         )
 
 
@@ -227,12 +227,12 @@ def settings_difference(
         metadata: the ``preprocessor_metadata``, compared first, because its values can be shown.
         settings: of :func:`settings_of`, for ledgers of older releases, which have no parts.
     """
-    preprocessor, own = ledger.preprocessor, ledger.actshard or {}
-    stored = own.get("parts")
+    preprocessor, recorded = ledger.preprocessor, ledger.actshard or {}
+    stored = recorded.get("parts")
     if isinstance(stored, dict):
         differing = [name for name in parts if stored.get(name) != parts[name]]
         names_count = "tokenizer" in differing
-    elif own.get("settings") == digest(settings):
+    elif recorded.get("settings") == digest(settings):
         return None
     else:
         differing, names_count = [], _has_digest(ledger)
@@ -273,9 +273,9 @@ def shard_ledger(
         skipped: number of unusable records.
         metadata: the preprocessing options.
     """
-    own: dict[str, Any] = {"identity": identity}
+    extra: dict[str, Any] = {"identity": identity}
     if skipped:
-        own["skipped"] = skipped
+        extra["skipped"] = skipped
     return Ledger(
         total_num_rows=rows,
         shard_rows={name: rows},
@@ -283,14 +283,14 @@ def shard_ledger(
         finished_shards=(name,),
         field_counts=dict(sorted(elements.items())) if rows else {},
         metadata={"preprocessor_metadata": dict(metadata)},
-        extra={OURS: own},
+        extra={OURS: extra},
     )
 
 
 def local_now(seconds: float | None = None) -> list[Any]:
     """A time (default: now) as a list for ``time.struct_time``, with name and offset of the zone, which templates may use."""
-    here = time.localtime(seconds)
-    return [*here, here.tm_zone, here.tm_gmtoff]
+    local_time = time.localtime(seconds)
+    return [*local_time, local_time.tm_zone, local_time.tm_gmtoff]
 
 
 def takes_time(format: RowFormat) -> bool:

@@ -188,19 +188,19 @@ def complete_shard(
     return ledger
 
 
-def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
+def finished(folder: Path, identity: str, fields: list[str], *, is_built: bool = False) -> Ledger | None:
     """The ledger of a shard that is finished and has this identity; None if it must be built.
 
-    With ``made`` (it was just built), errors of reading its ledger are raised.
+    With ``is_built`` (it was just built), errors of reading its ledger are raised.
     """
     try:
         ledger = ledgers.read(folder)
     except ActshardError:
-        if made:
+        if is_built:
             raise
         return None
-    whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)
-    if not whole or (ledger.actshard or {}).get("identity") != identity:
+    is_whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)
+    if not is_whole or (ledger.actshard or {}).get("identity") != identity:
         return None
     if ledger.total_num_rows and not ledger.checksums:  # a build that a release without checksums began
         return ledger.write(folder)
@@ -298,15 +298,15 @@ def _process(setup: dict[str, Any]) -> Processor:
     return processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
 
 
-def _task(made: dict[str, Any]) -> Task:
+def _task(arguments: dict[str, Any]) -> Task:
     return Task(
-        Path(made["folder"]),
-        Path(made["staged"]),
-        made["identity"],
-        made["storage"],
-        made["skip"],
-        made["read_soon"],
-        None if made["now"] is None else tuple(made["now"]),
+        Path(arguments["folder"]),
+        Path(arguments["staged"]),
+        arguments["identity"],
+        arguments["storage"],
+        arguments["skip"],
+        arguments["read_soon"],
+        None if arguments["now"] is None else tuple(arguments["now"]),
     )
 
 

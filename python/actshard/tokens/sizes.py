@@ -45,8 +45,8 @@ class Arrays:
             frames = elements * self.stored[0] + ends * self.stored[1]
             return size + round(frames) + padding(elements, self.item) + padding(ends, 8), files
         # The first frame of offsets is written last, and has no page before it.
-        held = _PAGE - _HEADER if ends >= INNER else 0
-        return size + _plain(elements, self.item) + _plain(ends, 8) - held, files
+        header_padding = _PAGE - _HEADER if ends >= INNER else 0
+        return size + _plain(elements, self.item) + _plain(ends, 8) - header_padding, files
 
 
 def padding(elements: int, item: int) -> int:
@@ -71,10 +71,10 @@ def _short(used: int, size: int, item: int) -> int:
         return _HEADER + size
     count = -(-size // block)
     last = size - (count - 1) * block
-    made = -(-(_HEADER + 4 * count + 4) // 16) * 16 + block
+    frame_bytes = -(-(_HEADER + 4 * count + 4) // 16) * 16 + block
     if count > 2:
-        made += _zeros(block)
-    return made if last == block and count > 2 else made + _zeros(last)
+        frame_bytes += _zeros(block)
+    return frame_bytes if last == block and count > 2 else frame_bytes + _zeros(last)
 
 
 def _zeros(size: int) -> int:
@@ -92,32 +92,32 @@ def of_cache(
         rows: number of rows by shard.
         elements: number of elements by shard and field.
     """
-    whole = recipe.ledger(rows, elements, {}, None)
+    ledger = recipe.ledger(rows, elements, {}, None)
     if recipe.layout == CONSOLIDATED:
         paths = [
             path
             for name, array in arrays.items()
-            for path in array.paths(name, whole.total_num_rows, whole.field_counts[name])
+            for path in array.paths(name, ledger.total_num_rows, ledger.field_counts[name])
         ]
     else:
         paths = list(rows)
-    size, files = _ledger_size(whole, paths), 1
+    size, files = _ledger_size(ledger, paths), 1
     folders = [(shard, arrays) for shard in recipe.kept]
     plain = {name: Arrays(a.item, a.texts, None) for name, a in arrays.items()}
     if recipe.layout == CONSOLIDATED:
         folders = [(shard, plain) for shard in recipe.kept]
         for name, array in arrays.items():
-            more = array.size(whole.total_num_rows, whole.field_counts[name])
-            size, files = size + more[0], files + more[1]
+            array_size = array.size(ledger.total_num_rows, ledger.field_counts[name])
+            size, files = size + array_size[0], files + array_size[1]
     for shard, stored in folders:
-        held = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
+        shard_entry = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
         paths = [
             p for name, array in stored.items() for p in array.paths(name, rows[shard], elements[shard].get(name, 0))
         ]
-        size, files = size + _ledger_size(held, paths), files + 1 + bool(rows[shard])
+        size, files = size + _ledger_size(shard_entry, paths), files + 1 + bool(rows[shard])
         for name, array in stored.items():
-            more = array.size(rows[shard], elements[shard].get(name, 0))
-            size, files = size + more[0], files + more[1]
+            array_size = array.size(rows[shard], elements[shard].get(name, 0))
+            size, files = size + array_size[0], files + array_size[1]
     return size, files
 
 

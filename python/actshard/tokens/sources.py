@@ -87,8 +87,8 @@ class Source:
 
     def identity(self) -> dict[str, Any]:
         """Identifies the file and its version: path, size and modification time."""
-        found = self._location.stat("read") if self.version is None else None
-        size, modified = (found.size, found.modified) if found is not None else self.version or (0, 0)
+        stat = self._location.stat("read") if self.version is None else None
+        size, modified = (stat.size, stat.modified) if stat is not None else self.version or (0, 0)
         return {"path": os.path.abspath(self.path), "size": size, "mtime_ns": modified}  # noqa: PTH100 -- Path.resolve would follow links
 
     def at_version(self) -> Source:
@@ -374,12 +374,12 @@ def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int,
     """Reports progress in bytes, proportional to the rows read, because parquet is not read sequentially."""
     reported = 0
 
-    def share(rows: int, of: int) -> None:
+    def share(rows: int, total: int) -> None:
         nonlocal reported
-        now = size * rows // of if of else size
+        bytes_read = size * rows // total if total else size
         if tell is not None:
-            tell(now - reported)
-        reported = now
+            tell(bytes_read - reported)
+        reported = bytes_read
 
     return share
 
@@ -400,14 +400,14 @@ def parquet_rows(
     try:
         # pre_buffer, which is pyarrow's default, reads the columns of all row groups before the first batch.
         parquet = pq.ParquetFile(file if hasattr(file, "fileno") else pa.BufferReader(file.read()), pre_buffer=False)
-        held = [name for name in columns if name in parquet.schema_arrow.names]
+        present_columns = [name for name in columns if name in parquet.schema_arrow.names]
         number, rows = 0, int(parquet.metadata.num_rows)
         if share is not None and not rows:
             share(0, 0)
-        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held, row_groups=groups):
+        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=present_columns, row_groups=groups):
             if share is not None:
                 share(number + batch.num_rows, rows)
-            if not held:  # rows that lack all requested columns still count
+            if not present_columns:  # rows that lack all requested columns still count
                 for _ in range(batch.num_rows):
                     number += 1
                     yield number, {}
@@ -423,21 +423,21 @@ def parquet_rows(
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
 
 
-def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
+def expand(sources: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
     """Expands paths and globs (``*``, ``?``, ``**``, ``{a,b}``) to sources, in the order given. Each file is one shard.
 
     Raises:
         MissingFileError: a path or glob matches nothing.
         ArgumentError: no sources, unsupported file names, or two files with the same shard name.
     """
-    if not isinstance(given, str | os.PathLike | RowSource | Iterable):
-        raise ArgumentTypeError(f"sources: expected paths or RowSources, found {type(given).__name__}")
-    items: Iterable[Any] = [given] if isinstance(given, str | os.PathLike | RowSource) else given
+    if not isinstance(sources, str | os.PathLike | RowSource | Iterable):
+        raise ArgumentTypeError(f"sources: expected paths or RowSources, found {type(sources).__name__}")
+    items: Iterable[Any] = [sources] if isinstance(sources, str | os.PathLike | RowSource) else sources
     paths: list[str] = []
-    others: list[RowSource] = []
+    row_sources: list[RowSource] = []
     for item in items:
         if isinstance(item, RowSource):
-            others.append(item)
+            row_sources.append(item)
         elif isinstance(item, str | os.PathLike):
             paths += matching(os.fspath(item))
         else:  # at the first item: a dataset may be endless
@@ -445,15 +445,15 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
                 f"sources: expected paths or RowSources, found {type(item).__name__}; pass records as RowSource(name, function), "
                 "whose function returns an iterator over them"
             )
-    if others and paths:
+    if row_sources and paths:
         raise ArgumentError("sources: expected only files or only RowSources, found both")
-    if not paths and not others:
+    if not paths and not row_sources:
         raise ArgumentError("sources: expected at least one file, found none")
-    if others:
-        made: list[AnySource] = [
-            RowSource(_shard(i, o.shard), o.begin, o.told or o.shard, o.what) for i, o in enumerate(others)
+    if row_sources:
+        expanded: list[AnySource] = [
+            RowSource(_shard(i, o.shard), o.begin, o.told or o.shard, o.what) for i, o in enumerate(row_sources)
         ]
-        return made
+        return expanded
     prefix = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonprefix(paths)  # noqa: PTH120, RUF071 -- by characters, as Levanter does
     names = [path[len(prefix) :].removeprefix("/") for path in paths]
     shards = [_shard(i, name) for i, name in enumerate(names)]

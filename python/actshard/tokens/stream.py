@@ -138,7 +138,7 @@ class TokenStream(Epochs[Any]):
         self.num_examples: int | None = len(dataset) if getattr(dataset, "is_finite", True) else None
         self._ahead = _arguments.whole(ahead, "ahead", 1, 1 << 16)
         self._order = self._first_order()
-        self._ordered: tuple[int, Permutation | None] = (0, self._order)
+        self._epoch_order: tuple[int, Permutation | None] = (0, self._order)
         self._batches = self._shared()
         self._recipe: DatasetRecipe | None = None
         if not self.num_examples:
@@ -248,10 +248,10 @@ class TokenStream(Epochs[Any]):
         return n if batch == batches else min(full, n - (batches - batch) * ranks)
 
     def _order_of(self, epoch: int) -> Permutation | None:
-        known, order = self._ordered
-        if known != epoch:
+        order_epoch, order = self._epoch_order
+        if order_epoch != epoch:
             order = None if self._order is None else self._order.of_epoch(epoch)
-            self._ordered = (epoch, order)
+            self._epoch_order = (epoch, order)
         return order
 
     def _read(self, epoch: int, batch: int) -> Any:
@@ -267,8 +267,8 @@ class TokenStream(Epochs[Any]):
     def _ready(self) -> None:
         self._dataset_recipe()
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> _TokenLoop:
-        assert held is None, "batches of tokens are new arrays"
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _TokenLoop:
+        assert buffers is None, "batches of tokens are new arrays"
         return _TokenLoop(self, first, every)
 
     def _settings(self) -> dict[str, Any]:
@@ -315,11 +315,13 @@ class _TokenLoop(Loop[Any]):
     def _start(self) -> ReadAhead:
         stream, epoch = self._source, self._epoch
         count = stream._count()
-        wanted = itertools.count(self._next, self._every) if count is None else range(self._next, count, self._every)
-        return ReadAhead(lambda batch: stream._read(epoch, batch), wanted, stream._ahead)
+        batch_numbers = (
+            itertools.count(self._next, self._every) if count is None else range(self._next, count, self._every)
+        )
+        return ReadAhead(lambda batch: stream._read(epoch, batch), batch_numbers, stream._ahead)
 
-    def _made(self, found: Any) -> Any:
-        return found
+    def _made(self, batch: Any) -> Any:
+        return batch
 
 
 def recipe_of(dataset: Any) -> DatasetRecipe:
@@ -374,11 +376,11 @@ def arrays(batch: Any) -> dict[str, NDArray[Any]]:
     """The arrays of a batch, by name. A bare array is named ``tokens``."""
     if isinstance(batch, np.ndarray):
         return {"tokens": batch}
-    if callable(of := getattr(batch, "arrays", None)):
-        named: dict[str, NDArray[Any]] = of()
-        return named
+    if callable(method := getattr(batch, "arrays", None)):
+        arrays_by_name: dict[str, NDArray[Any]] = method()
+        return arrays_by_name
     if dataclasses.is_dataclass(batch):
-        found = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        attributes = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     else:
-        found = dict(batch) if isinstance(batch, dict) else {}
-    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+        attributes = dict(batch) if isinstance(batch, dict) else {}
+    return {name: value for name, value in attributes.items() if isinstance(value, np.ndarray)}

@@ -110,14 +110,14 @@ def render(
 
     try:
         compiled = _compiled(template)
-        given = [Message(m) for m in messages]
-        own = {} if now is None else {"strftime_now": lambda format: time.strftime(format, now)}
+        typed_messages = [Message(m) for m in messages]
+        time_variables = {} if now is None else {"strftime_now": lambda format: time.strftime(format, now)}
         text = compiled.render(
-            messages=given,
+            messages=typed_messages,
             add_generation_prompt=False,
             bos_token=bos_token,
             eos_token=eos_token,
-            **{**own, **variables},
+            **{**time_variables, **variables},
         )
     except FormatError as error:
         raise TemplateProblemError(error.detail) from error

@@ -69,16 +69,16 @@ class Tokenizer:
                 yield encoding.ids
             return
         parts = [pieces(text) for text in texts]
-        flat = iter(encode([p for some in parts for p in some], add_special_tokens=False))
-        for some in parts:
-            yield [i for _ in some for i in next(flat).ids]
+        flat = iter(encode([p for text_pieces in parts for p in text_pieces], add_special_tokens=False))
+        for text_pieces in parts:
+            yield [i for _ in text_pieces for i in next(flat).ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text, and the range of characters ``(start, end)`` of each token."""
         if self.backend is None:
             raise ArgumentError("the passthrough tokenizer has no character offsets")
-        made = self.backend.encode(text, add_special_tokens=False)
-        return made.ids, made.offsets
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -95,9 +95,9 @@ class Tokenizer:
     @staticmethod
     def from_dict(made: dict[str, Any]) -> Tokenizer:
         """The tokenizer that :meth:`as_dict` serialized."""
-        made = dict(made)
-        text = made.pop("tokenizer")
-        return Tokenizer(**made, backend=None if text is None else _library().from_str(text))
+        fields = dict(made)
+        text = fields.pop("tokenizer")
+        return Tokenizer(**fields, backend=None if text is None else _library().from_str(text))
 
     def digest(self) -> str:
         """SHA-256 of everything that affects token ids; the name is excluded. Computed once: it serializes the vocabulary."""
@@ -117,15 +117,17 @@ def pieces(text: str) -> list[str]:
     """Splits a text as Levanter does: runs of 25,000 or more characters are cut into pieces of 25,000."""
     if len(text) <= _LONGEST_RUN:
         return [text]
-    made, last = [], 0
+    parts, last = [], 0
     for run in _LONG_RUNS.finditer(text):
         if run.start() > last:
-            made.append(text[last : run.start()])
-        made += [run.group()[at : at + _LONGEST_RUN] for at in range(0, run.end() - run.start(), _LONGEST_RUN)]
+            parts.append(text[last : run.start()])
+        parts += [
+            run.group()[start : start + _LONGEST_RUN] for start in range(0, run.end() - run.start(), _LONGEST_RUN)
+        ]
         last = run.end()
     if last < len(text):
-        made.append(text[last:])
-    return made or [text]
+        parts.append(text[last:])
+    return parts or [text]
 
 
 def _integers(text: str) -> list[int]:
@@ -167,18 +169,18 @@ def load_tokenizer(
         MissingExtraError: the ``tokenizers`` library is not installed.
         ArgumentError: an unsupported object, or the vocabulary lacks a given special token.
     """
-    made = _load(tokenizer, vocab_size, needs_template=chat_template is None)
-    if made is not tokenizer:
-        _warn_of_truncation(made)
+    loaded = _load(tokenizer, vocab_size, needs_template=chat_template is None)
+    if loaded is not tokenizer:
+        _warn_of_truncation(loaded)
     if chat_template is not None:
-        made = replace(made, chat_template=chat_template)
+        loaded = replace(loaded, chat_template=chat_template)
     for name, token in (("bos", bos_token), ("eos", eos_token)):
         if token is not None:
-            found = None if made.backend is None else made.backend.token_to_id(token)
-            if found is None:
-                raise ArgumentError(f"{name}_token: {made.name} has no token {token!r}")
-            made = replace(made, **{f"{name}_token": token, f"{name}_id": found})
-    return made
+            token_id = None if loaded.backend is None else loaded.backend.token_to_id(token)
+            if token_id is None:
+                raise ArgumentError(f"{name}_token: {loaded.name} has no token {token!r}")
+            loaded = replace(loaded, **{f"{name}_token": token, f"{name}_id": token_id})
+    return loaded
 
 
 def shared_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -230,31 +232,31 @@ def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> To
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # transformers
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
-        return _made(backend, str(tokenizer.name_or_path), bos, eos, getattr(tokenizer, "chat_template", None))
+        return _new_tokenizer(backend, str(tokenizer.name_or_path), bos, eos, getattr(tokenizer, "chat_template", None))
     inner = getattr(tokenizer, "_tokenizer", None)
     if hasattr(inner, "token_to_id") and hasattr(tokenizer, "name_or_path"):  # Levanter's
         template = getattr(tokenizer, "chat_template", None)
-        return _made(inner, str(tokenizer.name_or_path), tokenizer.bos_token, tokenizer.eos_token, template)
+        return _new_tokenizer(inner, str(tokenizer.name_or_path), tokenizer.bos_token, tokenizer.eos_token, template)
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "token_to_id"):
-        return _made(tokenizer, "", None, None, None)
+        return _new_tokenizer(tokenizer, "", None, None, None)
     raise ArgumentError(
         "tokenizer: expected a folder, a tokenizer.json, a tokenizers.Tokenizer or a fast tokenizer of transformers, found "
         f"{type(tokenizer).__name__}"
     )
 
 
-def _find_files(given: str | os.PathLike[str]) -> tuple[str, Path]:
+def _find_files(tokenizer: str | os.PathLike[str]) -> tuple[str, Path]:
     """The name to record, and the path of the ``tokenizer.json``."""
-    found = local_path(given, "tokenizer")  # rejects strings that cannot be file names
-    if is_file_url(given):
-        given = found
-    path = Path(given).expanduser()
+    parsed_path = local_path(tokenizer, "tokenizer")  # rejects strings that cannot be file names
+    if is_file_url(tokenizer):
+        tokenizer = parsed_path
+    path = Path(tokenizer).expanduser()
     is_folder = Location.at(path).kind() == "folder"
     file = path / FILES[0] if is_folder else path
     if Location.at(file).kind() != "file":
         hint = "" if is_folder or path.is_absolute() else "; download tokenizers of the Hugging Face hub first"
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
-    return os.fspath(given), file
+    return os.fspath(tokenizer), file
 
 
 def _read_files(name: str, file: Path, *, needs_template: bool) -> Tokenizer:
@@ -269,9 +271,9 @@ def _read_files(name: str, file: Path, *, needs_template: bool) -> Tokenizer:
     if not isinstance(config, dict):
         raise FormatError(f"expected an object, found {show(config)}", path=config_file)
     template = config.get("chat_template")
-    own = Location.at(file.with_name(FILES[2]))
-    if not template and own.kind() == "file":
-        template = own.read_utf8()
+    template_file = Location.at(file.with_name(FILES[2]))
+    if not template and template_file.kind() == "file":
+        template = template_file.read_utf8()
     if isinstance(template, list):  # named templates; a tokenizer without a default one has no template
         entries = [entry for entry in template if isinstance(entry, dict)]
         if all(isinstance(entry.get("name"), str) for entry in entries):
@@ -281,7 +283,7 @@ def _read_files(name: str, file: Path, *, needs_template: bool) -> Tokenizer:
             f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
             path=config_file,
         )
-    return _made(backend, name, _token(config, "bos_token"), _token(config, "eos_token"), template)
+    return _new_tokenizer(backend, name, _token(config, "bos_token"), _token(config, "eos_token"), template)
 
 
 def _token(config: dict[str, Any], name: str) -> str | None:
@@ -300,7 +302,7 @@ def _warn_of_truncation(tokenizer: Tokenizer) -> None:
         )
 
 
-def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
+def _new_tokenizer(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
     if backend.padding is not None:  # rows would depend on their batch
         backend = _library().from_str(backend.to_str())
         backend.no_padding()

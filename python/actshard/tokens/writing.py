@@ -105,8 +105,8 @@ class FieldWriters:
         fields = {name: writer.finish() for name, writer in self._writers.items()}
         rows = {name: count for name, (count, _, _) in fields.items()}
         if len(set(rows.values())) > 1:
-            listed = ", ".join(f"{name} {count}" for name, count in rows.items())
-            raise InternalError(f"fields have different numbers of rows: {listed}", path=self.folder)
+            row_counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+            raise InternalError(f"fields have different numbers of rows: {row_counts}", path=self.folder)
         return WrittenFields(
             next(iter(rows.values()), 0),
             {name: elements for name, (_, elements, _) in fields.items()},
@@ -119,9 +119,9 @@ class FieldWriters:
 
 
 def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    made = numpy_type(dtype, f"field '{name}': ")
-    _native_name(made)
-    return made
+    field_dtype = numpy_type(dtype, f"field '{name}': ")
+    _native_name(field_dtype)
+    return field_dtype
 
 
 def _native_name(dtype: np.dtype[Any]) -> str:
@@ -188,8 +188,8 @@ class CacheWriter:
         self._whole: Path | None = None
 
     def _refuse_foreign(self) -> None:
-        there = os.path.lexists(self.path)
-        if not there or (self.path.is_dir() and not any(self.path.iterdir())):
+        exists = os.path.lexists(self.path)
+        if not exists or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if not self._overwrite:
             raise ExistsError("the path exists; pass overwrite=True to replace a cache", path=self.path)
@@ -237,18 +237,22 @@ class CacheWriter:
             if unknown:
                 raise ArgumentError(f"row {i}: unknown field '{unknown[0]}'; the cache has {', '.join(self._fields)}")
         arrays = {name: [self._array(row, name, i) for i, row in enumerate(batch)] for name in self._fields}
-        held = self._axes or {name: max(made[0].ndim, 1) for name, made in arrays.items()}
+        axes_by_field = self._axes or {name: max(field_arrays[0].ndim, 1) for name, field_arrays in arrays.items()}
         pieces = {}
-        for name, made in arrays.items():
-            axes = held[name]
-            for i, array in enumerate(made):
+        for name, field_arrays in arrays.items():
+            axes = axes_by_field[name]
+            for i, array in enumerate(field_arrays):
                 if array.ndim != axes:
                     raise ArgumentError(f"row {i}: field '{name}': expected {axes} axes, found {array.ndim}")
-            lengths = np.fromiter((a.size for a in made), np.int64, len(made))
-            flat = np.concatenate([a.reshape(-1) for a in made]) if len(made) > 1 else made[0].reshape(-1)
-            shapes = np.array([a.shape[:-1] for a in made], np.int64).reshape(-1) if axes > 1 else _NO_SHAPES
+            lengths = np.fromiter((a.size for a in field_arrays), np.int64, len(field_arrays))
+            flat = (
+                np.concatenate([a.reshape(-1) for a in field_arrays])
+                if len(field_arrays) > 1
+                else field_arrays[0].reshape(-1)
+            )
+            shapes = np.array([a.shape[:-1] for a in field_arrays], np.int64).reshape(-1) if axes > 1 else _NO_SHAPES
             pieces[name] = (flat, lengths, shapes)
-        self._put(held, pieces)
+        self._put(axes_by_field, pieces)
 
     def append_flat(self, elements: Mapping[str, NDArray[Any]], lengths: Mapping[str, Any] | NDArray[Any]) -> None:
         """Appends rows from concatenated arrays.
@@ -265,15 +269,15 @@ class CacheWriter:
         if not isinstance(elements, Mapping):
             raise ArgumentTypeError(f"elements: expected arrays by field, found {type(elements).__name__}")
         if set(elements) != set(self._fields):
-            found = ", ".join(map(str, elements)) or "none"
-            raise ArgumentError(f"expected the fields {', '.join(self._fields)}, found {found}")
-        held = self._axes or dict.fromkeys(self._fields, 1)
+            names = ", ".join(map(str, elements)) or "none"
+            raise ArgumentError(f"expected the fields {', '.join(self._fields)}, found {names}")
+        axes_by_field = self._axes or dict.fromkeys(self._fields, 1)
         pieces = {}
         rows: int | None = None
         for name in self._fields:
-            if held[name] != 1:
+            if axes_by_field[name] != 1:
                 raise ArgumentError(
-                    f"field '{name}': expected 1-D rows, found rows with {held[name]} axes; use append()"
+                    f"field '{name}': expected 1-D rows, found rows with {axes_by_field[name]} axes; use append()"
                 )
             values = self._asarray(elements[name], f"field '{name}'")
             counts = _counts(lengths, name)
@@ -285,12 +289,12 @@ class CacheWriter:
                 raise ArgumentError(f"field '{name}': expected the lengths of {rows} rows, found {len(counts)}")
             rows = len(counts)
             pieces[name] = (self._cast(values, name).reshape(-1), counts, _NO_SHAPES)
-        self._put(held, pieces)
+        self._put(axes_by_field, pieces)
 
     def _put(self, axes: dict[str, int], pieces: Mapping[str, tuple[Any, Any, Any]]) -> None:
         """Writes checked rows. A failure here leaves fields of different lengths, so the writer refuses further writes."""
         if self._writers is None:
-            self._writers = self._begun(axes)
+            self._writers = self._start_writers(axes)
             self._axes = axes
         try:
             for name, (flat, lengths, shapes) in pieces.items():
@@ -299,15 +303,19 @@ class CacheWriter:
             self._failed = str(error) or type(error).__name__
             raise
 
-    def _begun(self, axes: dict[str, int]) -> FieldWriters:
+    def _start_writers(self, axes: dict[str, int]) -> FieldWriters:
         """Creates and locks a temporary folder next to the cache's. Removes those that killed writers left."""
         with boundary(self.path, "make"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.path.parent.glob(f"{globbing.escape(self.path.name)}.tmp.*"):
-                if _STAGED.search(left.name) and (left / placing.LOCK).is_file() and not left.is_symlink():
+            for stale_folder in self.path.parent.glob(f"{globbing.escape(self.path.name)}.tmp.*"):
+                if (
+                    _STAGED.search(stale_folder.name)
+                    and (stale_folder / placing.LOCK).is_file()
+                    and not stale_folder.is_symlink()
+                ):
                     with suppress(ActshardError):
-                        lock = locked(left)
-                        placing.clear(left)
+                        lock = locked(stale_folder)
+                        placing.clear(stale_folder)
                         lock.release()
             number = 0
             while True:
@@ -330,8 +338,8 @@ class CacheWriter:
             value = row[name]
         except KeyError:
             raise ArgumentError(f"row {i}: expected the field '{name}', found {', '.join(row) or 'none'}") from None
-        made = self._asarray(value, f"row {i}: field '{name}'")
-        return made if made.dtype == self._fields[name] else self._cast(made, name)
+        array = self._asarray(value, f"row {i}: field '{name}'")
+        return array if array.dtype == self._fields[name] else self._cast(array, name)
 
     @staticmethod
     def _asarray(value: Any, what: str) -> NDArray[Any]:
@@ -354,10 +362,10 @@ class CacheWriter:
                 raise DtypeError(f"field '{name}': values from {low} to {high} do not fit {dtype}")
             return values.astype(dtype)
         with np.errstate(over="ignore"):
-            made = values.astype(dtype)
-        if np.isinf(made).any() and np.isinf(made).sum() != np.isinf(values).sum():
+            cast = values.astype(dtype)
+        if np.isinf(cast).any() and np.isinf(cast).sum() != np.isinf(values).sum():
             raise DtypeError(f"field '{name}': values up to {np.abs(values).max()} do not fit {dtype}")
-        return made
+        return cast
 
     def close(self) -> None:
         """Writes buffered data, the ledger last, and moves the cache to its path.
@@ -371,7 +379,7 @@ class CacheWriter:
         if self._whole is None:
             try:
                 self._check_open()
-                self._whole = self._finished()
+                self._whole = self._finish_writers()
             except BaseException:
                 self.abort()
                 raise
@@ -379,12 +387,12 @@ class CacheWriter:
             self._place(self._whole)
         self.abort()
 
-    def _finished(self) -> Path:
+    def _finish_writers(self) -> Path:
         """Returns the folder of the cache: complete and synced to disk, but not yet at its path."""
         if self._writers is None:
-            self._writers = self._begun(dict.fromkeys(self._fields, 1))
+            self._writers = self._start_writers(dict.fromkeys(self._fields, 1))
         written = self._writers.finish()
-        new = self._writers.folder
+        folder = self._writers.folder
         Ledger(
             total_num_rows=written.rows,
             shard_rows={"": written.rows},
@@ -393,22 +401,22 @@ class CacheWriter:
             field_counts=dict(sorted(written.elements.items())),
             metadata={"preprocessor_metadata": self._metadata},
             extra={OURS: {}},
-        ).write(new, written.checksums)
-        sync_tree(new)
-        return new
+        ).write(folder, written.checksums)
+        sync_tree(folder)
+        return folder
 
-    def _place(self, new: Path) -> None:
+    def _place(self, folder: Path) -> None:
         self._refuse_foreign()
         if not self.path.is_symlink():
             with suppress(OSError):  # not empty
                 self.path.rmdir()
         if not os.path.lexists(self.path):
-            new.rename(self.path)
+            folder.rename(self.path)
             sync_folders([self.path.parent])
             return
         with placing.turn(self.path) as work:
             remove(work / _WRITTEN)
-            new.rename(work / _WRITTEN)
+            folder.rename(work / _WRITTEN)
             placing.swap(self.path, work, _WRITTEN, sorted(p.name for p in (work / _WRITTEN).iterdir()))
 
     def abort(self) -> None:
@@ -443,5 +451,5 @@ def _counts(lengths: Any, name: str) -> NDArray[np.int64]:
         raise ArgumentError(
             f"lengths: expected an entry for field '{name}', found {', '.join(map(str, lengths)) or 'none'}"
         )
-    given = lengths[name] if isinstance(lengths, Mapping) else lengths
-    return flat(given, "row") if np.size(given) else np.empty(0, np.int64)
+    field_lengths = lengths[name] if isinstance(lengths, Mapping) else lengths
+    return flat(field_lengths, "row") if np.size(field_lengths) else np.empty(0, np.int64)

@@ -139,24 +139,24 @@ class IterableDataset(data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = data.get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        stream, at, self._at = self.stream, self._at, None
-        epoch = self._agree(worker, None if at is None else at["epoch"])
-        if at is None:
+        stream, position, self._at = self.stream, self._at, None
+        epoch = self._agree(worker, None if position is None else position["epoch"])
+        if position is None:
             resumes = stream.resumes and stream.epoch == epoch
-            at = {"epoch": epoch, "next": first + (stream.state()["batch"] if resumes else 0)}
-        self._now = at
+            position = {"epoch": epoch, "next": first + (stream.state()["batch"] if resumes else 0)}
+        self._now = position
         if worker is None:
             self._begun = int(self._shared[_BEGUN])
         stream.set_epoch(epoch)
-        return self._read(at, first, every)
+        return self._read(position, first, every)
 
-    def _read(self, at: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
+    def _read(self, position: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
         # A worker's batches are sent by a thread while the loop reads the next ones.
         copies = self.stream.reuses and data.get_worker_info() is not None
-        for batch in self.stream.batches_from(at["next"], every):
-            at["next"] += every
+        for batch in self.stream.batches_from(position["next"], every):
+            position["next"] += every
             yield _LoaderBatch(tensors(batch, copy=copies))
-        self._now = {"epoch": at["epoch"] + 1, "next": first}
+        self._now = {"epoch": position["epoch"] + 1, "next": first}
 
     def _agree(self, worker: Any, epoch: int | None) -> int:
         """Returns the epoch of this pass, the same in all workers.
@@ -175,20 +175,20 @@ class IterableDataset(data.IterableDataset):
         count = self._passes[1] + 1 if self._passes[0] == token else 0
         self._passes = (token, count)
         # Each pass has its own slot, so a worker that is one pass late still finds its epoch.
-        place = _BEGUN + 1 + 2 * (count % _PASSES)
+        slot = _BEGUN + 1 + 2 * (count % _PASSES)
         if worker.id == 0:
             epoch = int(shared[_NEXT]) if epoch is None else epoch
             shared[_NEXT] = epoch + 1
             if count == 0:
                 shared[_BEGUN + 1 :] = -1
-            shared[place + 1] = epoch
-            shared[place] = count
+            shared[slot + 1] = epoch
+            shared[slot] = count
             shared[_SET] = token
             shared[_BEGUN] += 1
             return epoch
         for _ in range(300_000):
-            if int(shared[_SET]) == token and int(shared[place]) == count:
-                return int(shared[place + 1])
+            if int(shared[_SET]) == token and int(shared[slot]) == count:
+                return int(shared[slot + 1])
             time.sleep(0.001)
         raise InternalError("worker 0 of the DataLoader did not begin to read within five minutes")
 
@@ -201,8 +201,8 @@ class IterableDataset(data.IterableDataset):
         state = self.stream.state_dict()
         worker = data.get_worker_info()
         first = 0 if worker is None else worker.id
-        now = self._at or self._now or {"epoch": state["epoch"], "next": state["batch"] + first}
-        return {"stream": state["settings"], **now}
+        position = self._at or self._now or {"epoch": state["epoch"], "next": state["batch"] + first}
+        return {"stream": state["settings"], **position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved state. The loader must have the same number of workers.
@@ -280,12 +280,12 @@ class Dataset(data.Dataset):
             )
         examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
         rows = tensor(self.store.gather(self.layer, examples, tokens, dtype=self.dtype))
-        made = _Items(
+        items = _Items(
             {"activation": row, "example": e, "token": t}
             for row, e, t in zip(rows.unbind(), examples.tolist(), tokens.tolist(), strict=True)
         )
-        made.batch = {"activation": rows, "example": tensor(examples), "token": tensor(tokens)}
-        return made
+        items.batch = {"activation": rows, "example": tensor(examples), "token": tensor(tokens)}
+        return items
 
 
 class TokenDataset(data.Dataset):
@@ -309,10 +309,10 @@ class TokenDataset(data.Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        found = tensors(self.dataset.get_batch(np.asarray(indices, np.int64)))
-        made = _Items({name: rows[i] for name, rows in found.items()} for i in range(len(indices)))
-        made.batch = found
-        return made
+        batch = tensors(self.dataset.get_batch(np.asarray(indices, np.int64)))
+        items = _Items({name: rows[i] for name, rows in batch.items()} for i in range(len(indices)))
+        items.batch = batch
+        return items
 
 
 def collate(items: Any) -> Any:

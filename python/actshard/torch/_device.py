@@ -71,18 +71,18 @@ class CudaCopies:
 
     def send(self, batch: Tensors) -> tuple[Tensors, CopyEvent]:
         with torch.cuda.stream(self._side):
-            made = {name: _sent(host, self._device, non_blocking=True) for name, host in batch.items()}
+            device_batch = {name: _sent(host, self._device, non_blocking=True) for name, host in batch.items()}
             event: CopyEvent = self._side.record_event()
-        return made, event
+        return device_batch, event
 
     def receive(self, batch: Tensors, event: CopyEvent) -> None:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
-        for made in batch.values():
+        for value in batch.values():
             # The memory belongs to the side stream. Without this, it could be given to a later copy while the
             # consumer's kernels still read it.
-            if isinstance(made, torch.Tensor):
-                made.record_stream(current)
+            if isinstance(value, torch.Tensor):
+                value.record_stream(current)
 
 
 def _sent(value: Any, device: torch.device, **options: bool) -> Any:
@@ -105,22 +105,22 @@ class HostSlot:
 
     def hold(self, batch: Any, backend: CopyBackend) -> Tensors:
         """The batch as tensors in pinned memory."""
-        held: Tensors = {}
+        pinned_batch: Tensors = {}
         for name, value in tensors(batch).items():
             if isinstance(value, list):  # names of layers
-                held[name] = value
+                pinned_batch[name] = value
                 continue
             size = value.numel() * value.element_size()
             written = name == "activations" and self.rows is not None
             if not written and (name not in self.others or self.others[name].numel() < size):
                 self.others[name] = backend.pin(size)
             pinned = self.rows if written else self.others[name]
-            held[name] = pinned[:size].view(value.dtype).view(value.shape)
+            pinned_batch[name] = pinned[:size].view(value.dtype).view(value.shape)
             if not written:
                 # Not copy_(): torch's threads would wait for cores on which the reader works. For the 0.5 MB of numbers of 65,536
                 # rows this took 16 ms on 16 cores, three times as long as the batch itself.
                 np.copyto(pinned[:size].numpy(), value.contiguous().reshape(-1).view(torch.uint8).numpy())
-        return held
+        return pinned_batch
 
 
 @dataclass(eq=False)
@@ -159,9 +159,9 @@ class DeviceStream:
         self._end_loop()
         if not self._slots:
             self._slots = [self._slot(number, self._backend) for number in range(self.depth)]
-        made = DeviceLoop(self.stream, self._backend, self._slots)
-        self._live = weakref.ref(made)
-        return made
+        loop = DeviceLoop(self.stream, self._backend, self._slots)
+        self._live = weakref.ref(loop)
+        return loop
 
     def _plain(self) -> Iterator[Tensors]:
         # Copies to other devices are complete when they return; to the CPU there are none.
@@ -217,12 +217,12 @@ class DeviceLoop:
         self._free = deque(slots)
         self._ended = self._closed = False
         self._failed: BaseException | None = None
-        held = None
+        buffers = None
         self._by_address: dict[int, HostSlot] = {}
         if isinstance(stream, Stream):
-            held = [slot.rows.numpy().view(stream.dtype).reshape(stream.batch_shape) for slot in slots]
-            self._by_address = {array.ctypes.data: slot for array, slot in zip(held, slots, strict=True)}
-        self._loop = stream.loop(held)
+            buffers = [slot.rows.numpy().view(stream.dtype).reshape(stream.batch_shape) for slot in slots]
+            self._by_address = {array.ctypes.data: slot for array, slot in zip(buffers, slots, strict=True)}
+        self._loop = stream.loop(buffers)
 
     def __iter__(self) -> Self:
         return self

@@ -33,11 +33,11 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
     if not array.flags.writeable:
         array = array.copy()
     if array.dtype.kind == "V" or (type(array.dtype.type).__module__ != "numpy" and array.dtype.kind not in "biufc"):
-        wanted = getattr(torch, array.dtype.name, None)
-        if wanted is None:
+        torch_dtype = getattr(torch, array.dtype.name, None)
+        if torch_dtype is None:
             raise ArgumentError(f"torch has no dtype for {array.dtype}")
         size = array.dtype.itemsize
-        return torch.from_numpy(array.view(f"i{size}")).view(wanted)
+        return torch.from_numpy(array.view(f"i{size}")).view(torch_dtype)
     return torch.from_numpy(array)
 
 
@@ -54,7 +54,7 @@ def tensors(batch: Any, *, copy: bool = False) -> dict[str, Any]:
         return {
             name: array.tolist() if array.dtype.kind in "UO" else tensor(array) for name, array in arrays(batch).items()
         }
-    made = {
+    batch_tensors = {
         "activations": tensor(batch.activations).clone() if copy else tensor(batch.activations),
         "examples": tensor(batch.examples),
         "tokens": tensor(batch.tokens),
@@ -62,27 +62,27 @@ def tensors(batch: Any, *, copy: bool = False) -> dict[str, Any]:
         "layers": batch.layers.tolist() if batch.layers.dtype.kind in "UO" else tensor(batch.layers),
     }
     if batch.labels is not None:
-        made["labels"] = tensor(batch.labels)
+        batch_tensors["labels"] = tensor(batch.labels)
     if isinstance(batch, MixedBatch):
-        made["sources"] = tensor(batch.sources)
+        batch_tensors["sources"] = tensor(batch.sources)
     if isinstance(batch, PairedBatch):
-        made["stores"] = tensor(batch.stores)
-    return made
+        batch_tensors["stores"] = tensor(batch.stores)
+    return batch_tensors
 
 
-def stream_of(given: Any) -> Epochs[Any]:
+def stream_of(stream: Any) -> Epochs[Any]:
     """The argument, if it is a stream of activations or of tokens."""
-    if not isinstance(given, Epochs):
+    if not isinstance(stream, Epochs):
         raise ArgumentTypeError(
             "stream: expected an actshard.Stream (store.stream(...)) or a token stream (dataset.stream(...)), "
-            f"found {type(given).__name__}"
+            f"found {type(stream).__name__}"
         )
-    return given
+    return stream
 
 
 def dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
     """torch's dtype of the same name."""
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.name, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ArgumentError(f"torch has no dtype for {dtype}")
-    return found
+    return torch_dtype
