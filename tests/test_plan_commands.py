@@ -206,12 +206,15 @@ def test_a_sample_is_measured_and_leaves_nothing(source: Path, tmp_path: Path, f
 def test_times_are_those_of_the_rate(source: Path, tmp_path: Path) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
     size = sum(int(task["bytes"]) for task in plan.tasks)
-    told = planning.Told(plan, tmp_path / "p.json", measuring.Rate(size, 7200.0), (1, None))
+    told = planning.PlanSummary(plan, tmp_path / "p.json", measuring.Rate(size, 7200.0), (1, None))
     assert told.seconds(1) == pytest.approx(7200)
     largest = max(int(task["bytes"]) for task in plan.tasks)
     assert told.seconds(10**6) == pytest.approx(7200 * largest / size)
     assert "about 2.0 h in one process" in told.time()
-    assert planning.Told(plan, tmp_path / "p.json", "--no-measure", (1, None)).time() == "not measured: --no-measure"
+    assert (
+        planning.PlanSummary(plan, tmp_path / "p.json", "--no-measure", (1, None)).time()
+        == "not measured: --no-measure"
+    )
 
 
 def test_a_time_that_is_not_measured_has_a_reason(
@@ -322,7 +325,7 @@ def test_an_array_has_no_more_elements_than_slurm_takes(
 ) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
     plan = dataclasses.replace(plan, tasks=plan.tasks * (tasks // len(plan)))
-    told = planning.Told(plan, tmp_path / "p.json", "", (1, None)).commands()["as an array"]
+    told = planning.PlanSummary(plan, tmp_path / "p.json", "", (1, None)).commands()["as an array"]
     assert told.startswith(f"sbatch --wait --array={array} --wrap 'actshard run ")
     assert told.endswith(f"p.json --task {named}'")
 

@@ -174,9 +174,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"actshard.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'actshard' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"actshard.{_ON_FIRST_USE[name]}"), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(importlib.import_module(f"actshard.{_ON_FIRST_USE[name]}"), name)
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

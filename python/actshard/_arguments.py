@@ -46,8 +46,8 @@ def _fill_tables() -> None:
     for name, numpy_name, _ in _native.dtypes():
         if numpy_name is None:
             continue
-        made = getattr(ml_dtypes, numpy_name, None) or getattr(np, numpy_name, None)
-        dtype = np.dtype(made if made is not None else numpy_name)
+        scalar_type = getattr(ml_dtypes, numpy_name, None) or getattr(np, numpy_name, None)
+        dtype = np.dtype(scalar_type if scalar_type is not None else numpy_name)
         NUMPY_BY_NAME[name] = dtype
         _NAME_BY_NUMPY[dtype] = name
 
@@ -58,15 +58,15 @@ _fill_tables()
 _SHORT_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
 
-def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
+def numpy_type(value: Any, what: str) -> np.dtype[Any]:
     """Converts to a numpy dtype; ``what`` is the message's prefix."""
     try:
-        made: np.dtype[Any] = np.dtype(asked)
+        numpy_dtype: np.dtype[Any] = np.dtype(value)
     # np.dtype parses strings, lists and dicts, and reads other objects' dtype attribute: each raises different errors.
     except (TypeError, ValueError, SyntaxError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        meant = _SHORT_NAMES.get(asked) if isinstance(asked, str) else None
-        raise DtypeError(f"{what}{asked!r:.80} is not a dtype" + (f"; write {meant!r}" if meant else "")) from error
-    return made
+        meant = _SHORT_NAMES.get(value) if isinstance(value, str) else None
+        raise DtypeError(f"{what}{value!r:.80} is not a dtype" + (f"; write {meant!r}" if meant else "")) from error
+    return numpy_dtype
 
 
 def is_one_of(value: Any, words: Iterable[str]) -> bool:
@@ -111,24 +111,24 @@ def switch(value: Any, what: str) -> bool:
     return bool(value)
 
 
-def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
+def dtype(value: DTypeLike) -> tuple[np.dtype[Any], str]:
     """Returns the requested numpy dtype and its safetensors name."""
     # Accepts torch dtypes, which print as "torch.float32".
-    if type(asked).__module__ == "torch" and str(asked).startswith("torch."):
-        asked = str(asked).removeprefix("torch.")
-    found = numpy_type(asked, "dtype=")
-    name = _NAME_BY_NUMPY.get(found)
-    if name is None or not found.isnative:
+    if type(value).__module__ == "torch" and str(value).startswith("torch."):
+        value = str(value).removeprefix("torch.")
+    numpy_dtype = numpy_type(value, "dtype=")
+    name = _NAME_BY_NUMPY.get(numpy_dtype)
+    if name is None or not numpy_dtype.isnative:
         raise DtypeError(
-            f"dtype: expected float16, bfloat16, float32 or float64, found {found}, which is not supported"
+            f"dtype: expected float16, bfloat16, float32 or float64, found {numpy_dtype}, which is not supported"
         )
-    return found, name
+    return numpy_dtype, name
 
 
 def elements(array: Any) -> tuple[NDArray[np.uint8], str]:
     """Returns an array's elements as flat bytes, and their safetensors name. A view if contiguous and native, else a copy."""
-    found = np.asarray(array)
-    native = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
+    values = np.asarray(array)
+    native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     return native.reshape(-1).view(np.uint8), name_of(native.dtype)
 
 
@@ -147,8 +147,8 @@ def pickled_array(
     """
     dtype = NUMPY_BY_NAME[name]
     order: Any = "F" if fortran else "C"
-    made: NDArray[Any] = np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
-    return made.byteswap(inplace=True).view(dtype) if swapped and not over_buffer else made
+    array: NDArray[Any] = np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
+    return array.byteswap(inplace=True).view(dtype) if swapped and not over_buffer else array
 
 
 def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:
@@ -259,12 +259,12 @@ def size(value: int | str, what: str) -> int:
     words = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if words is not None:
         unit = next((n for name, n in _UNITS.items() if name.lower() == words[2].lower()), None)
-        found = None if unit is None or len(words[1]) > 30 else int(float(words[1]) * unit)
+        nbytes = None if unit is None or len(words[1]) > 30 else int(float(words[1]) * unit)
     else:
-        found = int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
-    if found is None or not 0 <= found < 1 << 62:
+        nbytes = int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+    if nbytes is None or not 0 <= nbytes < 1 << 62:
         raise ArgumentError(f'{what}: expected a number of bytes or a size such as "512MiB", found {value!r:.80}')
-    return found
+    return nbytes
 
 
 def minutes(value: int | str, what: str) -> int:
@@ -272,7 +272,7 @@ def minutes(value: int | str, what: str) -> int:
     text = str(value) if not isinstance(value, bool) else ""
     words = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,4}))?(?::(\d{1,4}))?", text, re.ASCII)
     if words is None:
-        made = 0
+        whole_minutes = 0
     else:
         days, first, second, third = (int(word or 0) for word in words.groups())
         if words[1] is not None:
@@ -281,10 +281,10 @@ def minutes(value: int | str, what: str) -> int:
             seconds = (first * 60 + second) * 60 + third
         else:
             seconds = first * 60 + second
-        made = -(-seconds // 60)
-    if made <= 0:
+        whole_minutes = -(-seconds // 60)
+    if whole_minutes <= 0:
         raise ArgumentError(f'{what}: expected minutes, or a limit such as "4:00:00" or "1-12", found {value!r:.40}')
-    return made
+    return whole_minutes
 
 
 def whole(
@@ -340,7 +340,7 @@ def _bool_in(values: list[Any] | tuple[Any, ...]) -> bool | None:
     if bool in kinds or np.bool_ in kinds:
         return next(bool(value) for value in values if isinstance(value, bool | np.bool_))
     nested = (value for value in values if isinstance(value, list | tuple))
-    return next((found for value in nested if (found := _bool_in(value)) is not None), None)
+    return next((flag for value in nested if (flag := _bool_in(value)) is not None), None)
 
 
 def _integers(values: Any, what: str) -> NDArray[np.int64]:
@@ -386,15 +386,15 @@ def members(values: Any, count: int, what: str, path: Path | None = None) -> NDA
         OutOfRangeError: an index is out of range. The error names ``path``.
         ArgumentError: the indices are not integers.
     """
-    made = flat(values, what)
-    low = made < 0
+    numbers = flat(values, what)
+    low = numbers < 0
     if low.any():
-        made = np.where(low, made + count, made)
-    bad = (made < 0) | (made >= count)
+        numbers = np.where(low, numbers + count, numbers)
+    bad = (numbers < 0) | (numbers >= count)
     if bad.any():
-        first = int(made[np.flatnonzero(bad)[0]])
+        first = int(numbers[np.flatnonzero(bad)[0]])
         raise OutOfRangeError(f"{what} {first} is out of range: there are {count}", path=path)
-    return np.ascontiguousarray(made)
+    return np.ascontiguousarray(numbers)
 
 
 def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:

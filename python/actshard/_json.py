@@ -59,12 +59,12 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         raise FormatError(f"expected metadata of at most {MAX_VALUES} JSON values, found about {values}", path=path)
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            earlier_keys: set[str] = set()
+            twice = next(key for key, _ in pairs if key in earlier_keys or earlier_keys.add(key))  # type: ignore[func-returns-value]
             raise FormatError(f"field '{twice}': appears twice", path=path, code="metadata")
-        return made
+        return fields
 
     def no_constant(word: str) -> Any:
         raise FormatError(f"expected JSON, found the constant {word}", path=path)
@@ -109,9 +109,9 @@ class Fields:
 
     def __init__(self, value: Any, path: Path | Location, where: str = "", faults: Faults = RAISE) -> None:
         if not isinstance(value, dict):
-            place = f"field '{where}': " if where else ""
+            prefix = f"field '{where}': " if where else ""
             code = "metadata" if where else None
-            raise FormatError(f"{place}expected an object, found {show(value)}", path=path, code=code)
+            raise FormatError(f"{prefix}expected an object, found {show(value)}", path=path, code=code)
         self.value: dict[str, Any] = value
         self.path = path
         self.where = where
@@ -132,8 +132,8 @@ class Fields:
     def error(self, name: str, expected: str, code: str = "metadata") -> FormatError:
         """Builds the error for a missing or invalid field."""
         dotted = f"{self.where}.{name}" if self.where else name
-        found = show(self.value[name]) if name in self.value else "nothing"
-        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path, code=code)
+        actual = show(self.value[name]) if name in self.value else "nothing"
+        return FormatError(f"field '{dotted}': expected {expected}, found {actual}", path=self.path, code=code)
 
     def name(self, *names: str) -> str:
         """Returns the first name that is present, else ``names[0]``, for errors."""
@@ -230,9 +230,9 @@ def _parse_line(line: bytes, number: int, path: Path | Location, offset: int) ->
         value = json.loads(line)
     except json.JSONDecodeError as error:
         # Python's position may be after the line break; the error is in this line.
-        within = min(len(error.doc[: error.pos].encode("utf-8", "surrogatepass")), len(line) - line.endswith(b"\n"))
+        column = min(len(error.doc[: error.pos].encode("utf-8", "surrogatepass")), len(line) - line.endswith(b"\n"))
         raise FormatError(
-            f"line {number}: expected a JSON object: {error.msg}{interrupted(line)}", path=path, offset=offset + within
+            f"line {number}: expected a JSON object: {error.msg}{interrupted(line)}", path=path, offset=offset + column
         ) from error
     except UnicodeDecodeError as error:
         raise FormatError(f"line {number}: expected UTF-8 text", path=path, offset=offset + error.start) from error

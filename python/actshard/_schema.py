@@ -85,8 +85,8 @@ class MismatchError(Exception):
     def described(self, where: str = "") -> str:
         """The message: the field below ``where``, the expected and the found value."""
         name = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.steps)
-        found = "nothing" if self.value is _NOTHING else show(self.value)
-        return f"field '{name.lstrip('.')}': expected {self.expected}, found {found}{self.remedy}"
+        actual = "nothing" if self.value is _NOTHING else show(self.value)
+        return f"field '{name.lstrip('.')}': expected {self.expected}, found {actual}{self.remedy}"
 
 
 def read(kind: type[Kind], value: Any, path: Path | Location, where: str = "") -> Kind:
@@ -189,7 +189,7 @@ def _path(value: Any) -> Path:
 
 def _literal(accepted: tuple[Any, ...]) -> _Parser:
     def read_literal(value: Any) -> Any:
-        if not any(type(value) is type(one) and value == one for one in accepted):
+        if not any(type(value) is type(choice) and value == choice for choice in accepted):
             raise MismatchError(f"one of {', '.join(map(str, accepted))}", value)
         return value
 

@@ -11,8 +11,8 @@ from typing import Any
 class ReadAhead:
     """Reads batches on a thread, up to ``ahead`` batches before they are requested."""
 
-    def __init__(self, read: Callable[[int], Any], wanted: Iterable[int], ahead: int) -> None:
-        self._read, self._wanted, self._most = read, wanted, ahead
+    def __init__(self, read: Callable[[int], Any], numbers: Iterable[int], ahead: int) -> None:
+        self._read, self._numbers, self._most = read, numbers, ahead
         self._changed = threading.Condition()
         self._held: deque[Any] = deque()
         self._ended = self._stopped = False
@@ -23,14 +23,14 @@ class ReadAhead:
 
     def _fill(self) -> None:
         try:
-            for batch in self._wanted:
+            for number in self._numbers:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped or len(self._held) < self._most)
                     if self._stopped:
                         return
-                made = self._read(batch)
+                batch = self._read(number)
                 with self._changed:
-                    self._held.append(made)
+                    self._held.append(batch)
                     self._changed.notify_all()
         except BaseException as error:  # re-raised by next()
             self._error = error
@@ -44,9 +44,9 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._held or self._ended or self._stopped)
             if self._held:
-                made = self._held.popleft()
+                batch = self._held.popleft()
                 self._changed.notify_all()
-                return made
+                return batch
         if self._error is not None and not self._stopped:
             raise self._error
         return None

@@ -153,35 +153,37 @@ class _Lazy(ABC):
         """A view that contains all rows, ``(r, d_model)``; the first example's row in it; rows from one example to the next."""
         if self.dtype != self._store.dtype:
             return None
-        found: tuple[NDArray[Any], int, int | None] | None = self._store.rows.view_all(
-            self._store.group_of(self._layer)
-        )
-        return found
+        view: tuple[NDArray[Any], int, int | None] | None = self._store.rows.view_all(self._store.group_of(self._layer))
+        return view
 
-    def _view_of_examples(self, each: int) -> NDArray[Any] | None:
-        """All examples, of ``each`` rows, as a view ``(n, each, d_model)``."""
-        if (found := self._view_of_all()) is None:
+    def _view_of_examples(self, tokens_each: int) -> NDArray[Any] | None:
+        """All examples, of ``tokens_each`` rows, as a view ``(n, tokens_each, d_model)``."""
+        if (view := self._view_of_all()) is None:
             return None
-        (rows, first, step), n = found, self._store.num_examples
+        (rows, first, step), n = view, self._store.num_examples
         if step is None:
-            return rows.reshape(n, each, -1) if len(rows) == n * each else None
-        if len(rows) != abs(step) * (n - 1) + each:
+            return rows.reshape(n, tokens_each, -1) if len(rows) == n * tokens_each else None
+        if len(rows) != abs(step) * (n - 1) + tokens_each:
             return None
         row, element = rows.strides
         # Unlike as_strided, this checks that the strides stay in the buffer.
-        shape, strides = (n, each, rows.shape[1]), (step * row, row, element)
+        shape, strides = (n, tokens_each, rows.shape[1]), (step * row, row, element)
         return np.ndarray(shape, rows.dtype, rows.view(np.uint8).reshape(-1), first * row, strides)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        wanted = self.dtype if dtype is None else _arguments.numpy_type(dtype, "dtype=")
-        if not copy and wanted == self.dtype and (view := self._view()) is not None:
+        target_dtype = self.dtype if dtype is None else _arguments.numpy_type(dtype, "dtype=")
+        if not copy and target_dtype == self.dtype and (view := self._view()) is not None:
             return view
-        direct = {wanted.kind, self._store.dtype.kind} <= set("fV") and wanted in _arguments.NUMPY_BY_NAME.values()
-        made = self._read(wanted if direct and wanted != self._store.dtype else self._asked)
-        owned = made.base is None or made.flags.writeable
-        if copy is False and (owned or made.dtype != wanted):
-            raise ArgumentError(f"copy=False: the rows are not one block of mapped memory as {wanted}. Use copy=None.")
-        return made.astype(wanted, copy=bool(copy) and not owned)
+        direct = {target_dtype.kind, self._store.dtype.kind} <= set(
+            "fV"
+        ) and target_dtype in _arguments.NUMPY_BY_NAME.values()
+        array = self._read(target_dtype if direct and target_dtype != self._store.dtype else self._asked)
+        owned = array.base is None or array.flags.writeable
+        if copy is False and (owned or array.dtype != target_dtype):
+            raise ArgumentError(
+                f"copy=False: the rows are not one block of mapped memory as {target_dtype}. Use copy=None."
+            )
+        return array.astype(target_dtype, copy=bool(copy) and not owned)
 
 
 class LayerArray(_Lazy):
@@ -259,10 +261,10 @@ class LayerArray(_Lazy):
     def _tokens(self, part: Any, examples: Any) -> Any:
         """Tokens that are not a slice, as an int or an array. The store counts negative ones from each example's end."""
         if isinstance(part, np.ndarray) and part.dtype == bool:
-            each = int(self._lengths(np.array([examples]))[0]) if isinstance(examples, int) else self._each
-            if part.shape != (each,):
-                also = "" if each is not None else ": examples have different numbers of tokens"
-                raise ArgumentError(f"mask: expected ({each},) flags, one per token, found {part.shape}{also}")
+            tokens_each = int(self._lengths(np.array([examples]))[0]) if isinstance(examples, int) else self._each
+            if part.shape != (tokens_each,):
+                also = "" if tokens_each is not None else ": examples have different numbers of tokens"
+                raise ArgumentError(f"mask: expected ({tokens_each},) flags, one per token, found {part.shape}{also}")
             return np.flatnonzero(part)
         nothing = not (range(*examples.indices(len(self))) if isinstance(examples, slice) else np.size(examples))
         # No row is read then, which would find tokens out of range. numpy checks them unless two lists are paired.
@@ -274,17 +276,17 @@ class LayerArray(_Lazy):
         """The rows of resolved examples and of tokens that are integers or a slice."""
         if isinstance(tokens, slice):
             return self._sliced(examples, tokens)
-        listed = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else np.asarray(examples)
+        numbers = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else np.asarray(examples)
         if isinstance(examples, slice):
-            listed = listed.reshape(-1, *[1] * np.ndim(tokens))
+            numbers = numbers.reshape(-1, *[1] * np.ndim(tokens))
         try:
-            shape = np.broadcast_shapes(listed.shape, np.shape(tokens))
+            shape = np.broadcast_shapes(numbers.shape, np.shape(tokens))
         except ValueError:
             raise ArgumentError(
-                f"examples {listed.shape} and tokens {np.shape(tokens)} cannot be broadcast together. "
+                f"examples {numbers.shape} and tokens {np.shape(tokens)} cannot be broadcast together. "
                 "acts[np.ix_(examples, tokens)] reads a grid"
             ) from None
-        rows = self._gather(listed if listed.ndim else examples, tokens)
+        rows = self._gather(numbers if numbers.ndim else examples, tokens)
         return rows.reshape(*shape, self._store.d_model)
 
     def _sliced(self, examples: Any, tokens: slice) -> NDArray[Any]:
@@ -292,24 +294,24 @@ class LayerArray(_Lazy):
         d_model = self._store.d_model
         if isinstance(examples, int):
             return self._part_of(examples, tokens)
-        listed = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else examples
-        flat = np.ascontiguousarray(listed).reshape(-1)
+        numbers = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else examples
+        flat = np.ascontiguousarray(numbers).reshape(-1)
         lengths, which = np.unique(self._lengths(flat), return_inverse=True)
         ranges = [range(*tokens.indices(int(t))) for t in lengths] or [range(*tokens.indices(self._each or 0))]
-        taken = {len(r) for r in ranges}
-        if len(taken) > 1:
+        counts = {len(r) for r in ranges}
+        if len(counts) > 1:
             raise ArgumentError(
-                f"these examples have {min(taken)} to {max(taken)} tokens there, which do not form an array. Use acts.rows() for "
+                f"these examples have {min(counts)} to {max(counts)} tokens there, which do not form an array. Use acts.rows() for "
                 "all rows, acts.ragged() for values and offsets, or acts[i] for one example",
                 path=self._store.path,
             )
-        (count,) = taken
-        shape = (*listed.shape, count, d_model)
+        (count,) = counts
+        shape = (*numbers.shape, count, d_model)
         if all(r == range(int(t)) for r, t in zip(ranges, lengths, strict=False)) and len(lengths):
             return self._whole(flat, self._asked).reshape(shape)
         starts = np.array([r.start for r in ranges], np.int64)[which]
-        numbers = starts[:, None] + np.arange(count) * ranges[0].step
-        return self._gather(np.broadcast_to(flat[:, None], numbers.shape), numbers).reshape(shape)
+        positions = starts[:, None] + np.arange(count) * ranges[0].step
+        return self._gather(np.broadcast_to(flat[:, None], positions.shape), positions).reshape(shape)
 
     def _part_of(self, example: int, tokens: slice) -> NDArray[Any]:
         """A slice of one example: a view if possible."""
@@ -318,8 +320,8 @@ class LayerArray(_Lazy):
             return store.sequence(example, self._layer, dtype=self._asked)
         if self._asked is None and (view := store.rows.view(store.group_of(self._layer), example)) is not None:
             return view[tokens]
-        held = int(self._lengths(np.array([example]))[0])
-        numbers = np.arange(*tokens.indices(held))
+        token_count = int(self._lengths(np.array([example]))[0])
+        numbers = np.arange(*tokens.indices(token_count))
         return self._gather(np.full(len(numbers), example), numbers)
 
     def _even(self) -> int:
@@ -337,8 +339,8 @@ class LayerArray(_Lazy):
         return self._view_of_examples(self._even())
 
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
-        each = self._even()
-        return self._whole(np.arange(len(self)), dtype).reshape(len(self), each, self._store.d_model)
+        tokens_each = self._even()
+        return self._whole(np.arange(len(self)), dtype).reshape(len(self), tokens_each, self._store.d_model)
 
     def rows(self) -> RowArray:
         """Returns all rows, example after example, as an array over (row, element). Reads nothing until indexed."""
@@ -360,13 +362,13 @@ class LayerArray(_Lazy):
             As ``acts[examples]``.
         """
         chosen = index_of(slice(None) if examples is None else examples, len(self), "example")
-        listed = np.arange(*chosen.indices(len(self))) if isinstance(chosen, slice) else np.atleast_1d(chosen)
-        if listed.ndim != 1:
-            raise ArgumentError(f"examples: expected one dimension, found {listed.ndim}")
-        offsets = np.zeros(len(listed) + 1, np.int64)
-        np.cumsum(self._lengths(listed), out=offsets[1:])
+        numbers = np.arange(*chosen.indices(len(self))) if isinstance(chosen, slice) else np.atleast_1d(chosen)
+        if numbers.ndim != 1:
+            raise ArgumentError(f"examples: expected one dimension, found {numbers.ndim}")
+        offsets = np.zeros(len(numbers) + 1, np.int64)
+        np.cumsum(self._lengths(numbers), out=offsets[1:])
         view = self.rows()._view() if examples is None else None
-        return Ragged(self._whole(listed, self._asked) if view is None else view, offsets)
+        return Ragged(self._whole(numbers, self._asked) if view is None else view, offsets)
 
 
 class RowArray(_Lazy):
@@ -399,16 +401,16 @@ class RowArray(_Lazy):
     @cached_property
     def examples(self) -> NDArray[np.int64]:
         """``(rows,)`` int64, read-only: the example of each row. Computed on first use and cached."""
-        made = np.repeat(np.arange(len(self._counts)), self._counts)
-        made.flags.writeable = False
-        return made
+        numbers = np.repeat(np.arange(len(self._counts)), self._counts)
+        numbers.flags.writeable = False
+        return numbers
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """``(rows,)`` int64, read-only: the position of each row among its example's stored tokens. Cached."""
-        made = np.arange(len(self)) - np.repeat(self._ends - self._counts, self._counts)
-        made.flags.writeable = False
-        return made
+        positions = np.arange(len(self)) - np.repeat(self._ends - self._counts, self._counts)
+        positions.flags.writeable = False
+        return positions
 
     def locate(self, rows: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns (examples, tokens) of row numbers, without computing those of other rows."""
@@ -454,8 +456,8 @@ class RowArray(_Lazy):
         if len(counts) and int(counts.min()) == int(counts.max()) == 1:  # evenly spaced rows form an array too
             examples = self._view_of_examples(1)
             return None if examples is None else examples.reshape(-1, self._store.d_model)
-        found = self._view_of_all()
-        return found[0] if found is not None and found[2] is None and len(found[0]) == len(self) else None
+        view = self._view_of_all()
+        return view[0] if view is not None and view[2] is None and len(view[0]) == len(self) else None
 
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
         return self._whole(np.arange(self._store.num_examples), dtype)
@@ -463,35 +465,35 @@ class RowArray(_Lazy):
 
 def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
     """One index per axis; axes that the key does not name are whole."""
-    given = list(key) if isinstance(key, tuple) else [key]
-    given = [plain_index(part) for part in given]
+    parts = list(key) if isinstance(key, tuple) else [key]
+    parts = [plain_index(part) for part in parts]
     if (
         masked is not None
-        and given
-        and isinstance(given[0], np.ndarray)
-        and given[0].dtype == bool
-        and given[0].ndim == 2
+        and parts
+        and isinstance(parts[0], np.ndarray)
+        and parts[0].dtype == bool
+        and parts[0].ndim == 2
     ):
-        given[:1] = masked(given[0])
-    dots = [i for i, part in enumerate(given) if part is Ellipsis]
+        parts[:1] = masked(parts[0])
+    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
         raise ArgumentError("an index has at most one ellipsis ('...')")
-    if len(given) - len(dots) > ndim:
-        raise OutOfRangeError(f"too many indices: the array has {ndim} axes, found {len(given) - len(dots)}")
-    rest = [slice(None)] * (ndim - len(given) + len(dots))
-    at = dots[0] if dots else len(given)
+    if len(parts) - len(dots) > ndim:
+        raise OutOfRangeError(f"too many indices: the array has {ndim} axes, found {len(parts) - len(dots)}")
+    rest = [slice(None)] * (ndim - len(parts) + len(dots))
+    position = dots[0] if dots else len(parts)
     moves = (
-        at == 2
-        and isinstance(given[0], slice)
-        and not isinstance(given[1], slice)
-        and not isinstance(given[-1], slice)
-        and any(isinstance(part, np.ndarray) for part in given)
+        position == 2
+        and isinstance(parts[0], slice)
+        and not isinstance(parts[1], slice)
+        and not isinstance(parts[-1], slice)
+        and any(isinstance(part, np.ndarray) for part in parts)
     )
     if dots and not rest and moves:
         raise ArgumentError(
             "index: an ellipsis between a list and a number is ambiguous: numpy moves the list's axes to the front. Leave it out."
         )
-    return [*given[:at], *rest, *given[at + 1 :]]
+    return [*parts[:position], *rest, *parts[position + 1 :]]
 
 
 def _numbers(part: slice, count: int) -> NDArray[np.int64]:
@@ -500,8 +502,8 @@ def _numbers(part: slice, count: int) -> NDArray[np.int64]:
 
 def _narrowed(rows: NDArray[Any], part: Any) -> NDArray[Any]:
     """Rows cut to a part of their last axis."""
-    made: NDArray[Any] = rows[..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")]
-    return made
+    elements: NDArray[Any] = rows[..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")]
+    return elements
 
 
 def _check_elements(first: Any, second: Any, elements: Any) -> None:
@@ -509,8 +511,8 @@ def _check_elements(first: Any, second: Any, elements: Any) -> None:
     if not isinstance(elements, np.ndarray):
         return
     lists = any(isinstance(part, np.ndarray) for part in (first, second))
-    apart = isinstance(second, slice) and not isinstance(first, slice)
-    if lists or apart:
+    is_separated = isinstance(second, slice) and not isinstance(first, slice)
+    if lists or is_separated:
         raise ArgumentError(
             "elements: a list combined with other lists or numbers is ambiguous. Index the result: acts[...][..., elements]"
         )

@@ -45,11 +45,11 @@ def cache_info(folder: str | os.PathLike[str] | None = None) -> CacheInfo:
         MissingFileError: the folder was named, and contains no cache.
     """
     path = _folder(folder)
-    found = _native.disk_cache_info(path)
-    if found is None:
+    usage = _native.disk_cache_info(path)
+    if usage is None:
         _missing(path, folder)
         return CacheInfo(path, 0, None, 0)
-    size, objects, limit = found
+    size, objects, limit = usage
     return CacheInfo(path, size, limit or None, objects)
 
 

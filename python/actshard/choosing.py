@@ -46,7 +46,7 @@ _NUMBER = "actshard:example"
 
 def choose(contents: Contents, positions: Chosen) -> Contents:
     """The contents of the examples at these positions; reads nothing."""
-    whole = contents.whole or contents
+    dataset = contents.whole or contents
     chosen = positions if contents.chosen is None else positions.within(contents.chosen)
 
     def of_whole(read: Callable[[], _Read]) -> _Read:
@@ -54,7 +54,7 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         try:
             return read()
         except ClosedError as error:
-            raise whole_closed(whole) from error
+            raise whole_closed(dataset) from error
 
     def cut(make: Callable[[], NDArray[Any] | None]) -> Callable[[], NDArray[Any] | None]:
         def picked() -> NDArray[Any] | None:
@@ -63,69 +63,74 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
 
         return picked
 
-    def some(rows: Rows) -> Rows:
+    def choose_rows(rows: Rows) -> Rows:
         return rows.choose(chosen.native)
 
     def logits() -> Logits | None:
-        found = of_whole(whole.logits)
-        return None if found is None else Logits(some(found.values), some(found.indices))
+        dataset_logits = of_whole(dataset.logits)
+        return (
+            None
+            if dataset_logits is None
+            else Logits(choose_rows(dataset_logits.values), choose_rows(dataset_logits.indices))
+        )
 
     def router() -> Router | None:
-        found = of_whole(whole.router)
-        return None if found is None else Router(found.layers, some(found.rows))
+        dataset_router = of_whole(dataset.router)
+        return None if dataset_router is None else Router(dataset_router.layers, choose_rows(dataset_router.rows))
 
     def columns_of_some(names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
-        read = whole.example_columns
+        read = dataset.example_columns
         assert read is not None, "set only if the dataset has it"
         return of_whole(lambda: read(names, chosen.numbers_at(numbers)))
 
-    rows = None if contents.rows is None else some(contents.rows)
+    rows = None if contents.rows is None else choose_rows(contents.rows)
 
     def token_counts() -> NDArray[np.int64]:
-        if rows is None or whole.units is None:
-            return chosen.pick(of_whole(whole.token_counts))
+        if rows is None or dataset.units is None:
+            return chosen.pick(of_whole(dataset.token_counts))
         # Counts the chosen examples only.
         return (
-            tokens_anywhere(rows, len(whole.layers), np.arange(len(chosen)))
-            if whole.layers_differ
+            tokens_anywhere(rows, len(dataset.layers), np.arange(len(chosen)))
+            if dataset.layers_differ
             else rows.token_counts()
         )
 
     return replace(
-        whole,
-        whole=whole,
+        dataset,
+        whole=dataset,
         chosen=chosen,
         num_examples=len(chosen),
         rows=rows,
         token_counts=token_counts,
-        columns=lambda names: chosen.pick_rows(of_whole(lambda: whole.columns(names))),
-        content_lengths=cut(whole.content_lengths),
-        labels=cut(whole.labels),
+        columns=lambda names: chosen.pick_rows(of_whole(lambda: dataset.columns(names))),
+        content_lengths=cut(dataset.content_lengths),
+        labels=cut(dataset.labels),
         logits=logits,
         router=router,
-        one_row_each=whole.one_row_each or None,
+        one_row_each=dataset.one_row_each or None,
         units=None,
         unit_columns=None,
         head_columns=None,
         column_batches=None,
-        example_columns=None if whole.example_columns is None else columns_of_some,
+        example_columns=None if dataset.example_columns is None else columns_of_some,
     )
 
 
-def whole_closed(whole: Contents) -> ClosedError:
+def whole_closed(dataset: Contents) -> ClosedError:
     """The error for a part whose dataset's store was closed."""
     return ClosedError(
-        "the store that this one was filtered from was closed: keep it open, or open the dataset again", path=whole.path
+        "the store that this one was filtered from was closed: keep it open, or open the dataset again",
+        path=dataset.path,
     )
 
 
-def check_whole_open(whole: Contents) -> None:
+def check_whole_open(dataset: Contents) -> None:
     """Raises the error of :func:`whole_closed` if the dataset's store was closed."""
     try:
-        if whole.rows is not None:
-            whole.rows.tokens_of(0, np.empty(0, np.int64))
+        if dataset.rows is not None:
+            dataset.rows.tokens_of(0, np.empty(0, np.int64))
     except ClosedError as error:
-        raise whole_closed(whole) from error
+        raise whole_closed(dataset) from error
 
 
 def resolve(store: Readable, examples: Any) -> Chosen:
@@ -137,23 +142,23 @@ def resolve(store: Readable, examples: Any) -> Chosen:
     if isinstance(examples, range) and (not examples or 0 <= min(examples) <= max(examples) < store.num_examples):
         return Chosen.of(examples)
     if _is_expression(examples):
-        found, tests = _matching(store, examples), True
+        index, tests = _matching(store, examples), True
     else:
-        asked = plain_index(examples)
-        tests = tests or (isinstance(asked, np.ndarray) and asked.dtype == np.bool_)
-        found = index_of(asked, store.num_examples, "example")
-    if isinstance(found, slice):
-        return Chosen.of(range(store.num_examples)[found])
-    if isinstance(found, int):
+        key = plain_index(examples)
+        tests = tests or (isinstance(key, np.ndarray) and key.dtype == np.bool_)
+        index = index_of(key, store.num_examples, "example")
+    if isinstance(index, slice):
+        return Chosen.of(range(store.num_examples)[index])
+    if isinstance(index, int):
         raise ArgumentTypeError(
-            f"filter: expected several examples, found the integer {found}. [{found}] keeps one example."
+            f"filter: expected several examples, found the integer {index}. [{index}] keeps one example."
         )
-    if found.ndim != 1:
-        raise ArgumentError(f"filter: expected one dimension, found {found.ndim}")
-    if tests and not len(found) and store.num_examples:  # integers and slices are empty on purpose
+    if index.ndim != 1:
+        raise ArgumentError(f"filter: expected one dimension, found {index.ndim}")
+    if tests and not len(index) and store.num_examples:  # integers and slices are empty on purpose
         text = f"{store.path}: filter: no example was chosen of {store.num_examples:,}"
         warn(text, code="no-example-chosen")
-    return Chosen.of(found)
+    return Chosen.of(index)
 
 
 def _is_expression(value: Any) -> bool:
@@ -168,18 +173,18 @@ def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
     table = store.table
     numbered = table.append_column(_NUMBER, pa.array(np.arange(store.num_examples)))
     try:
-        kept = numbered.filter(expression)[_NUMBER]
+        numbers = numbered.filter(expression)[_NUMBER]
     except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
         names = ", ".join(table.column_names[:20])
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"filter: {reason:.300}. The columns are: {names:.500}", path=store.path) from error
-    return np.sort(kept.to_numpy())  # evaluated by threads: the order is not guaranteed
+    return np.sort(numbers.to_numpy())  # evaluated by threads: the order is not guaranteed
 
 
 def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Chosen]:
     """The positions of the training and the test examples, both ascending."""
     n, seed = store.num_examples, _arguments.whole(seed, "seed")
-    wanted = _wanted(test, n)
+    test_count = _test_count(test, n)
     if by is None:
         sizes, codes, order = np.ones(n, np.int64), np.arange(n), np.argsort(scrambled(n, seed), kind="stable")
     else:
@@ -191,15 +196,15 @@ def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Cho
     if len(sizes) < 2:
         what = "examples" if by is None else f"groups of by={by!r:.40}"
         raise ArgumentError(f"split: expected at least two {what}, found {len(sizes)}", path=store.path)
-    taken = np.cumsum(sizes[order])[:-1]
-    last = int(np.argmin(np.abs(taken - wanted)))
+    running_totals = np.cumsum(sizes[order])[:-1]
+    last = int(np.argmin(np.abs(running_totals - test_count)))
     in_test = np.zeros(len(sizes), np.bool_)
     in_test[order[: last + 1]] = True
     flags = in_test[codes]
     return Chosen.of(np.flatnonzero(~flags)), Chosen.of(np.flatnonzero(flags))
 
 
-def _wanted(test: Any, n: int) -> float:
+def _test_count(test: Any, n: int) -> float:
     """The requested number of test examples."""
     if isinstance(test, float | np.floating) and 0 < test < 1:
         return float(test) * n

@@ -49,9 +49,9 @@ class Remark(str):
 
     def __new__(cls, code: str, text: str) -> Remark:
         """``code`` is a key of ``actshard.verifying.CODES``."""
-        made = super().__new__(cls, text)
-        made.code = code
-        return made
+        remark = super().__new__(cls, text)
+        remark.code = code
+        return remark
 
     def __reduce__(self) -> tuple[type[Remark], tuple[str, str]]:
         return Remark, (self.code, str(self))
@@ -534,9 +534,9 @@ Concern = Literal["findings", "calls"]
 _declared: list[Callable[[Concern], Iterable[Code]]] = []
 
 
-def declare(more: Callable[[Concern], Iterable[Code]]) -> None:
-    """Adds codes that are declared elsewhere. ``more`` is called at the first lookup, because it may load formats."""
-    _declared.append(more)
+def declare(provider: Callable[[Concern], Iterable[Code]]) -> None:
+    """Adds codes that are declared elsewhere. ``provider`` is called at the first lookup, because it may load formats."""
+    _declared.append(provider)
     findings.cache_clear()
     calls.cache_clear()
 
@@ -554,5 +554,5 @@ def calls() -> Mapping[str, Code]:
 
 
 def _by_name(general: list[Code], kind: Concern) -> Mapping[str, Code]:
-    found = general + [code for more in _declared for code in more(kind)]
-    return MappingProxyType({code.name: code for code in reversed(found)})
+    codes = general + [code for provider in _declared for code in provider(kind)]
+    return MappingProxyType({code.name: code for code in reversed(codes)})

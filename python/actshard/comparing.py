@@ -59,17 +59,17 @@ def compare(
     has = [_comparable(store) if columns is None else {name: name for name in columns} for store in stores]
     compared, warnings = ["examples", "tokens"], []
     groups = list(range(len(stores)))  # stores whose examples were found equal have one number
-    for what in dict.fromkeys(name for each in has for name in each):
-        first, *others = [i for i, each in enumerate(has) if what in each]
-        column = stores[first].read_columns([has[first][what]])[has[first][what]] if others else None
-        for other in others:
-            left, right = (names[first], has[first][what]), (names[other], has[other][what])
-            found = stores[other].read_columns([right[1]])[right[1]]
-            unknown = _check_equal(column, found, left, right, stores[other])
-            if unknown < len(found) or not len(found):
+    for what in dict.fromkeys(name for mapping in has for name in mapping):
+        first, *rest = [i for i, mapping in enumerate(has) if what in mapping]
+        column = stores[first].read_columns([has[first][what]])[has[first][what]] if rest else None
+        for index in rest:
+            left, right = (names[first], has[first][what]), (names[index], has[index][what])
+            other_column = stores[index].read_columns([right[1]])[right[1]]
+            unknown = _check_equal(column, other_column, left, right, stores[index])
+            if unknown < len(other_column) or not len(other_column):
                 compared.append(left[1])
-                groups = [groups[first] if g == groups[other] else g for g in groups]
-            if 0 < unknown < len(found):
+                groups = [groups[first] if g == groups[index] else g for g in groups]
+            if 0 < unknown < len(other_column):
                 warnings.append(
                     f"{what!r} of {many(unknown, 'example')} is null in {left[0]} or {right[0]}, and was not compared"
                 )
@@ -111,12 +111,12 @@ def _content(store: Readable) -> NDArray[np.int64]:
 def _comparable(store: Readable) -> dict[str, str]:
     """Columns that identify examples, by content: ids under their own names, and ``"text"``."""
     contents = store.contents
-    found = {name: name for name in contents.column_names if name in _IDS}
+    columns = {name: name for name in contents.column_names if name in _IDS}
     made_up = frozenset() if contents.parts else formats.get(contents.format).carrying().fillers(contents)
     text = next((name for name in TEXTS if name in contents.column_names and name not in made_up), None)
     if text is not None:
-        found["text"] = text
-    return found
+        columns["text"] = text
+    return columns
 
 
 def _check_equal(

@@ -78,36 +78,36 @@ class TorchFile:
         Raises:
             FormatError: there is no such value; the message lists what there is.
         """
-        found = self.value
+        value = self.value
         for number, step in enumerate(steps):
-            inner = _step(found, step)
+            inner = _step(value, step)
             if inner is _NOTHING:
-                at = ".".join(map(str, steps[:number])) or "the saved object"
-                raise FormatError(f"{at}: expected {step!r}, found {_keys(found)}", path=self.path)
-            found = inner
-        return found
+                key_path = ".".join(map(str, steps[:number])) or "the saved object"
+                raise FormatError(f"{key_path}: expected {step!r}, found {_keys(value)}", path=self.path)
+            value = inner
+        return value
 
-    def array(self, found: Any) -> NDArray[Any]:
+    def array(self, value: Any) -> NDArray[Any]:
         """Returns a tensor's elements in C order and native byte order. A copy.
 
         Args:
-            found: a value of this file: a tensor, a numpy array or scalar, a number, or a list of these.
+            value: a value of this file: a tensor, a numpy array or scalar, a number, or a list of these.
 
         Raises:
             UnsupportedError: an object that only torch can make, or an object that is not an array.
         """
-        if isinstance(found, StoredArray):
-            made = np.frombuffer(self._native.read(found), stored(found.dtype))
-            return made.reshape(found.shape)
-        if isinstance(found, RefusedObject):
-            raise UnsupportedError(f"expected a plain tensor, found {found.name}", path=self.path)
-        if isinstance(found, list | tuple) and all(isinstance(each, StoredArray) for each in found) and found:
-            return np.stack([self.array(each) for each in found])
-        if isinstance(found, np.ndarray | np.generic | int | float | bool | list | tuple):
-            made = np.asarray(found)
-            if made.dtype != object:
-                return made
-        raise UnsupportedError(f"expected a tensor, found {type(found).__name__}", path=self.path)
+        if isinstance(value, StoredArray):
+            array = np.frombuffer(self._native.read(value), stored(value.dtype))
+            return array.reshape(value.shape)
+        if isinstance(value, RefusedObject):
+            raise UnsupportedError(f"expected a plain tensor, found {value.name}", path=self.path)
+        if isinstance(value, list | tuple) and all(isinstance(member, StoredArray) for member in value) and value:
+            return np.stack([self.array(member) for member in value])
+        if isinstance(value, np.ndarray | np.generic | int | float | bool | list | tuple):
+            array = np.asarray(value)
+            if array.dtype != object:
+                return array
+        raise UnsupportedError(f"expected a tensor, found {type(value).__name__}", path=self.path)
 
 
 _NOTHING = object()
@@ -147,4 +147,4 @@ def read_torch(paths: Iterable[Location], limit: int = 1 << 30) -> list[TorchFil
             unsupported form.
     """
     places = list(paths)
-    return [TorchFile(path, made) for path, made in zip(places, _native.read_torch(places, limit), strict=True)]
+    return [TorchFile(path, native) for path, native in zip(places, _native.read_torch(places, limit), strict=True)]

@@ -33,10 +33,10 @@ def identity_of(store: Readable) -> str:
     """A digest of the dataset's shape and of a few rows; see :attr:`Store.identity`."""
     shape = [store.format, list(store.layers), store.d_model, store.dtype.name, store.num_examples]
     digest = hashlib.sha256(json.dumps(shape).encode())
-    whole, chosen = store.contents.whole or store.contents, store.contents.chosen
-    if chosen is not None and chosen.numbers != range(whole.num_examples):
+    dataset, chosen = store.contents.whole or store.contents, store.contents.chosen
+    if chosen is not None and chosen.numbers != range(dataset.num_examples):
         digest.update(chosen.digest())
-    digest.update("".join(part.identity for part in whole.parts).encode())
+    digest.update("".join(part.identity for part in dataset.parts).encode())
     _add_rows(digest, store, [0])
     return digest.hexdigest()[:16]
 
@@ -44,22 +44,22 @@ def identity_of(store: Readable) -> str:
 def sample_of(store: Readable, layers: Sequence[Layer]) -> str:
     """A digest of a few rows of each of these layers; see :meth:`Store.sample_of`."""
     digest, contents = hashlib.sha256(), store.contents
-    whole = contents.whole or contents
-    if whole.units is not None:  # of which few rows are read: their files' sizes are known without decoding them
+    dataset = contents.whole or contents
+    if dataset.units is not None:  # of which few rows are read: their files' sizes are known without decoding them
         Location.at(store.path).list_below()
-        for file in whole.files()[:_FILES]:
-            found = Location.at(file).found()
-            digest.update(f"{None if found is None else found.size} ".encode())
+        for file in dataset.files()[:_FILES]:
+            stat = Location.at(file).found()
+            digest.update(f"{None if stat is None else stat.size} ".encode())
     _add_rows(digest, store, list(map(store.group_of, layers)))
     return digest.hexdigest()[:16]
 
 
 def _add_rows(digest: hashlib._Hash, store: Readable, groups: Sequence[int]) -> None:
     """Adds the last tokens of a few examples in these layers."""
-    n, whole = store.num_examples, store.contents.whole or store.contents
+    n, dataset = store.num_examples, store.contents.whole or store.contents
     # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
     # the first tokens of texts may be equal in all datasets of a model.
-    few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
+    few = range(min(n, 1)) if dataset.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
     every, examples = np.repeat(np.array(groups, np.int64), len(few)), np.tile(np.array(few, np.int64), len(groups))
     try:
         # One call for all rows, so that a remote store needs one round trip.
@@ -89,24 +89,28 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
             raise
         files, are_known = [], False
     for file in files:
-        found = None
+        stat = None
         with contextlib.suppress(ActshardError):
-            found = Location.at(file).found()
-        if found is None:
+            stat = Location.at(file).found()
+        if stat is None:
             missing += 1
         else:
             present += 1
-            total += found.size
-    each = contents.tokens_each
-    known = contents.counts_are_cheap or counted
-    counts = store.token_counts if each is None and known else None
+            total += stat.size
+    tokens_each = contents.tokens_each
+    has_counts = contents.counts_are_cheap or counted
+    counts = store.token_counts if tokens_each is None and has_counts else None
     return {
         "format": store.format,
         "path": str(store.path),
         "model": contents.model,
         "examples": store.num_examples,
-        "tokens": (None if each is None else each * store.num_examples) if counts is None else int(counts.sum()),
-        "tokens_per_example": (None if each is None else [each, each] if store.num_examples else [0, 0])
+        "tokens": (None if tokens_each is None else tokens_each * store.num_examples)
+        if counts is None
+        else int(counts.sum()),
+        "tokens_per_example": (
+            None if tokens_each is None else [tokens_each, tokens_each] if store.num_examples else [0, 0]
+        )
         if counts is None
         else [int(counts.min()), int(counts.max())]
         if len(counts)
@@ -126,7 +130,7 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     }
 
 
-def columns_of(contents: Contents, asked: list[Any], examples: NDArray[np.int64] | None = None) -> pa.Table:
+def columns_of(contents: Contents, requested_names: list[Any], examples: NDArray[np.int64] | None = None) -> pa.Table:
     """Columns by the format's names. ``"text"`` and ``"prompt"`` both name the texts, whichever name the format uses."""
 
     def read(names: list[Any]) -> pa.Table:
@@ -134,14 +138,14 @@ def columns_of(contents: Contents, asked: list[Any], examples: NDArray[np.int64]
             return rows_only(contents.num_examples if examples is None else len(examples))
         if examples is None:
             return contents.columns(names)
-        some = contents.example_columns
-        return picked(contents.columns(names), examples) if some is None else some(names, examples)
+        read_rows = contents.example_columns
+        return picked(contents.columns(names), examples) if read_rows is None else read_rows(names, examples)
 
     try:
-        return read(asked)
+        return read(requested_names)
     except NotStoredError:
         stored = contents.column_names
-        own = [OTHER_TEXT[x] if x in OTHER_TEXT and x not in stored else x for x in map(str, asked)]
-        if own == asked or not set(own) <= set(stored):
+        stored_names = [OTHER_TEXT[x] if x in OTHER_TEXT and x not in stored else x for x in map(str, requested_names)]
+        if stored_names == requested_names or not set(stored_names) <= set(stored):
             raise
-        return read(list(dict.fromkeys(own))).select(own).rename_columns(asked)
+        return read(list(dict.fromkeys(stored_names))).select(stored_names).rename_columns(requested_names)

@@ -37,19 +37,23 @@ class Reader(Protocol):
 
 
 def _differences(
-    state: dict[Any, Any], stream: dict[Any, Any], within: str = "", where: str = "the state"
+    state: dict[Any, Any], stream: dict[Any, Any], prefix: str = "", where: str = "the state"
 ) -> Iterator[str]:
     """Describes the differences between a state's settings and a stream's; for a mixture, those of each of its streams."""
     for name in sorted(state.keys() | stream.keys(), key=str):
-        one, other = state.get(name), stream.get(name)
-        if one == other:
+        state_value, stream_value = state.get(name), stream.get(name)
+        if state_value == stream_value:
             continue
-        if isinstance(one, list) and isinstance(other, list) and all(isinstance(x, dict) for x in (*one, *other)):
-            one, other = dict(enumerate(one)), dict(enumerate(other))
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differences(one, other, f"{within}{name} ", where)
+        if (
+            isinstance(state_value, list)
+            and isinstance(stream_value, list)
+            and all(isinstance(x, dict) for x in (*state_value, *stream_value))
+        ):
+            state_value, stream_value = dict(enumerate(state_value)), dict(enumerate(stream_value))
+        if isinstance(state_value, dict) and isinstance(stream_value, dict):
+            yield from _differences(state_value, stream_value, f"{prefix}{name} ", where)
         else:
-            yield f"{within}{name}: {one!r:.200} in {where}, {other!r:.200} here"
+            yield f"{prefix}{name}: {state_value!r:.200} in {where}, {stream_value!r:.200} here"
 
 
 class Epochs(ABC, Generic[B]):
@@ -89,8 +93,8 @@ class Epochs(ABC, Generic[B]):
         """Raises if a loop cannot begin, e.g. on a closed store."""
 
     @abstractmethod
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> Loop[B]:
-        """Returns a loop over batches ``first``, ``first + every``, ... of the epoch; ``held`` as in :meth:`loop`."""
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> Loop[B]:
+        """Returns a loop over batches ``first``, ``first + every``, ... of the epoch; ``buffers`` as in :meth:`loop`."""
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -120,10 +124,12 @@ class Epochs(ABC, Generic[B]):
         """Settings that a state of an older release lacks."""
         return set()
 
-    def _common(self, own: dict[str, Any], saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    def _common(
+        self, current: dict[str, Any], saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
         """The settings of this stream and of a state without those that the state's release lacked, and the names of these."""
         added = self._added(saved)
-        mine, theirs = ({k: v for k, v in each.items() if k not in added} for each in (own, saved))
+        mine, theirs = ({k: v for k, v in settings.items() if k not in added} for settings in (current, saved))
         return mine, theirs, added
 
     @property
@@ -184,10 +190,10 @@ class Epochs(ABC, Generic[B]):
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
-        own, saved, added = self._common(self._settings_at(batch), self._translated(state["settings"], batch))
-        differ = [k for k in own.keys() | saved.keys() if own.get(k) != saved.get(k)]
+        current, saved, added = self._common(self._settings_at(batch), self._translated(state["settings"], batch))
+        differ = [k for k in current.keys() | saved.keys() if current.get(k) != saved.get(k)]
         if differ:
-            what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: own.get(k) for k in differ}))
+            what = ", ".join(_differences({k: saved.get(k) for k in differ}, {k: current.get(k) for k in differ}))
             which = "another dataset" if differ == ["dataset"] else "another stream"
             raise ArgumentError(f"load_state_dict: the state belongs to {which}, whose batches differ ({what})")
         count = self._count()
@@ -217,36 +223,36 @@ class Epochs(ABC, Generic[B]):
 
     def batches_from(self, batch: int, every: int = 1) -> Iterator[B]:
         """Iterates over batches ``batch``, ``batch + every``, ... of the epoch."""
-        return self._begun(batch, every, None)
+        return self._begin_loop(batch, every, None)
 
-    def loop(self, held: list[Any] | None) -> Loop[B]:
+    def loop(self, buffers: list[Any] | None) -> Loop[B]:
         """Begins a loop over the rest of the epoch. Internal: for readers that hold several batches at once.
 
         Args:
-            held: arrays of :meth:`Stream.batch_shape` that batches are written into. Each is filled again only after
+            buffers: arrays of :meth:`Stream.batch_shape` that batches are written into. Each is filled again only after
                 :meth:`Loop.release`. None: each batch gets new arrays.
         """
         self._turn()
-        return self._begun(self._resume or 0, 1, held)
+        return self._begin_loop(self._resume or 0, 1, buffers)
 
-    def _begun(self, batch: int, every: int, held: list[Any] | None) -> Loop[B]:
+    def _begin_loop(self, batch: int, every: int, buffers: list[Any] | None) -> Loop[B]:
         self._ready()
         self._check_pickled()
         self._supersede("another loop over this stream was begun; create one stream per loop")
         self._turn()
         self._resume = None
         self._step = batch
-        made = self._loop(batch, every, held)
-        self._live = weakref.ref(made)
-        return made
+        loop = self._loop(batch, every, buffers)
+        self._live = weakref.ref(loop)
+        return loop
 
     def afresh(self) -> Self:
         """Returns a copy of the stream at the beginning of its epoch. Both share the selection and the open dataset."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made._step, made._resume, made._chosen, made._live = 0, None, None, lambda: None
-        made._elsewhere = lambda: False
-        return made
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._step, copy._resume, copy._chosen, copy._live = 0, None, None, lambda: None
+        copy._elsewhere = lambda: False
+        return copy
 
     def close(self) -> None:
         """Ends the active loop and its read-ahead. The stream can be iterated again."""
@@ -317,7 +323,7 @@ class Loop(ABC, Generic[B]):
         """Returns a reader that starts at the next batch."""
 
     @abstractmethod
-    def _made(self, found: Any) -> B:
+    def _made(self, raw_batch: Any) -> B:
         """Builds the batch from the reader's result."""
 
     @property
@@ -333,28 +339,28 @@ class Loop(ABC, Generic[B]):
         return self
 
     def __next__(self) -> B:
-        found = self._found()
-        if found is None:
+        raw_batch = self._next_raw_batch()
+        if raw_batch is None:
             self.finish()
             raise StopIteration
         self.hand_out()
-        return self._made(found)
+        return self._made(raw_batch)
 
-    def _found(self) -> Any:
+    def _next_raw_batch(self) -> Any:
         """Waits for the reader's next result; None at the end. Raises StopIteration if the loop was closed."""
-        found = None
+        raw_batch = None
         if not self._done:
             if self._pid != os.getpid():
                 self._begin()  # a forked child has none of its parent's threads
             reader = self._reader
-            found = None if reader is None else reader.next()
+            raw_batch = None if reader is None else reader.next()
         # Checked after the wait: another thread may have closed this loop or begun another one.
         self.check()
         if self._done:
             raise StopIteration
-        if found is not None:
+        if raw_batch is not None:
             self._next += self._every
-        return found
+        return raw_batch
 
     def check(self) -> None:
         """Raises ClosedError if another loop or a loaded state ended this loop."""
@@ -367,16 +373,16 @@ class Loop(ABC, Generic[B]):
         Raises:
             StopIteration: the loop was closed.
         """
-        found = self._found()
-        return None if found is None else self._made(found)
+        raw_batch = self._next_raw_batch()
+        return None if raw_batch is None else self._made(raw_batch)
 
     def hand_out(self) -> None:
         """Moves the stream's position behind the next batch in order, which :meth:`take` returned."""
-        stream, taken = self._stream, self._due + 1
+        stream, position = self._stream, self._due + 1
         self._due += self._every
         if stream._live() is self:
             count = stream._count()
-            stream._step = taken if count is None else min(taken, count)
+            stream._step = position if count is None else min(position, count)
 
     def finish(self) -> None:
         """Ends the loop after its last batch was handed out: the next loop reads the next epoch."""

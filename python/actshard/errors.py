@@ -134,16 +134,16 @@ def as_plain(error: ActshardError) -> dict[str, Any]:
     }
 
 
-def from_plain(made: dict[str, Any]) -> ActshardError:
+def from_plain(plain: dict[str, Any]) -> ActshardError:
     """Rebuilds the error from :func:`as_plain`. Returns an InternalError for a class that this module does not define."""
-    cls = globals().get(made["error"])
+    cls = globals().get(plain["error"])
     if not (isinstance(cls, type) and issubclass(cls, ActshardError)):
-        return InternalError(f"{made['error']}: {made['detail']}", path=made["path"])
-    error = cls(made["detail"], path=made["path"], offset=made["offset"], reason=made["reason"])
-    if error.code != made["code"]:
-        error.code = made["code"]
+        return InternalError(f"{plain['error']}: {plain['detail']}", path=plain["path"])
+    error = cls(plain["detail"], path=plain["path"], offset=plain["offset"], reason=plain["reason"])
+    if error.code != plain["code"]:
+        error.code = plain["code"]
     if isinstance(error, OSError):
-        error.errno, error.filename = made["errno"], made["filename"]
+        error.errno, error.filename = plain["errno"], plain["filename"]
     return error
 
 
@@ -405,8 +405,8 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
     except (ActshardError, BrokenPipeError):  # a closed pipe is the caller's output, not a file of a dataset
         raise
     except OSError as error:
-        named = error.filename if isinstance(error.filename, str | bytes) and error.filename else path
-        raise from_os(error, _as_path(named), doing) from error
+        filename = error.filename if isinstance(error.filename, str | bytes) and error.filename else path
+        raise from_os(error, _as_path(filename), doing) from error
     except MemoryError as error:
         reason = " ".join(str(error).split())[:200] or "out of memory"
         raise NoMemoryError(f"cannot {doing}: {reason}", path=_as_path(path)) from error
@@ -447,18 +447,18 @@ def from_reader(error: Exception, path: str | os.PathLike[str] | None, doing: st
 
 def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> ActshardError:
     """Builds the exception for an OSError about ``path``; ``doing`` is a verb for the message."""
-    made: ActshardError
+    actshard_error: ActshardError
     if isinstance(error, FileNotFoundError):
-        made = MissingFileError("expected a file, found nothing", path=path)
+        actshard_error = MissingFileError("expected a file, found nothing", path=path)
     elif isinstance(error, IsADirectoryError | NotADirectoryError):
-        made = NotAFileError("expected a regular file, found a folder", path=path)
+        actshard_error = NotAFileError("expected a regular file, found a folder", path=path)
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-        made = DiskFullError(f"cannot {doing}: the disk is full ({error.strerror})", path=path)
+        actshard_error = DiskFullError(f"cannot {doing}: the disk is full ({error.strerror})", path=path)
     elif error.errno == errno.ENOMEM:
-        made = NoMemoryError(f"cannot {doing}: {error.strerror}", path=path)
+        actshard_error = NoMemoryError(f"cannot {doing}: {error.strerror}", path=path)
     else:
-        made = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
-    if isinstance(made, OSError):
-        made.errno = error.errno
-        made.filename = None if path is None else str(path)
-    return made
+        actshard_error = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
+    if isinstance(actshard_error, OSError):
+        actshard_error.errno = error.errno
+        actshard_error.filename = None if path is None else str(path)
+    return actshard_error

@@ -142,11 +142,11 @@ def _looked(rows: NDArray[Any], k: int) -> tuple[NDArray[np.float64], NDArray[np
     step = max(_BLOCK // max(width, 1), 1)
     for first in range(0, n, step):
         block = rows[first : first + step].astype(np.float64)
-        here = slice(first, first + len(block))
+        span = slice(first, first + len(block))
         with np.errstate(all="ignore"):
-            norms[here] = np.linalg.norm(block, axis=1)
+            norms[span] = np.linalg.norm(block, axis=1)
             order = np.argsort(-np.nan_to_num(np.abs(block), nan=np.inf), axis=1, kind="stable")[:, :k]
-        dimensions[here], values[here] = order, np.take_along_axis(block, order, axis=1)
+        dimensions[span], values[span] = order, np.take_along_axis(block, order, axis=1)
     return norms, dimensions, values
 
 
@@ -174,43 +174,43 @@ class MassiveRow:
 
 
 def massive_rows(
-    store: Store, found: Mapping[Layer, Stats], *, tokenizer: Tokenizer | None = None, most: int = _MASSIVE
+    store: Store, stats_by_layer: Mapping[Layer, Stats], *, tokenizer: Tokenizer | None = None, most: int = _MASSIVE
 ) -> list[MassiveRow]:
     """The massive rows of some layers with the text of their tokens, the largest first in each layer.
 
     Args:
         store: a store.
-        found: statistics of layers; see :attr:`actshard.Stats.massive_rows`.
+        stats_by_layer: statistics of layers; see :attr:`actshard.Stats.massive_rows`.
         tokenizer: as for :func:`examine`.
         most: maximum number of rows per layer.
 
     Raises:
         Errors of :meth:`Store.read_columns`.
     """
-    seen: dict[int, tuple[str | None, list[int] | None, list[str] | None]] = {}
-    made = []
-    for layer, stats in found.items():
+    inputs: dict[int, tuple[str | None, list[int] | None, list[str] | None]] = {}
+    rows = []
+    for layer, stats in stats_by_layer.items():
         for row in stats.massive_rows[:most]:
-            if row.example not in seen:
+            if row.example not in inputs:
                 text = text_of(store, row.example)
                 n = len(store.sequence(row.example, layer))
-                seen[row.example] = (text, *_tokens(store, row.example, n, text, tokenizer))
-            text, ids, pieces = seen[row.example]
-            at = row.token
-            id = ids[at] if ids is not None and at < len(ids) else None
-            piece = pieces[at] if pieces is not None and at < len(pieces) else None
+                inputs[row.example] = (text, *_tokens(store, row.example, n, text, tokenizer))
+            text, ids, pieces = inputs[row.example]
+            position = row.token
+            id = ids[position] if ids is not None and position < len(ids) else None
+            piece = pieces[position] if pieces is not None and position < len(pieces) else None
             times = row.norm / stats.norms.median
-            made.append(MassiveRow(layer, row.example, at, row.norm, times, id, piece, text))
-    return made
+            rows.append(MassiveRow(layer, row.example, position, row.norm, times, id, piece, text))
+    return rows
 
 
 def text_of(store: Store, example: int) -> str | None:
     """The text of an example, or None."""
     for name in TEXTS:
         if name in store.contents.column_names or OTHER_TEXT.get(name) in store.contents.column_names:
-            found = store.read_columns([name], [example])[name][0].as_py()
-            if isinstance(found, str):
-                return found
+            text = store.read_columns([name], [example])[name][0].as_py()
+            if isinstance(text, str):
+                return text
     return None
 
 
@@ -231,9 +231,9 @@ def _column(store: Store, names: Sequence[str], example: int, n: int, kind: type
     for name in names:
         if name not in (*store.contents.column_names, *store.contents.token_columns):
             continue
-        found = store.read_columns([name], [example])[name][0].as_py()
-        if isinstance(found, list) and len(found) == n and all(type(x) is kind for x in found):
-            return found
+        values = store.read_columns([name], [example])[name][0].as_py()
+        if isinstance(values, list) and len(values) == n and all(type(x) is kind for x in values):
+            return values
     return None
 
 

@@ -22,11 +22,11 @@ class Faults:
 
     def add(self, *errors: ActshardError) -> None:
         """Adds faults of one kind. The first one is raised, and names the files of the others, unless faults are collected."""
-        first, *others = errors
-        if others:
-            names = [error.path.name for error in others if error.path is not None]
+        first, *rest = errors
+        if rest:
+            names = [error.path.name for error in rest if error.path is not None]
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-            first.detail += f" (and {len(others)} more bad files: {shown})"
+            first.detail += f" (and {len(rest)} more bad files: {shown})"
         raise first
 
     def refuse(self, *errors: ActshardError) -> Never:

@@ -61,13 +61,17 @@ def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str
 
 def all_existing(paths: Sequence[Any], storage_options: Mapping[str, Any] | None, cache: Any) -> list[Location]:
     """As :func:`existing_anywhere`, for several. Locations of one bucket or server share its cached listings."""
-    found: list[Location] = []
+    locations: list[Location] = []
     for path in paths:
-        place = Location.of_any(path, storage_options, cache)
+        location = Location.of_any(path, storage_options, cache)
         # A web server's storage knows which escapes of one URL are the user's: those of another are not names of files.
-        alike = [] if "%" in place.key else [other.storage for other in found if other.storage == place.storage]
-        found.append(Location(next(iter(alike), place.storage), place.key))
-    return [_existing(place) for place in found]
+        alike = (
+            []
+            if "%" in location.key
+            else [earlier.storage for earlier in locations if earlier.storage == location.storage]
+        )
+        locations.append(Location(next(iter(alike), location.storage), location.key))
+    return [_existing(location) for location in locations]
 
 
 def _existing(root: Location) -> Location:
@@ -75,11 +79,11 @@ def _existing(root: Location) -> Location:
         return root
     if not root.is_local:
         raise MissingFileError("expected a dataset, found nothing", path=root)
-    above = root.parent
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    if above.kind() not in ("folder", None):
-        raise NotAFileError(f"expected a dataset, found that its parent {above.name!r} is not a folder", path=root)
+    ancestor = root.parent
+    while not ancestor.exists() and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    if ancestor.kind() not in ("folder", None):
+        raise NotAFileError(f"expected a dataset, found that its parent {ancestor.name!r} is not a folder", path=root)
     look(root).refuse("staging")
     raise MissingFileError("expected a dataset, found nothing", path=root)
 
@@ -129,10 +133,10 @@ class Place:
                 "expected activations, found a token cache. Use actshard.tokens.open_cache.", path=self.root
             )
         if self.marks.parts is not None:
-            whole = look(self.root.parent) if self.root.name == PARTS else self.marks
-            whole.refuse("planned", "planned dumps")  # only the plan's commit merges them
+            plan_marks = look(self.root.parent) if self.root.name == PARTS else self.marks
+            plan_marks.refuse("planned", "planned dumps")  # only the plan's commit merges them
             error = self.marks.error("parts")
-            raise UnfinishedError(error.detail + beside_parts(whole.root), path=self.root)
+            raise UnfinishedError(error.detail + beside_parts(plan_marks.root), path=self.root)
         self.marks.refuse("writing", "merging", "planned")
         if not self.marks.is_copy:
             self.marks.refuse("staging")
@@ -143,11 +147,11 @@ class Place:
         """Raises UnfinishedError for a folder without a dataset in which a writer, a merge or a build began."""
         if not self.root.is_local:
             return  # writers only write to local folders
-        begun = [look(folder) for name in formats.names() for folder in _begun(name, self.root)]
-        for marks in begun:
+        folder_marks = [look(folder) for name in formats.names() for folder in _begun(name, self.root)]
+        for marks in folder_marks:
             marks.refuse("writing", path=self.root)
         self.marks.refuse("planned dumps", "merging", "building", "begun")
-        for marks in begun:
+        for marks in folder_marks:
             marks.refuse("begun", path=self.root)
 
 
@@ -208,15 +212,15 @@ def _activations_at(root: Location) -> str | None:
         if kind in _OF_ACTIVATIONS or (kind == "planned" and not _plans_tokens(marks)):
             return marks.error(kind).detail
     try:
-        place, name = find(root)
+        location, name = find(root)
     except UnfinishedError as error:
         return error.detail
     except UnknownFormatError as error:
         return "is a dataset of several formats" if error.ambiguous else None
     return (
         f"is a dataset ({name})"
-        if place == root
-        else f"stands for the only dataset below it ({place.relative_to(root)})"
+        if location == root
+        else f"stands for the only dataset below it ({location.relative_to(root)})"
     )
 
 
@@ -235,7 +239,7 @@ new_caches.append(refuse_dataset)
 
 def beside_parts(root: Location) -> str:
     """For messages about unmerged parts: lists finished datasets next to them. Empty if there are none."""
-    finished = [place.name for place, kind in Walk(root, _kind, 1) if kind != UNFINISHED]
+    finished = [folder.name for folder, kind in Walk(root, _kind, 1) if kind != UNFINISHED]
     if not finished:
         return ""
     shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
@@ -333,11 +337,11 @@ def _detect(place: Place) -> str:
     walk = Walk(root, _kind)
     candidates = [(folder, name) for folder, name in walk if name == UNFINISHED or _holds_activations(name)]
     if candidates:
-        listed = ", ".join(f"{folder.relative_to(root)} ({name})" for folder, name in candidates[:20])
-        more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
-        more += "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
+        listing = ", ".join(f"{folder.relative_to(root)} ({name})" for folder, name in candidates[:20])
+        suffix = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
+        suffix += "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
         what = "a dataset" if len(candidates) == 1 else f"{len(candidates)} datasets"
-        unknown = UnknownFormatError(f"is not a dataset, but contains {what}. Open one: {listed}{more}", path=root)
+        unknown = UnknownFormatError(f"is not a dataset, but contains {what}. Open one: {listing}{suffix}", path=root)
         unknown.candidates = tuple((folder.place, name) for folder, name in candidates)
         unknown.searched = walk.is_whole
         raise unknown
@@ -359,15 +363,15 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     damaged = [] if entries is None else remaining({entry.name for entry in entries})
     reasons = _reasons({name: e for name, e in evidence.items() if e.near and name not in damaged})
     reasons += [f"perhaps a damaged {name} dataset: {_looked(evidence[name])}" for name in damaged]
-    found = "a folder that no format recognises"
+    summary = "a folder that no format recognises"
     if kind != "folder":
-        found = f"{'a file' if kind == 'file' else 'a special file'}. A dataset is usually a folder"
+        summary = f"{'a file' if kind == 'file' else 'a special file'}. A dataset is usually a folder"
         reasons = reasons or ["pass the folder that contains the file"]
     elif entries is not None:
-        found = f"a folder with {_summary(entries)}, which no format recognises"
+        summary = f"a folder with {_summary(entries)}, which no format recognises"
     is_describable = _is_describable(root, entries)
     texts = explained(root, entries, sure=bool(is_describable or damaged))
-    text = "; ".join([found, *reasons, *texts])
+    text = "; ".join([summary, *reasons, *texts])
     return f"{text}. {_DESCRIBE}" if is_describable and not texts else text
 
 
@@ -394,9 +398,9 @@ def _looked(e: Evidence) -> str:
 
 def remaining(names: Set[str]) -> list[str]:
     """The formats of which a folder with entries of these names may be a damaged dataset, the likeliest first."""
-    known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
-    asked = {format.name: functools.partial(format.remains, frozenset(names)) for format in known}
-    return [format.name for format in known if formats.asked(format, asked[format.name], False)]
+    known_formats = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
+    checks = {format.name: functools.partial(format.remains, frozenset(names)) for format in known_formats}
+    return [format.name for format in known_formats if formats.asked(format, checks[format.name], False)]
 
 
 def _entries(root: Location) -> list[Entry] | None:

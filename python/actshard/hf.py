@@ -95,17 +95,17 @@ def to_dataset(
             'tokens, ignore_labels, keep, max_norm, min_token: not supported with each="example"; use store.filter for some of '
             "the examples"
         )
-    made = _ArrowRows(store, layer, each, columns, selection, dtype)
+    rows = _ArrowRows(store, layer, each, columns, selection, dtype)
     if file is None:
-        return datasets.Dataset(made.table(0, made.count, whole=True))
+        return datasets.Dataset(rows.table(0, rows.count, is_whole=True))
     path = _arguments.local_path(file)
     if path.exists():
         raise ExistsError("exists already; datasets.Dataset.from_file(...) opens it", path=path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with boundary(path, "write"):
         try:
-            with pa.OSFile(str(unfinished), "wb") as out, pa.ipc.new_stream(out, made.schema()) as writer:
-                for block in made.blocks():
+            with pa.OSFile(str(unfinished), "wb") as out, pa.ipc.new_stream(out, rows.schema()) as writer:
+                for block in rows.blocks():
                     writer.write_table(block)
             Path(unfinished).replace(path)
         finally:
@@ -144,32 +144,32 @@ class _ArrowRows:
         names = _arguments.listed(columns, "columns: expected a list of columns")
         if missing := [name for name in names if name not in stored.column_names]:
             raise NotStoredError(f"no column {missing[0]!r}; the columns are {stored.column_names}", path=store.path)
-        if taken := [name for name in names if name in _OWN[each]]:
-            raise ArgumentError(f"columns: {taken[0]!r} is a column of activations; leave it out")
+        if conflicts := [name for name in names if name in _OWN[each]]:
+            raise ArgumentError(f"columns: {conflicts[0]!r} is a column of activations; leave it out")
         self._columns = stored.select(names)
         # Maps row numbers to (example, token); it is never read.
         self._chosen = Stream(store, layer, 1, selection) if each == "token" else None
         self.count = len(store) if self._chosen is None else self._chosen.num_rows
 
-    def table(self, first: int, stop: int, whole: bool = False) -> pa.Table:
+    def table(self, first: int, stop: int, is_whole: bool = False) -> pa.Table:
         """Some of the rows."""
         import pyarrow as pa
 
         if self._chosen is None:
-            values, offsets = self._acts.ragged(None if whole else slice(first, stop))
+            values, offsets = self._acts.ragged(None if is_whole else slice(first, stop))
             examples = np.arange(first, stop)
-            made = {"activations": pa.LargeListArray.from_arrays(offsets, self._lists(values)), "example": examples}
+            columns = {"activations": pa.LargeListArray.from_arrays(offsets, self._lists(values)), "example": examples}
         else:
             examples, tokens = self._chosen.locate(np.arange(first, stop))
-            everything = self._acts.rows() if whole else None
+            everything = self._acts.rows() if is_whole else None
             if first == stop:  # the store warns of empty lists
                 values = np.empty((0, self._store.d_model), self._acts.dtype)
             elif everything is not None and len(everything) == stop:
                 values = np.asarray(everything)
             else:
                 values = self._store.gather(self._layer, examples, tokens, dtype=self._dtype)
-            made = {"activation": self._lists(values), "example": examples, "token": tokens}
-        table = pa.table(made)
+            columns = {"activation": self._lists(values), "example": examples, "token": tokens}
+        table = pa.table(columns)
         picked = self._columns.take(examples) if self._chosen is not None else self._columns.slice(first, stop - first)
         for name in self._columns.column_names:
             table = table.append_column(self._columns.schema.field(name), picked[name])
@@ -188,13 +188,13 @@ class _ArrowRows:
 
     def blocks(self) -> Iterator[pa.Table]:
         """All rows, in blocks of about 64 MiB of activations."""
-        each = self._store.d_model * self._acts.itemsize
+        row_bytes = self._store.d_model * self._acts.itemsize
         if self._chosen is not None:
-            step = max(1, _BLOCK // each)
+            step = max(1, _BLOCK // row_bytes)
             for first in range(0, self.count, step):
                 yield self.table(first, min(first + step, self.count))
             return
-        ends = np.cumsum(self._store.tokens_in(self._layer)) * each
+        ends = np.cumsum(self._store.tokens_in(self._layer)) * row_bytes
         first = 0
         while first < self.count:
             begin = int(ends[first - 1]) if first else 0

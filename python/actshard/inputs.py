@@ -45,11 +45,11 @@ class Input(NamedTuple):
     @classmethod
     def at(cls, file: Location) -> Input:
         """A file as it is now."""
-        found = file.found()
+        stat = file.found()
         name = str(file)
-        if found is None:
+        if stat is None:
             return cls(name, None, None)
-        return cls(name, found.size, found.modified if file.is_local else found.version)
+        return cls(name, stat.size, stat.modified if file.is_local else stat.version)
 
 
 def inputs_of(store: Readable) -> tuple[Input, ...] | None:
@@ -70,63 +70,70 @@ def read_inputs(store: Readable, most: int = LOOKED_AT) -> tuple[Input, ...]:
 
     Other files in the folders of a dataset, such as a log, may change while it is read.
     """
-    return tuple(map(Input.at, _files(store, most, beside=False) or ()))
+    return tuple(map(Input.at, _files(store, most, with_siblings=False) or ()))
 
 
-def _files(store: Readable, most: int = LOOKED_AT, *, beside: bool = True) -> list[Location] | None:
-    """Files of a store, at most about ``most``, and those ``beside`` them in its folders; None if they cannot be listed."""
+def _files(store: Readable, most: int = LOOKED_AT, *, with_siblings: bool = True) -> list[Location] | None:
+    """Files of a store, at most about ``most``, and ``with_siblings`` others in its folders; None if they cannot be listed."""
     if parts := (
         store.contents.whole or store.contents
     ).parts:  # a joined store's path is the folder above its parts, which may contain other files
-        each = max(_LEAST_OF_A_PART, most // len(parts))
-        found = [_files(part, each, beside=beside) for part in parts]
-        return list(dict.fromkeys(itertools.chain.from_iterable(f or () for f in found))) if None not in found else None
+        share = max(_LEAST_OF_A_PART, most // len(parts))
+        file_lists = [_files(part, share, with_siblings=with_siblings) for part in parts]
+        return (
+            list(dict.fromkeys(itertools.chain.from_iterable(f or () for f in file_lists)))
+            if None not in file_lists
+            else None
+        )
     root = Location.at(store.path)
     root.list_below()
     try:
-        listed = store.contents.files()
+        store_files = store.contents.files()
     except UnsupportedError:
         if root.lists:
             raise
         return None
-    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // most))]]
-    others = list(map(Location.at, store.contents.columns_in()))
-    if not beside:
-        return list(dict.fromkeys([*files, *(other for other in others if other.kind() == "file")]))
-    own = store_folders(store)
+    files = [Location.at(file) for file in store_files[:: max(1, -(-len(store_files) // most))]]
+    column_paths = list(map(Location.at, store.contents.columns_in()))
+    if not with_siblings:
+        return list(dict.fromkeys([*files, *(path for path in column_paths if path.kind() == "file")]))
+    folders = store_folders(store)
     parents = [*dict.fromkeys(f.parent for f in files)][:_FOLDERS]
-    for folder in dict.fromkeys([*own, *others, *parents]):
+    for folder in dict.fromkeys([*folders, *column_paths, *parents]):
         kind = folder.kind() if folder.lists else None
         if kind == "folder":
             files += [
-                folder / name for name in _names(folder, listed, most, alone=folder not in own and folder not in others)
+                folder / name
+                for name in _names(
+                    folder, store_files, most, alone=folder not in folders and folder not in column_paths
+                )
             ]
         elif kind == "file":
             files.append(folder)
     return list(dict.fromkeys(files))
 
 
-def _names(folder: Location, listed: Sequence[Any], most: int, *, alone: bool) -> list[str]:
-    """Names of files in a folder. If there are many, only of files that are not in ``listed``, such as metadata.
+def _names(folder: Location, store_files: Sequence[Any], most: int, *, alone: bool) -> list[str]:
+    """Names of files in a folder. If there are many, only of files that are not in ``store_files``, such as metadata.
 
-    The result is the same on every machine. ``alone``: the folder contains only files of ``listed``, such as a million chunks. If
-    it has many, it is not listed completely.
+    The result is the same on every machine. ``alone``: the folder contains only files of ``store_files``, such as a million
+    chunks. If it has many, it is not listed completely.
     """
-    found = folder.first(most + 1)
-    if len(found) <= most:
-        return sorted(e.name for e in found if e.kind == "file" and e.name != RECORD)
+    entries = folder.first(most + 1)
+    if len(entries) <= most:
+        return sorted(e.name for e in entries if e.kind == "file" and e.name != RECORD)
     if alone:
         return []
-    known = {posixpath.basename(Location.at(file).key) for file in listed if Location.at(file).parent == folder} | {
-        RECORD
-    }
-    names = sorted(e.name for e in folder.entries() if e.kind == "file" and e.name not in known)
+    known_names = {
+        posixpath.basename(Location.at(file).key) for file in store_files if Location.at(file).parent == folder
+    } | {RECORD}
+    names = sorted(e.name for e in folder.entries() if e.kind == "file" and e.name not in known_names)
     return names[:: max(1, -(-len(names) // most))]
 
 
 def newest(store: Readable) -> int:
     """Modification time of a store's newest file, in seconds since 1970; 0 if unknown."""
-    times = [found.modified for file in _files(store) or () if (found := file.found()) is not None]
+    times = [stat.modified for file in _files(store) or () if (stat := file.found()) is not None]
     return max((int(time) // 1_000_000_000 for time in times if time), default=0)
 
 
@@ -145,30 +152,32 @@ def changed(inputs: Iterable[Input], since: str = "the plan was made") -> tuple[
 
 def changed_read(inputs: Iterable[Input], store: Readable, since: str) -> tuple[str, str] | None:
     """As :func:`changed`, for those of :func:`read_inputs`, with the path of the file. Uses the connections of an open store."""
-    now = {file.path: file for file in read_inputs(store)}
-    texts = ((old.path, _difference(old, now.get(old.path, Input(old.path, None, None)), since)) for old in inputs)
+    current = {file.path: file for file in read_inputs(store)}
+    texts = ((old.path, _difference(old, current.get(old.path, Input(old.path, None, None)), since)) for old in inputs)
     return next(((path, text) for path, text in texts if text is not None), None)
 
 
-def _difference(old: Input, now: Input, since: str) -> str | None:
-    if (now.size, now.version) == (old.size, old.version):
+def _difference(old: Input, current: Input, since: str) -> str | None:
+    if (current.size, current.version) == (old.size, old.version):
         return None
-    if now.size is None:
+    if current.size is None:
         return f"expected a file of {old.size:,} bytes, as when {since}, found nothing."
     if old.size is None:
-        return f"expected no file, as when {since}, found one of {now.size:,} bytes."
-    if now.size != old.size:
-        return f"expected {old.size:,} bytes, as when {since}, found {now.size:,}."
-    return f"was written again since {since}: {told_versions(old.version, now.version)}."
+        return f"expected no file, as when {since}, found one of {current.size:,} bytes."
+    if current.size != old.size:
+        return f"expected {old.size:,} bytes, as when {since}, found {current.size:,}."
+    return f"was written again since {since}: {told_versions(old.version, current.version)}."
 
 
-def told_versions(before: int | str | None, now: int | str | None) -> str:
+def told_versions(before: int | str | None, current: int | str | None) -> str:
     """Two versions of a file for a message: modification times in nanoseconds as ISO text, or ETags."""
-    if not (isinstance(before, int) and isinstance(now, int)):
-        return f"expected ETag {before}, found {now}"
-    first, second = (datetime.fromtimestamp(time // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S") for time in (before, now))
+    if not (isinstance(before, int) and isinstance(current, int)):
+        return f"expected ETag {before}, found {current}"
+    first, second = (
+        datetime.fromtimestamp(time // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S") for time in (before, current)
+    )
     if first == second:
-        first, second = (f"{text}.{time % 10**9:09}" for text, time in ((first, before), (second, now)))
+        first, second = (f"{text}.{time % 10**9:09}" for text, time in ((first, before), (second, current)))
     return f"expected modification time {first}Z, found {second}Z"
 
 
@@ -182,17 +191,17 @@ def fingerprint(store: Readable, most: int = LOOKED_AT) -> str:
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     if store.contents.parts:  # a filtered part has the same files as the whole dataset
         digest.update(store.identity.encode())
-    whole = store.contents.whole or store.contents
-    if whole.layout is not None:
-        digest.update(_description_of(whole))
+    dataset = store.contents.whole or store.contents
+    if dataset.layout is not None:
+        digest.update(_description_of(dataset))
     files = _files(store, most)
     if files is None:
         return _fingerprint_of_rows(store)
     root = Location.at(store.path)
     for file in files:
-        found = Input.at(file)
-        if found.size is not None:
-            line = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.version}\n"
+        state = Input.at(file)
+        if state.size is not None:
+            line = f"{posixpath.relpath(file.key, root.key)}\0{state.size}\0{state.version}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
@@ -209,9 +218,9 @@ def _fingerprint_of_rows(store: Readable) -> str:
     text = json.dumps(about, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape"))
     counts = store.token_counts
-    some = np.unique(np.linspace(0, max(len(counts) - 1, 0), LOOKED_AT).astype(np.int64))[: len(counts)]
-    digest.update(np.asarray(counts[some], np.int64).tobytes())
-    stored = some[counts[some] > 0]
+    sample = np.unique(np.linspace(0, max(len(counts) - 1, 0), LOOKED_AT).astype(np.int64))[: len(counts)]
+    digest.update(np.asarray(counts[sample], np.int64).tobytes())
+    stored = sample[counts[sample] > 0]
     read = stored[:: max(1, -(-len(stored) // _ROWS_LOOKED_AT))]
     for layer in dict.fromkeys((store.layers[0], store.layers[-1])):
         digest.update(store.gather(layer, read, (counts[read] - 1) // 2).tobytes())

@@ -132,7 +132,7 @@ class _Placing:
             return self._sequences(batch)
         if not isinstance(batch, Batch):
             return {name: self._array(name, array, self._rows) for name, array in arrays(batch).items()}
-        made: dict[str, Any] = {
+        device_arrays: dict[str, Any] = {
             "activations": self._array("activations", batch.activations, self._activations),
             "examples": self._array("examples", batch.examples, self._rows),
             "tokens": self._array("tokens", batch.tokens, self._rows),
@@ -140,34 +140,34 @@ class _Placing:
         per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
         of_layers = self._rows if per_row else self._layers
         if batch.layers.dtype.kind in "UO":  # names that are texts; JAX has none
-            made["layers"] = batch.layers.tolist()
+            device_arrays["layers"] = batch.layers.tolist()
         else:
-            made["layers"] = self._array("layers", batch.layers, of_layers)
+            device_arrays["layers"] = self._array("layers", batch.layers, of_layers)
         if batch.labels is not None:
-            made["labels"] = self._array("labels", batch.labels, self._rows)
+            device_arrays["labels"] = self._array("labels", batch.labels, self._rows)
         if isinstance(batch, MixedBatch):
-            made["sources"] = self._array("sources", batch.sources, self._rows)
+            device_arrays["sources"] = self._array("sources", batch.sources, self._rows)
         if isinstance(batch, PairedBatch):
-            made["stores"] = self._array("stores", batch.stores, of_layers)
-        return made
+            device_arrays["stores"] = self._array("stores", batch.stores, of_layers)
+        return device_arrays
 
     def _sequences(self, batch: SequenceBatch) -> dict[str, Any]:
         """Arrays of tokens are split, and arrays of sequences too if sequences are padded; others are replicated."""
-        named, padded = batch.arrays(), batch.tokens.ndim == 2
-        if named["layers"].dtype.kind in "UO":
-            del named["layers"]
+        host_arrays, padded = batch.arrays(), batch.tokens.ndim == 2
+        if host_arrays["layers"].dtype.kind in "UO":
+            del host_arrays["layers"]
         split = isinstance(self._rows, self._jax.sharding.NamedSharding)
         if split and self._jax.process_count() > 1:
             raise ArgumentError(
                 "sharding: batches of sequences are placed by each process on its own devices; pass sharding=None"
             )
-        made: dict[str, Any] = {}
-        for name, array in named.items():
+        device_arrays: dict[str, Any] = {}
+        for name, array in host_arrays.items():
             of_rows = array.shape[: batch.tokens.ndim] == batch.tokens.shape
             of_rows |= padded and name not in ("offsets", "layers")
             where = self._activations if name == "activations" else self._rows if of_rows else self._layers
-            made[name] = self._array(name, array, where)
-        return made if "layers" in named else made | {"layers": batch.layers.tolist()}
+            device_arrays[name] = self._array(name, array, where)
+        return device_arrays if "layers" in host_arrays else device_arrays | {"layers": batch.layers.tolist()}
 
     def _array(self, name: str, array: NDArray[Any], where: Any) -> Any:
         if not self._wide and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
@@ -256,5 +256,5 @@ class DataSource:
             return []
         examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
         rows = self._store.gather(self._layer, examples, tokens, dtype=self._dtype)
-        each = zip(rows, examples.tolist(), tokens.tolist(), strict=True)
-        return [{"activation": row, "example": e, "token": t} for row, e, t in each]
+        triples = zip(rows, examples.tolist(), tokens.tolist(), strict=True)
+        return [{"activation": row, "example": e, "token": t} for row, e, t in triples]

@@ -70,17 +70,17 @@ def join(
                 path=part.path,
             )
     chosen = common_layers(parts, names, layers, "concat")
-    found = dtype_of(parts, names, dtype)
+    common_dtype = dtype_of(parts, names, dtype)
     special = special_of(parts, names, special_tokens)
     every = [part.contents for part in parts]
     rows = None
     if chosen:
         groups = [[part.group_of(layer) for layer in chosen] for part in parts]
         name = None if dtype is None else _arguments.dtype(dtype)[1]
-        rows = _native.Rows.several([part.rows for part in parts], groups, name, found, io_of(parts))
+        rows = _native.Rows.several([part.rows for part in parts], groups, name, common_dtype, io_of(parts))
     columns = _columns(every)
     source = _unused(columns)
-    each = {contents.tokens_each for contents in every}
+    lengths = {contents.tokens_each for contents in every}
     ones = {contents.one_row_each for contents in every}
     models = {contents.model for contents in every}
     table = _JoinedColumns(parts, names, chosen, columns, source)
@@ -98,7 +98,7 @@ def join(
         },
         layers=chosen,
         d_model=first.d_model,
-        dtype=found,
+        dtype=common_dtype,
         num_examples=sum(part.num_examples for part in parts),
         token_counts=lambda: _token_counts(parts, rows if differ else None, len(chosen)),
         rows=rows,
@@ -112,7 +112,7 @@ def join(
         warnings=tuple(
             Remark(w.code, f"{name}: {w}") for name, part in zip(names, parts, strict=True) for w in part.warnings
         ),
-        tokens_each=each.pop() if len(each) == 1 else None,
+        tokens_each=lengths.pop() if len(lengths) == 1 else None,
         content_lengths=lambda: _lengths(parts, special),
         special_tokens=special,
         counts_are_cheap=all(contents.counts_are_cheap for contents in every),
@@ -137,16 +137,18 @@ def common_layers(
 ) -> tuple[Layer, ...]:
     """The requested layers, which all parts must have. None: all layers, which must be equal in all parts."""
     if layers is not None:
-        listed = naming.several(layers)
-        for layer in listed:
+        layer_names = naming.several(layers)
+        for layer in layer_names:
             for part in parts:
                 part.group_of(layer)
-        return listed
+        return layer_names
     first = parts[0]
     for name, part in zip(names, parts, strict=True):
         if set(part.layers) != set(first.layers):
-            both = [x for x in first.layers if all(x in p.layers for p in parts)]
-            remedy = f"Pass layers={naming.short(both)}, which all have." if both else "They have no layer in common."
+            common = [x for x in first.layers if all(x in p.layers for p in parts)]
+            remedy = (
+                f"Pass layers={naming.short(common)}, which all have." if common else "They have no layer in common."
+            )
             raise ArgumentError(
                 f"{what}: expected equal layers, found {naming.short(first.layers)} in {names[0]} and "
                 f"{naming.short(part.layers)} in {name}. {remedy}",
@@ -194,8 +196,8 @@ def io_of(parts: Sequence[Readable]) -> str:
 def common_path(parts: Sequence[Readable]) -> Path:
     """The folder that contains all parts; the first part's path if they are not local."""
     places: list[object] = [part.path for part in parts]
-    if all(isinstance(place, Path) for place in places):
-        return Path(os.path.commonpath([str(place) for place in places]))
+    if all(isinstance(path, Path) for path in places):
+        return Path(os.path.commonpath([str(path) for path in places]))
     return parts[0].path
 
 
@@ -209,8 +211,8 @@ def _units(parts: Sequence[Readable]) -> tuple[int, ...] | None:
         return None
     bounds, start = [0], 0
     for part in parts:
-        own = part.contents.units or (0, part.num_examples)
-        bounds += [start + bound for bound in own[1:] if bound]
+        units = part.contents.units or (0, part.num_examples)
+        bounds += [start + bound for bound in units[1:] if bound]
         start += part.num_examples
     return tuple(dict.fromkeys(bounds))
 
@@ -225,8 +227,8 @@ def _columns(every: Sequence[Contents]) -> list[str]:
 
 def _unused(columns: Sequence[str]) -> str:
     """A name for the column of sources that no part uses."""
-    other = f"actshard:{SOURCE}"
-    names = itertools.chain((SOURCE, other), (f"{other}:{i}" for i in itertools.count(2)))
+    fallback = f"actshard:{SOURCE}"
+    names = itertools.chain((SOURCE, fallback), (f"{fallback}:{i}" for i in itertools.count(2)))
     return next(name for name in names if name not in columns)
 
 
@@ -249,39 +251,39 @@ def _labels(parts: Sequence[Readable], special: int) -> NDArray[np.uint8] | None
     """Patch labels; None unless every part has them, with the same numbers of patches and special tokens."""
     if any(part.special_tokens != special for part in parts):
         return None
-    found = [labels for part in parts if (labels := part.labels) is not None]
-    if len(found) < len(parts) or len({labels.shape[1:] for labels in found}) > 1:
+    arrays = [labels for part in parts if (labels := part.labels) is not None]
+    if len(arrays) < len(parts) or len({labels.shape[1:] for labels in arrays}) > 1:
         return None
-    return np.concatenate(found)
+    return np.concatenate(arrays)
 
 
 def _alike(rows: Sequence[_native.Rows], names: Sequence[str], what: str) -> None:
-    for name, other in zip(names, rows, strict=True):
-        if (other.descr, other.width) != (rows[0].descr, rows[0].width):
+    for name, part_rows in zip(names, rows, strict=True):
+        if (part_rows.descr, part_rows.width) != (rows[0].descr, rows[0].width):
             raise NotStoredError(
-                f"{what}: expected rows of one kind, found {rows[0].width} {rows[0].descr} in {names[0]} and {other.width} "
-                f"{other.descr} in {name}. Read them from each of store.parts."
+                f"{what}: expected rows of one kind, found {rows[0].width} {rows[0].descr} in {names[0]} and {part_rows.width} "
+                f"{part_rows.descr} in {name}. Read them from each of store.parts."
             )
 
 
 def _logits(parts: Sequence[Readable], names: Sequence[str]) -> Logits | None:
-    found = [logits for part in parts if (logits := part.contents.logits()) is not None]
-    if len(found) < len(parts):
+    part_logits = [logits for part in parts if (logits := part.contents.logits()) is not None]
+    if len(part_logits) < len(parts):
         return None
-    made = []
-    for rows in ([x.values for x in found], [x.indices for x in found]):
+    joined_rows = []
+    for rows in ([x.values for x in part_logits], [x.indices for x in part_logits]):
         _alike(rows, names, "logits")
-        made.append(_native.Rows.several(rows, [[0]] * len(rows), None, rows[0].descr, io_of(parts)))
-    return Logits(*made)
+        joined_rows.append(_native.Rows.several(rows, [[0]] * len(rows), None, rows[0].descr, io_of(parts)))
+    return Logits(*joined_rows)
 
 
 def _router(parts: Sequence[Readable], names: Sequence[str], layers: tuple[Layer, ...]) -> Router | None:
-    found = [router for part in parts if (router := part.contents.router()) is not None]
-    if len(found) < len(parts) or any(set(router.layers) != set(layers) for router in found):
+    routers = [router for part in parts if (router := part.contents.router()) is not None]
+    if len(routers) < len(parts) or any(set(router.layers) != set(layers) for router in routers):
         return None
-    rows = [router.rows for router in found]
+    rows = [router.rows for router in routers]
     _alike(rows, names, "router tensors")
-    groups = [[router.layers.index(layer) for layer in layers] for router in found]
+    groups = [[router.layers.index(layer) for layer in layers] for router in routers]
     return Router(layers, _native.Rows.several(rows, groups, None, rows[0].descr, io_of(parts)))
 
 
@@ -305,10 +307,10 @@ class _JoinedColumns:
         import pyarrow as pa
 
         tables = [self._of_part(i, [n for n in names if n != self._source]) for i in range(len(self._parts))]
-        made = {}
+        columns = {}
         for name in names:
             if name == self._source:
-                made[name] = self._sources()
+                columns[name] = self._sources()
                 continue
             if not any(name in table.column_names for table in tables):
                 raise NotStoredError(f"the dataset has no column {name!r}; the columns are {', '.join(self._columns)}")
@@ -319,8 +321,8 @@ class _JoinedColumns:
                 else [pa.nulls(part.num_examples, kind)]
                 for table, part in zip(tables, self._parts, strict=True)
             ]
-            made[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
-        return pa.table(made) if made else rows_only(sum(part.num_examples for part in self._parts))
+            columns[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
+        return pa.table(columns) if columns else rows_only(sum(part.num_examples for part in self._parts))
 
     def of_unit(self, unit: int, units: Sequence[int], layers_differ: bool) -> pa.Table:
         """Columns of one unit; if layers differ, also each example's layers. A part's columns are read once for all its units."""
@@ -342,20 +344,22 @@ class _JoinedColumns:
         """All columns of one part, with the types of the joined store."""
         import pyarrow as pa
 
-        held = self._held
-        if held is not None and held[0] == number:
-            return held[1]
+        cache = self._held
+        if cache is not None and cache[0] == number:
+            return cache[1]
         if self._kinds is None:
             self._kinds = self.read(self._columns).schema
-        found, n = self._of_part(number, self._columns), self._parts[number].num_examples
-        made = {
-            field.name: _as(field.name, found[field.name], field.type)
-            if field.name in found.column_names
+        part_table, n = self._of_part(number, self._columns), self._parts[number].num_examples
+        columns = {
+            field.name: _as(field.name, part_table[field.name], field.type)
+            if field.name in part_table.column_names
             else pa.nulls(n, field.type)
             for field in self._kinds
         }
-        made[self._source] = pa.array([self._names[number]]).dictionary_encode().take(pa.array(np.zeros(n, np.int32)))
-        table = pa.table(made)
+        columns[self._source] = (
+            pa.array([self._names[number]]).dictionary_encode().take(pa.array(np.zeros(n, np.int32)))
+        )
+        table = pa.table(columns)
         self._held = (number, table)
         return table
 
@@ -365,7 +369,7 @@ class _JoinedColumns:
         for part in self._parts:
             if examples.start < start + part.num_examples:
                 numbers = range(examples.start - start, examples.stop - start)
-                return [[layer for layer in held if layer in self._layers] for held in layers_held(part, numbers)]
+                return [[layer for layer in names if layer in self._layers] for names in layers_held(part, numbers)]
             start += part.num_examples
         return []
 
@@ -373,17 +377,17 @@ class _JoinedColumns:
         import pyarrow as pa
 
         part = self._parts[number]
-        known = part.contents.column_names
-        listed = [name for name in names if name in known]
-        table = part.read_columns(listed) if listed else None
-        found = {} if table is None else {name: table[name] for name in listed}
+        part_columns = part.contents.column_names
+        stored_names = [name for name in names if name in part_columns]
+        table = part.read_columns(stored_names) if stored_names else None
+        columns = {} if table is None else {name: table[name] for name in stored_names}
         for name in names:
-            if name in known or (name in self._columns and not self._is_text(name)):
+            if name in part_columns or (name in self._columns and not self._is_text(name)):
                 continue
             # A column that is only read on request, or texts, which this part has under the other name.
             with contextlib.suppress(NotStoredError):
-                found[name] = part.read_columns([name])[name]
-        return pa.table(found)
+                columns[name] = part.read_columns([name])[name]
+        return pa.table(columns)
 
     def _is_text(self, name: str) -> bool:
         """Whether a column contains the texts of all parts, whatever their names in the parts."""
@@ -399,18 +403,18 @@ class _JoinedColumns:
     def _type_of(self, name: str, tables: Sequence[pa.Table]) -> pa.DataType:
         import pyarrow as pa
 
-        kind, known = pa.null(), ""
+        kind, kind_source = pa.null(), ""
         for source, table in zip(self._names, tables, strict=True):
             if name not in table.column_names:
                 continue
-            own = table.schema.field(name).type
-            both = common_type(kind, own)
-            if both is None:
+            part_type = table.schema.field(name).type
+            common = common_type(kind, part_type)
+            if common is None:
                 raise ArgumentError(
-                    f"column {name!r}: expected one type, found {kind} in {known} and {own} in {source}. Read it from each of "
-                    "store.parts, or other columns with read_columns()."
+                    f"column {name!r}: expected one type, found {kind} in {kind_source} and {part_type} in {source}. Read it from "
+                    "each of store.parts, or other columns with read_columns()."
                 )
-            kind, known = both, known or source
+            kind, kind_source = common, kind_source or source
         return kind
 
 
@@ -431,43 +435,47 @@ def _as(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArra
 def layers_held(part: Readable, examples: range) -> list[list[Layer]]:
     """The layers that each of a part's examples has."""
     contents = part.contents
-    whole, chosen = contents.whole or contents, contents.chosen
+    dataset, chosen = contents.whole or contents, contents.chosen
     numbers = np.asarray(examples, np.int64) if chosen is None else chosen.array()[examples.start : examples.stop]
-    if whole.parts:
-        return [layers_held(whole.parts[p], range(e, e + 1))[0] for p, e in zip(*places(whole, numbers), strict=True)]
-    if not whole.layers_differ or whole.units is None or whole.unit_columns is None:
-        return [list(whole.layers)] * len(numbers)
-    made: dict[int, list[Any]] = {}
-    held = []
+    if dataset.parts:
+        return [
+            layers_held(dataset.parts[p], range(e, e + 1))[0] for p, e in zip(*places(dataset, numbers), strict=True)
+        ]
+    if not dataset.layers_differ or dataset.units is None or dataset.unit_columns is None:
+        return [list(dataset.layers)] * len(numbers)
+    unit_layers: dict[int, list[Any]] = {}
+    layers = []
     for number in numbers.tolist():
-        unit = int(np.searchsorted(whole.units, number, "right")) - 1
-        if unit not in made:
-            made = {unit: whole.unit_columns(unit)["layers"].to_pylist()}
-        held.append(made[unit][number - whole.units[unit]])
-    return held
+        unit = int(np.searchsorted(dataset.units, number, "right")) - 1
+        if unit not in unit_layers:
+            unit_layers = {unit: dataset.unit_columns(unit)["layers"].to_pylist()}
+        layers.append(unit_layers[unit][number - dataset.units[unit]])
+    return layers
 
 
 def per_token(contents: Contents, column: str, examples: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a column has one value per stored token in each of these examples of a dataset: parts may differ."""
     if not contents.parts:
         return np.full(len(examples), column in contents.token_columns)
-    made = np.zeros(len(examples), np.bool_)
+    flags = np.zeros(len(examples), np.bool_)
     # A pair has the columns of its first store.
-    of, own = (np.zeros_like(examples), examples) if contents.paired else places(contents, examples)
+    part_numbers, part_examples = (np.zeros_like(examples), examples) if contents.paired else places(contents, examples)
     for number, part in enumerate(contents.parts):
-        inner, here = part.contents, of == number
-        whole = own[here] if inner.chosen is None else inner.chosen.array()[own[here]]
-        made[here] = per_token(inner.whole or inner, column, whole)
-    return made
+        inner, in_part = part.contents, part_numbers == number
+        dataset_examples = (
+            part_examples[in_part] if inner.chosen is None else inner.chosen.array()[part_examples[in_part]]
+        )
+        flags[in_part] = per_token(inner.whole or inner, column, dataset_examples)
+    return flags
 
 
 def places(contents: Contents, examples: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns each example's part and its number in that part, for a joined store or a selection of one."""
-    whole, chosen = contents.whole or contents, contents.chosen
-    if whole.format != FORMAT:
+    dataset, chosen = contents.whole or contents, contents.chosen
+    if dataset.format != FORMAT:
         raise NotStoredError("origins: expected a store of actshard.concat", path=contents.path)
-    wanted = _arguments.members(_arguments.index(examples, "examples")[0], contents.num_examples, "example")
-    numbers = wanted if chosen is None else chosen.array()[wanted]
-    ends = np.cumsum([part.num_examples for part in whole.parts])
+    positions = _arguments.members(_arguments.index(examples, "examples")[0], contents.num_examples, "example")
+    numbers = positions if chosen is None else chosen.array()[positions]
+    ends = np.cumsum([part.num_examples for part in dataset.parts])
     part = np.searchsorted(ends, numbers, "right")
     return part, numbers - np.concatenate([[0], ends])[part]

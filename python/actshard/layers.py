@@ -41,8 +41,8 @@ def several(values: Any, what: str = "layers") -> tuple[Layer, ...]:
     Raises:
         ArgumentError, ArgumentTypeError: no names, equal names, or other types.
     """
-    listed = [values] if is_one(values) else _listed(values, what)
-    names = tuple(one(value, what) for value in listed)
+    sequence = [values] if is_one(values) else _listed(values, what)
+    names = tuple(one(value, what) for value in sequence)
     if not names:
         raise ArgumentError(f"{what}: expected at least one, found none")
     if len(set(names)) < len(names):
@@ -63,18 +63,18 @@ def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
         ArgumentError: equal names, an integer and a string with the same text, or a string that is empty, too long, or contains a
             null character.
     """
-    made = tuple(names)
-    if not made:
+    layers = tuple(names)
+    if not layers:
         return ()
-    made = several(made)
-    if len(set(map(str, made))) < len(made):
-        raise ArgumentError(f"layers: expected names that are written differently, found {short(made)}")
-    for name in made:
+    layers = several(layers)
+    if len(set(map(str, layers))) < len(layers):
+        raise ArgumentError(f"layers: expected names that are written differently, found {short(layers)}")
+    for name in layers:
         if isinstance(name, str) and (not 0 < len(name) <= _LONGEST or "\0" in name):
             raise ArgumentError(
                 f"layers: expected 1 to {_LONGEST} characters without null characters, found {name!r:.100}"
             )
-    return made
+    return layers
 
 
 def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:

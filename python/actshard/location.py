@@ -64,7 +64,7 @@ def has_options(options: Mapping[str, object] | None) -> bool:
     return bool(_pairs(options))
 
 
-def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str, str]]:
+def _pairs(options: Mapping[str, Any] | None, prefix: str = "") -> list[tuple[str, str]]:
     """Options as strings; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
     if options is None:
         return []
@@ -79,15 +79,15 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
         try:
             f"{name}{value if isinstance(value, str) else ''}".encode()
         except UnicodeEncodeError:  # the message omits the text, which may be a secret
-            raise ArgumentTypeError(f"storage_options: {above}option {len(pairs) + 1}: expected UTF-8 text") from None
+            raise ArgumentTypeError(f"storage_options: {prefix}option {len(pairs) + 1}: expected UTF-8 text") from None
         if isinstance(value, Mapping):
-            pairs += _pairs(value, f"{above}{name}.")
+            pairs += _pairs(value, f"{prefix}{name}.")
         elif isinstance(value, bool):
-            pairs.append((above + name, "true" if value else "false"))
+            pairs.append((prefix + name, "true" if value else "false"))
         elif isinstance(value, str | int | float):
-            pairs.append((above + name, str(value)))
+            pairs.append((prefix + name, str(value)))
         else:  # the message omits the value, which may be a secret
-            raise ArgumentTypeError(f"storage_options: {above}{name}: expected a str, a number or a bool")
+            raise ArgumentTypeError(f"storage_options: {prefix}{name}: expected a str, a number or a bool")
     return pairs
 
 
@@ -176,9 +176,9 @@ class Location:
         return value if isinstance(value, Location) else cls(_LOCAL, os.fspath(local_path(value, remedy=_OR_URL)))
 
     @classmethod
-    def at(cls, place: str | os.PathLike[str]) -> Location:
+    def at(cls, path: str | os.PathLike[str]) -> Location:
         """Returns the location of an already checked path, without checks."""
-        return place if isinstance(place, Location) else cls(_LOCAL, os.fspath(place))
+        return path if isinstance(path, Location) else cls(_LOCAL, os.fspath(path))
 
     @classmethod
     def in_memory(cls, files: Mapping[str, bytes], name: str = "memory") -> Location:
@@ -244,8 +244,8 @@ class Location:
     @property
     def parent(self) -> Location:
         """The parent folder; a root is its own parent."""
-        above = self.key.rpartition("/")[0]
-        return Location(self.storage, above or ("/" if self.is_local else ""))
+        parent_key = self.key.rpartition("/")[0]
+        return Location(self.storage, parent_key or ("/" if self.is_local else ""))
 
     def joinpath(self, *names: str) -> Location:
         """Returns a location below this one. A name may contain several names joined by ``/``.
@@ -258,21 +258,21 @@ class Location:
             parts = name.split("/")
             if not name or parts[0] == "" or ".." in parts or "\0" in name:
                 raise ArgumentError(f"expected a name below the folder, found {name!r:.80}", path=self)
-            kept = [part for part in parts if part not in ("", ".")]
-            key = "/".join([key, *kept] if key or self.is_local else kept)
+            components = [part for part in parts if part not in ("", ".")]
+            key = "/".join([key, *components] if key or self.is_local else components)
         return Location(self.storage, key or self.key)
 
-    def relative_to(self, above: Location) -> str:
+    def relative_to(self, ancestor: Location) -> str:
         """Returns the names from a parent folder to here, joined by ``/``; ``"."`` for the folder itself.
 
         Raises:
             ArgumentError: the location is not below that folder.
         """
-        if self == above:
+        if self == ancestor:
             return "."
-        start = above.key.rstrip("/") + "/" if above.key else ""
-        if self.storage != above.storage or not self.key.startswith(start):
-            raise ArgumentError(f"expected a location below {above}", path=self)
+        start = ancestor.key.rstrip("/") + "/" if ancestor.key else ""
+        if self.storage != ancestor.storage or not self.key.startswith(start):
+            raise ArgumentError(f"expected a location below {ancestor}", path=self)
         return self.key[len(start) :]
 
     def stat(self, doing: str = "access") -> Stat:
@@ -285,9 +285,9 @@ class Location:
             MissingFileError: the location does not exist.
             FileAccessError: permissions do not allow the check, or a server refuses the name.
         """
-        found = self.found(doing)
-        if found is not None:
-            return found
+        stat = self.found(doing)
+        if stat is not None:
+            return stat
         if isinstance(self.storage, Remote) and (denied := self.storage.denied.get(self.key)):
             raise denied.with_traceback(None)
         raise MissingFileError("expected a file, found nothing", path=self)
@@ -332,8 +332,8 @@ class Location:
         Raises:
             FileAccessError: permissions do not allow the check.
         """
-        found = self.found()
-        return None if found is None else found.kind
+        stat = self.found()
+        return None if stat is None else stat.kind
 
     def exists(self) -> bool:
         """Whether the location exists. Raises FileAccessError if permissions do not allow the check."""
@@ -356,17 +356,17 @@ class Location:
             FormatError: the folder has more than ``limit`` names.
             UnsupportedError: the store cannot list names.
         """
-        found = []
+        entries = []
         with boundary(self, "list"):
             try:
                 for count, entry in enumerate(self.storage.scan(self.key, sizes)):
                     if count >= limit:
                         raise FormatError(f"expected at most {limit} files and folders, found more", path=self)
                     if pattern == "*" or fnmatch.fnmatchcase(entry.name, pattern):
-                        found.append(entry)
+                        entries.append(entry)
             except NotADirectoryError as error:
                 raise NotAFileError("expected a folder, found a file", path=self) from error
-        return sorted(found, key=_NAME)
+        return sorted(entries, key=_NAME)
 
     def list_below(self) -> None:
         """Lists all files below in as few requests as a remote store allows, so that later calls need none.
@@ -405,11 +405,11 @@ class Location:
         except FileAccessError:
             return
         for entry in entries:
-            below = self / entry.name
+            child = self / entry.name
             if entry.kind == "file":
-                yield below, entry
+                yield child, entry
             elif entry.kind == "folder" and not entry.is_link:
-                yield from below.files(sizes=sizes)
+                yield from child.files(sizes=sizes)
 
     def read(self, start: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Reads a file, or a range of bytes.
@@ -426,17 +426,17 @@ class Location:
         """
         # Stat before opening: opening a named pipe would block until it has a writer.
         size = self.regular("read").size
-        wanted = max(size - start, 0) if length is None else length
-        if limit is not None and wanted > limit:
-            raise FormatError(f"expected at most {limit} bytes, found {wanted}", path=self)
-        if start < 0 or wanted < 0:
+        count = max(size - start, 0) if length is None else length
+        if limit is not None and count > limit:
+            raise FormatError(f"expected at most {limit} bytes, found {count}", path=self)
+        if start < 0 or count < 0:
             raise ArgumentError(f"expected a range of bytes, found {length} bytes from {start}", path=self)
-        if start + wanted > size:
-            raise TruncatedFileError(f"expected {start + wanted} bytes, found {size}", path=self)
+        if start + count > size:
+            raise TruncatedFileError(f"expected {start + count} bytes, found {size}", path=self)
         with boundary(self, "read"):
-            data = self.storage.read(self.key, start, wanted)
-        if len(data) < wanted:
-            raise TruncatedFileError(f"expected {start + wanted} bytes, found {start + len(data)}", path=self)
+            data = self.storage.read(self.key, start, count)
+        if len(data) < count:
+            raise TruncatedFileError(f"expected {start + count} bytes, found {start + len(data)}", path=self)
         return data
 
     def read_at_most(self, limit: int) -> bytes | Literal[False] | None:
@@ -478,8 +478,8 @@ class Location:
             doing: a verb for messages.
             pipes: also open pipes, which blocks until they have a writer.
         """
-        found = self.stat(doing)
-        size = found.size if pipes and found.kind == "other" else self.regular(doing).size
+        stat = self.stat(doing)
+        size = stat.size if pipes and stat.kind == "other" else self.regular(doing).size
         if self.is_local:
             with boundary(self, doing):
                 return self.local.open("rb")
@@ -498,10 +498,10 @@ class Location:
             MissingFileError, FileAccessError: as :meth:`stat`.
             NotAFileError: a folder, a device or a pipe.
         """
-        found = self.stat(doing)
-        if found.kind != "file":
+        stat = self.stat(doing)
+        if stat.kind != "file":
             raise NotAFileError("expected a regular file, found a folder or a special file", path=self)
-        return found
+        return stat
 
 
 def read_together(places: Sequence[Location], limit: int | None = None) -> Iterator[bytes | None]:
@@ -512,23 +512,23 @@ def read_together(places: Sequence[Location], limit: int | None = None) -> Itera
         FormatError: a file is longer than ``limit``. The limit protects memory: sizes of remote files are not known in advance.
     """
     for first in range(0, len(places), _TOGETHER):
-        some = places[first : first + _TOGETHER]
-        storage = some[0].storage
+        group = places[first : first + _TOGETHER]
+        storage = group[0].storage
         if isinstance(storage, Remote):
-            for place, data in zip(some, storage.fetch([place.key for place in some], limit), strict=True):
+            for location, data in zip(group, storage.fetch([location.key for location in group], limit), strict=True):
                 if data is False:
-                    raise FormatError(f"expected at most {limit} bytes, found {place.stat().size}", path=place)
+                    raise FormatError(f"expected at most {limit} bytes, found {location.stat().size}", path=location)
                 yield data
         else:
-            yield from (_read_or_none(place, limit) for place in some)
+            yield from (_read_or_none(location, limit) for location in group)
 
 
 _TOGETHER = 64
 
 
-def _read_or_none(place: Location, limit: int | None) -> bytes | None:
+def _read_or_none(location: Location, limit: int | None) -> bytes | None:
     try:
-        return place.read(limit=limit)
+        return location.read(limit=limit)
     except MissingFileError:
         return None
 
@@ -539,7 +539,7 @@ _AHEAD = 4 << 20
 
 def read_ahead(places: Iterable[Location]) -> None:
     """Reads small files of a remote store concurrently, for later calls, which report any errors. Ignores other storages."""
-    remote = [place for place in places if place.is_remote]
+    remote = [location for location in places if location.is_remote]
     with contextlib.suppress(ActshardError):
         for _ in read_together(remote, _AHEAD):
             pass

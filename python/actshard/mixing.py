@@ -74,13 +74,13 @@ class MixedStores:
     @property
     def shares(self) -> tuple[float, ...]:
         """Share of each store; they add up to 1."""
-        whole = sum(self._weights)
-        return tuple(float(weight / whole) for weight in self._weights)
+        total = sum(self._weights)
+        return tuple(float(weight / total) for weight in self._weights)
 
     def __repr__(self) -> str:
-        named = [f"{share:.3g} of {store.path}" for share, store in zip(self.shares, self.stores, strict=True)]
-        more = f", and {len(named) - 4} more" if len(named) > 4 else ""
-        return f"<actshard.MixedStores: {', '.join(named[:4])}{more}; exhausted={self.exhausted!r}>"
+        texts = [f"{share:.3g} of {store.path}" for share, store in zip(self.shares, self.stores, strict=True)]
+        suffix = f", and {len(texts) - 4} more" if len(texts) > 4 else ""
+        return f"<actshard.MixedStores: {', '.join(texts[:4])}{suffix}; exhausted={self.exhausted!r}>"
 
     def stream(
         self,
@@ -126,7 +126,7 @@ class MixedStores:
         size = _arguments.whole(batch_size, "batch_size", 1)
         bound = _arguments.size(memory, "memory")
         counts = _counts(self._weights, size)
-        named = {"shuffle": shuffle, "rank": rank, "world_size": world_size, **options}
+        common_options = {"shuffle": shuffle, "rank": rank, "world_size": world_size, **options}
         sources = [
             Stream(
                 store,
@@ -137,15 +137,15 @@ class MixedStores:
                 drop_last=True,
                 reuse=True,
                 memory=max(1, bound * count // size),
-                **named,
+                **common_options,
             )
             for i, (store, count) in enumerate(zip(self.stores, counts, strict=True))
         ]
         _check_alike(sources)
         # Never iterated: it only allocates arrays of whole batches, with reused memory. Selecting all rows reads none.
-        shape = {name: value for name, value in named.items() if name not in _OF_VALUES}
-        whole = Stream(self.stores[0], layer, size, CONTENT, reuse=True, **shape)
-        return MixedStream(self, sources, whole, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
+        shape = {name: value for name, value in common_options.items() if name not in _OF_VALUES}
+        template = Stream(self.stores[0], layer, size, CONTENT, reuse=True, **shape)
+        return MixedStream(self, sources, template, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
 
 
 class MixedStream(Epochs[MixedBatch]):
@@ -162,14 +162,16 @@ class MixedStream(Epochs[MixedBatch]):
         left_out: for each store, the rows that ``min_token`` and ``max_norm`` leave out, as in :class:`~actshard.Stream`.
     """
 
-    def __init__(self, mixture: MixedStores, sources: list[Stream], whole: Stream, *, epoch: int, reuse: bool) -> None:
+    def __init__(
+        self, mixture: MixedStores, sources: list[Stream], template: Stream, *, epoch: int, reuse: bool
+    ) -> None:
         self.mixture = mixture
         self.counts = tuple(source.batch_size for source in sources)
-        self.batch_size = whole.batch_size
-        self.layers, self.dtype, self.batch_shape = whole.layers, whole.dtype, whole.batch_shape
+        self.batch_size = template.batch_size
+        self.layers, self.dtype, self.batch_shape = template.layers, template.dtype, template.batch_shape
         self.left_out = tuple(source.left_out for source in sources)
-        self.rank, self.world_size = whole.rank, whole.world_size
-        self._sources, self._whole = sources, whole
+        self.rank, self.world_size = template.rank, template.world_size
+        self._sources, self._template = sources, template
         self._reuse = _arguments.switch(reuse, "reuse")
         lengths = [len(source) for source in sources]
         for length, source in zip(lengths, sources, strict=True):
@@ -209,7 +211,7 @@ class MixedStream(Epochs[MixedBatch]):
         for source in self._sources:
             source._ready()
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> _MixLoop:
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _MixLoop:
         return _MixLoop(self, first, every)
 
     def _settings(self) -> dict[str, Any]:
@@ -219,16 +221,25 @@ class MixedStream(Epochs[MixedBatch]):
             "seed": self.mixture.seed,
         }
 
-    def _common(self, own: dict[str, Any], saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    def _common(
+        self, current: dict[str, Any], saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
         """As of each source's stream."""
         states = saved.get("mixture")
         if not isinstance(states, list) or len(states) != len(self._sources):
-            return own, saved, set()
+            return current, saved, set()
         if not all(isinstance(state, dict) for state in states):
-            return own, saved, set()
-        found = [source._common(*each) for source, *each in zip(self._sources, own["mixture"], states, strict=True)]
-        mine, theirs = ([each[i] for each in found] for i in range(2))
-        return {**own, "mixture": mine}, {**saved, "mixture": theirs}, set[str]().union(*(each[2] for each in found))
+            return current, saved, set()
+        source_settings = [
+            source._common(*settings)
+            for source, *settings in zip(self._sources, current["mixture"], states, strict=True)
+        ]
+        mine, theirs = ([settings[i] for settings in source_settings] for i in range(2))
+        return (
+            {**current, "mixture": mine},
+            {**saved, "mixture": theirs},
+            set[str]().union(*(settings[2] for settings in source_settings)),
+        )
 
 
 class _MixLoop(Loop[MixedBatch]):
@@ -236,35 +247,35 @@ class _MixLoop(Loop[MixedBatch]):
 
     def __init__(self, stream: MixedStream, first: int, every: int) -> None:
         self._source = stream
-        whole = stream._whole._native
-        self._ring = itertools.cycle([whole.empty() for _ in range(_RING)]) if stream._reuse else None
+        native = stream._template._native
+        self._ring = itertools.cycle([native.empty() for _ in range(_RING)]) if stream._reuse else None
         super().__init__(stream, first, every)
 
     def _start(self) -> Reader:
         return _Together(self._source, self._epoch, self._next, self._every)
 
-    def _made(self, found: tuple[int, list[Batch]]) -> MixedBatch:
-        number, parts = found
+    def _made(self, raw_batch: tuple[int, list[Batch]]) -> MixedBatch:
+        number, parts = raw_batch
         stream = self._source
         sources = _places(stream, self._epoch, number)
         places: list[Any]
-        if stream._whole.shuffle is None:
+        if stream._template.shuffle is None:
             bounds = np.cumsum([0, *stream.counts]).tolist()
             places = [slice(first, last) for first, last in itertools.pairwise(bounds)]
         else:
             places = [np.flatnonzero(sources == i) for i in range(len(parts))]
-        activations = stream._whole._native.empty() if self._ring is None else next(self._ring)
-        for place, part in zip(places, parts, strict=True):
-            activations[place] = part.activations
+        activations = stream._template._native.empty() if self._ring is None else next(self._ring)
+        for rows, part in zip(places, parts, strict=True):
+            activations[rows] = part.activations
 
         def joined(name: str) -> NDArray[Any]:
             values = [getattr(part, name) for part in parts]
-            made = np.empty(len(sources), np.result_type(*values))
-            for place, value in zip(places, values, strict=True):
-                made[place] = value
-            return made
+            array = np.empty(len(sources), np.result_type(*values))
+            for rows, value in zip(places, values, strict=True):
+                array[rows] = value
+            return array
 
-        by_row = stream._whole._options["interleaved"]
+        by_row = stream._template._options["interleaved"]
         return MixedBatch(
             activations,
             joined("examples"),
@@ -312,15 +323,15 @@ class _Share:
 
     def batch(self, number: int, every: int) -> Batch:
         """Batch ``number``, counted over all epochs; the next call must request ``number + every``."""
-        epoch, at = divmod(number, len(self.stream))
+        epoch, position = divmod(number, len(self.stream))
         if epoch != self._epoch:
             self.stream.close()
             self.stream.set_epoch(epoch)
-            self._loop, self._epoch = self.stream.batches_from(at, every), epoch
+            self._loop, self._epoch = self.stream.batches_from(position, every), epoch
         for batch in self._loop:
-            found: Batch = batch
-            return found
-        raise InternalError(f"batch {at} of epoch {epoch} is missing", path=self.stream.store.path)
+            next_batch: Batch = batch
+            return next_batch
+        raise InternalError(f"batch {position} of epoch {epoch} is missing", path=self.stream.store.path)
 
     def ready(self, number: int) -> bool:
         """Whether :meth:`batch` would return without waiting."""
@@ -372,8 +383,8 @@ def mix(
 
 def _counts(weights: Sequence[Fraction], batch_size: int) -> list[int]:
     """Rows of each source in a batch, by largest remainders; ties go to the first."""
-    whole = sum(weights)
-    exact = [weight * batch_size / whole for weight in weights]
+    total = sum(weights)
+    exact = [weight * batch_size / total for weight in weights]
     counts = [int(rows) for rows in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_remainder[: batch_size - sum(counts)]:
@@ -395,23 +406,23 @@ def _seed_of(seed: int, source: int) -> int:
 def _check_alike(sources: Sequence[Stream]) -> None:
     """Refuses sources whose rows do not fit into one batch."""
     first = sources[0]
-    for other in sources[1:]:
-        for what, expected, found, remedy in (
-            ("layers", first.layers, other.layers, "Name the layers that both have."),
-            ("d_model", first.store.d_model, other.store.d_model, "Rows of different widths cannot be in one batch."),
-            ("dtype", first.dtype, other.dtype, f"dtype={first.dtype.name!r} converts."),
+    for source in sources[1:]:
+        for what, expected, actual, remedy in (
+            ("layers", first.layers, source.layers, "Name the layers that both have."),
+            ("d_model", first.store.d_model, source.store.d_model, "Rows of different widths cannot be in one batch."),
+            ("dtype", first.dtype, source.dtype, f"dtype={first.dtype.name!r} converts."),
         ):
-            if expected != found:
+            if expected != actual:
                 raise ArgumentError(
-                    f"{what}: expected {expected}, as in {first.store.path}, found {found}. {remedy}",
-                    path=other.store.path,
+                    f"{what}: expected {expected}, as in {first.store.path}, found {actual}. {remedy}",
+                    path=source.store.path,
                 )
 
 
 def _places(stream: MixedStream, epoch: int, number: int) -> NDArray[np.int64]:
     """The source of each row of a batch."""
     sources = np.repeat(np.arange(len(stream.counts)), stream.counts)
-    if stream._whole.shuffle is None:
+    if stream._template.shuffle is None:
         return sources
     order = scrambled(stream.batch_size, f"{stream.mixture.seed}/{epoch}/{number}/{stream.rank}")
     return sources[np.argsort(order)]  # the numbers are distinct, so every sort algorithm gives the same order

@@ -121,10 +121,10 @@ def concat(
     names = [str(name) for name in parts] if isinstance(parts, Mapping) else None
     if names is not None and len({*names}) < len(names):
         raise ArgumentError(f"concat: expected different names of parts, found {names!r:.200}")
-    given = list(parts.values() if isinstance(parts, Mapping) else parts)
-    if not given:
+    members = list(parts.values() if isinstance(parts, Mapping) else parts)
+    if not members:
         raise ArgumentError("concat: expected at least one store, found none")
-    stores = [part if isinstance(part, Store) else open(part) for part in given]
+    stores = [part if isinstance(part, Store) else open(part) for part in members]
     return _concat(stores, names, None if layers is None else several(layers), dtype, special_tokens)
 
 
@@ -148,14 +148,14 @@ def _flat(stores: Sequence[Store], layers: tuple[Layer, ...] | None) -> tuple[li
     from actshard.joining import names_of
 
     flat: list[Store] = []
-    given: list[str | None] = []
+    part_names: list[str | None] = []
     for store in stores:
         store.check_open()
         inner = _inner(store, layers)
         flat += inner
         sources = [part["source"] for part in store.metadata["parts"]] if inner != (store,) else [None]
-        given += sources if sources != names_of(inner) else [None] * len(inner)
-    names = [own or made for own, made in zip(given, names_of(flat), strict=True)]
+        part_names += sources if sources != names_of(inner) else [None] * len(inner)
+    names = [label or fallback for label, fallback in zip(part_names, names_of(flat), strict=True)]
     return flat, names if len({*names}) == len(names) else [f"{name}#{i}" for i, name in enumerate(names)]
 
 
@@ -188,20 +188,20 @@ def open_quietly(
         return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
 
 
-def token_cache_at(at: Location, format: str | None) -> TokenCache | None:
+def token_cache_at(location: Location, format: str | None) -> TokenCache | None:
     """Opens the token cache at or below a location; None for activations and unknown datasets."""
     if format not in (None, of_tokens()):
         return None
     if format is None:
         try:
-            at, found = find_any(at)
+            location, format_name = find_any(location)
         except ActshardError:
             return None  # open then raises the error
-        if found != of_tokens():
+        if format_name != of_tokens():
             return None
     from actshard.tokens.cache import open_cache
 
-    return open_cache(at.place)
+    return open_cache(location.place)
 
 
 def _opened(
@@ -312,5 +312,5 @@ def _common(paths: Sequence[Location]) -> Location:
     if first.local:
         return Location.at(os.path.commonpath(paths))
     names = zip(*(path.key.split("/") for path in paths), strict=False)
-    same = itertools.takewhile(lambda each: len(set(each)) == 1, names)
-    return Location(first, "/".join(each[0] for each in same))
+    same = itertools.takewhile(lambda level: len(set(level)) == 1, names)
+    return Location(first, "/".join(level[0] for level in same))

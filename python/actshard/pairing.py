@@ -132,8 +132,8 @@ class PairedStores:
         return self._choose(train), self._choose(held_out)
 
     def _choose(self, positions: Chosen) -> PairedStores:
-        some = [store._choose(positions) for store in self.stores]
-        return PairedStores(some, self.names, self.layers, self._asked, self.compared, self.warnings)
+        stores = [store._choose(positions) for store in self.stores]
+        return PairedStores(stores, self.names, self.layers, self._asked, self.compared, self.warnings)
 
     def gather(
         self,
@@ -195,14 +195,15 @@ class PairedStores:
             return
         first = self._together.tokens_in(groups[0])
         for group in groups[1:]:
-            other = self._together.tokens_in(group)
-            if len(differ := np.flatnonzero(first != other)):
-                i, both = int(differ[0]), [divmod(g, len(self.layers)) for g in (groups[0], group)]
-                one, another = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in both)
+            counts = self._together.tokens_in(group)
+            if len(differ := np.flatnonzero(first != counts)):
+                i, pairs = int(differ[0]), [divmod(g, len(self.layers)) for g in (groups[0], group)]
+                first_layer, other_layer = (f"layer {self.layers[k]!r} of {self.names[s]}" for s, k in pairs)
                 raise NotStoredError(
-                    f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {one} and {other[i]} in {another} "
-                    f"({_arguments.many(len(differ), 'example', 'differs', 'differ')}). Leave these examples out with filter().",
-                    path=self.stores[both[1][0]].path,
+                    f"pair: example {i}: expected equal numbers of tokens, found {first[i]} in {first_layer} and "
+                    f"{counts[i]} in {other_layer} ({_arguments.many(len(differ), 'example', 'differs', 'differ')}). "
+                    "Leave these examples out with filter().",
+                    path=self.stores[pairs[1][0]].path,
                 )
 
     def _groups(self, layer: Any) -> list[int]:
@@ -211,8 +212,8 @@ class PairedStores:
             if name not in self.layers:
                 self.stores[0].group_of(name)  # raises for unknown names
                 raise ArgumentError(f"layer: expected layers of the pair, {naming.short(self.layers)}, found {name!r}")
-        at = [self.layers.index(name) for name in names]
-        return [store * len(self.layers) + k for store in range(len(self.stores)) for k in at]
+        positions = [self.layers.index(name) for name in names]
+        return [store * len(self.layers) + k for store in range(len(self.stores)) for k in positions]
 
 
 def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
@@ -220,10 +221,10 @@ def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
     if not isinstance(normalize, list | tuple) or len(normalize) != len(groups):
         return normalize  # refused by the stream
     for group, stats in zip(groups, normalize, strict=True):
-        store, at = divmod(group, len(pair.layers))
-        if isinstance(stats, Stats) and stats.layer not in (None, pair.layers[at]):
+        store, position = divmod(group, len(pair.layers))
+        if isinstance(stats, Stats) and stats.layer not in (None, pair.layers[position]):
             raise ArgumentError(
-                f"normalize: expected statistics of layer {pair.layers[at]!r} of {pair.names[store]}, found those of layer "
+                f"normalize: expected statistics of layer {pair.layers[position]!r} of {pair.names[store]}, found those of layer "
                 f"{stats.layer!r}"
             )
     return [replace(stats, layer=None) if isinstance(stats, Stats) else stats for stats in normalize]
@@ -243,19 +244,19 @@ class PairedStream(Stream):
         options = dict(options)
         super().__init__(pair._together, groups, batch_size, Selection.pop(options), **options)
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
-        return _PairLoop(self, first, every, held)
+    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> RowLoop:
+        return _PairLoop(self, first, every, buffers)
 
 
 class _PairLoop(RowLoop):
     """The iterator of one loop over a pair."""
 
-    def _made(self, found: Any) -> Batch:
-        made = super()._made(found)
+    def _made(self, raw_batch: Any) -> Batch:
+        batch = super()._made(raw_batch)
         pair = self._source.pair  # type: ignore[attr-defined]  # only a PairedStream makes this loop
-        stores, layers = np.divmod(made.layers, len(pair.layers))
+        stores, layers = np.divmod(batch.layers, len(pair.layers))
         names = naming.array_of(pair.layers)[layers]
-        return PairedBatch(made.activations, made.examples, made.tokens, names, made.labels, stores)
+        return PairedBatch(batch.activations, batch.examples, batch.tokens, names, batch.labels, stores)
 
 
 def pair(
@@ -283,15 +284,15 @@ def pair(
         DtypeError: dtypes differ and ``dtype`` is not given.
         Errors of :func:`open`.
     """
-    given: list[Any] = list(stores)
+    members: list[Any] = list(stores)
     names = None
-    if len(given) == 1 and isinstance(given[0], Mapping):
-        names, given = [str(name) for name in given[0]], list(given[0].values())
-    if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], str | bytes | Store):
+    if len(members) == 1 and isinstance(members[0], Mapping):
+        names, members = [str(name) for name in members[0]], list(members[0].values())
+    if len(members) == 1 and isinstance(members[0], Iterable) and not isinstance(members[0], str | bytes | Store):
         raise ArgumentTypeError("pair: expected stores as arguments: pair(*stores)")
-    if len(given) < 2:
-        raise ArgumentError(f"pair: expected at least two stores, found {len(given)}")
-    opened = [store if isinstance(store, Store) else open(store) for store in given]
+    if len(members) < 2:
+        raise ArgumentError(f"pair: expected at least two stores, found {len(members)}")
+    opened = [store if isinstance(store, Store) else open(store) for store in members]
     if names is not None and len({*names}) < len(names):
         raise ArgumentError(f"pair: expected different names of stores, found {names!r:.200}")
     names = names or names_of(opened)
@@ -320,10 +321,10 @@ def _together(
     first = stores[0].contents
     every = [store.contents for store in stores]
     groups = [(s, store.group_of(layer)) for s, store in enumerate(stores) for layer in layers]
-    found = dtype_of(stores, names, dtype)
+    common_dtype = dtype_of(stores, names, dtype)
     name = None if dtype is None else _arguments.dtype(dtype)[1]
-    rows = _native.Rows.paired([store.rows for store in stores], groups, name, found, io_of(stores))
-    each = {contents.tokens_each for contents in every}
+    rows = _native.Rows.paired([store.rows for store in stores], groups, name, common_dtype, io_of(stores))
+    lengths = {contents.tokens_each for contents in every}
     differ = any(contents.layers_differ for contents in every)
     contents: Contents = replace(
         first,
@@ -331,14 +332,14 @@ def _together(
         path=common_path(stores),
         metadata={},
         layers=tuple(range(len(groups))),
-        dtype=found,
+        dtype=common_dtype,
         token_counts=lambda: (
             tokens_anywhere(rows, len(groups), np.arange(len(stores[0]))) if differ else stores[0].token_counts
         ),
         rows=rows,
         files=lambda: list(dict.fromkeys(itertools.chain.from_iterable(c.files() for c in every))),
         warnings=(),
-        tokens_each=each.pop() if len(each) == 1 else None,
+        tokens_each=lengths.pop() if len(lengths) == 1 else None,
         units=None,
         unit_columns=None,
         layers_differ=differ,
@@ -365,10 +366,10 @@ def _named(
     # Stores in folders of the same name are named by their paths: numbers make shorter names of layers.
     shown = [str(number) for number in range(len(names))] if any("/" in name for name in names) else list(names)
     together = _together(stores, names, layers, dtype)
-    named = tuple(f"{name}:{layer}" for name in shown for layer in layers)
+    layer_names = tuple(f"{name}:{layer}" for name in shown for layer in layers)
     parts = [
         {"source": name, "format": store.format, "path": str(store.path), "metadata": store.contents.metadata}
         for name, store in zip(shown, stores, strict=True)
     ]
-    contents: Contents = replace(together.contents, layers=named, metadata={"parts": parts})
+    contents: Contents = replace(together.contents, layers=layer_names, metadata={"parts": parts})
     return Store(contents, io=io_of(stores), reopen=(_named, (stores, names, layers, dtype)))

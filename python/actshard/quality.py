@@ -67,11 +67,11 @@ def distances(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) ->
     tokens = np.concatenate([b[1] for b in batches])
     order = np.lexsort((tokens, examples))
     steps = np.diff(examples[order])
-    beside = np.flatnonzero(steps == 0)
-    if not len(beside):
-        beside = np.flatnonzero(steps == 1)
-    found: NDArray[np.int64] = np.abs(order[beside + 1] - order[beside])
-    return found
+    adjacent = np.flatnonzero(steps == 0)
+    if not len(adjacent):
+        adjacent = np.flatnonzero(steps == 1)
+    gaps: NDArray[np.int64] = np.abs(order[adjacent + 1] - order[adjacent])
+    return gaps
 
 
 def measure(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], *, seed: int = 0) -> Quality:
@@ -91,14 +91,14 @@ def measure(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], *, s
     size = len(full[0][0])
     lots = [examples[rng.choice(len(examples), size, replace=False)] for _ in range(_LOTS)]
     ideal = float(np.mean([entropy(x) for x in lots]))
-    found = float(np.mean([entropy(e) for e, _ in full]))
-    apart = distances(batches)
+    mean_entropy = float(np.mean([entropy(e) for e, _ in full]))
+    gaps = distances(batches)
     n = len(examples)
     return Quality(
         distinct=float(np.mean([len(np.unique(e)) for e, _ in full])),
         ideal_distinct=float(np.mean([len(np.unique(x)) for x in lots])),
-        entropy=found / ideal if ideal > 0 else 1.0,
-        apart=float(np.median(apart)) if len(apart) else 0.0,
+        entropy=mean_entropy / ideal if ideal > 0 else 1.0,
+        apart=float(np.median(gaps)) if len(gaps) else 0.0,
         # The median distance between two uniformly random positions among n.
-        ideal_apart=n * (1 - 0.5**0.5) if len(apart) else 0.0,
+        ideal_apart=n * (1 - 0.5**0.5) if len(gaps) else 0.0,
     )

@@ -74,7 +74,7 @@ class Repeated:
 
 
 def repeated_examples(
-    store: Store, found: Mapping[Layer, Stats], *, progress: Callable[[int, int], object] | None = None
+    store: Store, stats_by_layer: Mapping[Layer, Stats], *, progress: Callable[[int, int], object] | None = None
 ) -> Repeated | None:
     """Looks for examples that equal an earlier one.
 
@@ -83,7 +83,7 @@ def repeated_examples(
 
     Args:
         store: a store.
-        found: statistics by layer.
+        stats_by_layer: statistics by layer.
         progress: called with (rows done, total rows).
 
     Returns:
@@ -91,23 +91,23 @@ def repeated_examples(
     """
     for by, names in _columns(store):
         hashes = _hashed(store, names)
-        known = np.flatnonzero(hashes != 0)
-        if len(known):
-            later, earlier = _pairs(hashes[known])
-            few = zip(known[later[:_FEW]].tolist(), known[earlier[:_FEW]].tolist(), strict=True)
-            return Repeated(by, len(known), len(later), tuple(few))
-    if not found:
+        examples = np.flatnonzero(hashes != 0)
+        if len(examples):
+            later, earlier = _pairs(hashes[examples])
+            few = zip(examples[later[:_FEW]].tolist(), examples[earlier[:_FEW]].tolist(), strict=True)
+            return Repeated(by, len(examples), len(later), tuple(few))
+    if not stats_by_layer:
         return None
     # Rows of NaN and infinite norms are not among the repeated ones, but examples of them may be equal.
-    whole = {layer: stats for layer, stats in found.items() if stats.norms.rows == stats.rows}
-    layer, least = min((whole or found).items(), key=lambda item: item[1].repeats.repeated)
+    finite_stats = {layer: stats for layer, stats in stats_by_layer.items() if stats.norms.rows == stats.rows}
+    layer, least = min((finite_stats or stats_by_layer).items(), key=lambda item: item[1].repeats.repeated)
     repeats, total = least.repeats, least.rows
-    if whole and repeats.repeated <= (0 if repeats.exact else _SOME * repeats.different):
+    if finite_stats and repeats.repeated <= (0 if repeats.exact else _SOME * repeats.different):
         return Repeated("rows", store.num_examples, 0, ())
     group = store.group_of(layer)
     report = None if progress is None else lambda rows: progress(rows, total)
-    n, some = equal_examples(store, store.rows.scan(group, report)["hashes"])
-    return Repeated("rows", store.num_examples, n, tuple(some[:_FEW]))
+    n, pairs = equal_examples(store, store.rows.scan(group, report)["hashes"])
+    return Repeated("rows", store.num_examples, n, tuple(pairs[:_FEW]))
 
 
 def equal_examples(store: Store, hashes: NDArray[np.uint64]) -> tuple[int, list[tuple[int, int]]]:
@@ -118,9 +118,9 @@ def equal_examples(store: Store, hashes: NDArray[np.uint64]) -> tuple[int, list[
     ordered = np.sort(hashes)
     if not (ordered[1:] == ordered[:-1]).any():
         return 0, []  # token counts, for which some formats decode every shard, are not needed
-    some = np.flatnonzero(store.token_counts > 0)
-    later, earlier = _pairs(hashes[some])
-    pairs = zip(some[later[:_COMPARED]].tolist(), some[earlier[:_COMPARED]].tolist(), strict=True)
+    examples = np.flatnonzero(store.token_counts > 0)
+    later, earlier = _pairs(hashes[examples])
+    pairs = zip(examples[later[:_COMPARED]].tolist(), examples[earlier[:_COMPARED]].tolist(), strict=True)
     real = [(a, b) for a, b in pairs if _alike(store, store.layers, a, b)]
     return (len(later) if real and len(later) > _COMPARED else len(real)), real
 
@@ -162,15 +162,15 @@ def _hashed(store: Store, names: list[str]) -> NDArray[np.int64]:
     """A hash of each example's values; 0 if there are none, or if they have an unsupported type."""
     contents = store.contents
     batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
-    made = [np.zeros(0, np.int64)]
+    blocks = [np.zeros(0, np.int64)]
     for table in batches(names):
         for batch in table.to_batches(max_chunksize=_BLOCK):
-            first, *others = [_hashes(batch.column(name)) for name in names]
+            first, *rest = [_hashes(batch.column(name)) for name in names]
             with np.errstate(over="ignore"):
-                for other in others:
-                    first = np.where(first == 0, 0, (first * _ODD) ^ other)
-            made.append(first)
-    return np.concatenate(made)
+                for hashes in rest:
+                    first = np.where(first == 0, 0, (first * _ODD) ^ hashes)
+            blocks.append(first)
+    return np.concatenate(blocks)
 
 
 def _hashes(column: pa.Array) -> NDArray[np.int64]:

@@ -95,10 +95,10 @@ def digests_in(fields: Fields) -> Digests | None:
 
 def joined_digests(parts: Iterable[Digests | None]) -> Digests | None:
     """The digests of all examples from those of parts, which are numbered in one dataset; None if those of a part are not known."""
-    known = list(parts)
-    if not known or None in known or len({len(part) for part in known if part is not None}) != 1:
+    digests = list(parts)
+    if not digests or None in digests or len({len(part) for part in digests if part is not None}) != 1:
         return None
-    layers = zip(*(part for part in known if part is not None), strict=True)
+    layers = zip(*(part for part in digests if part is not None), strict=True)
     return tuple(reduce(add, layer) for layer in layers)
 
 
@@ -184,18 +184,18 @@ class Request:
         return cls(fields.text("verb"), arguments, tuple(sources), examples, overflows, digests, checksums)
 
     @classmethod
-    def read(cls, place: Path | Location) -> Self | None:
+    def read(cls, path: Path | Location) -> Self | None:
         """The request that made a dataset, by its record; None without one: another program wrote it.
 
         A record next to a folder is ignored if it was written for other files.
         """
-        folder = Location.at(place)
+        folder = Location.at(path)
         with contextlib.suppress(MissingFileError, NotAFileError):
             return cls.from_dict(read_json(folder / RECORD), folder / RECORD)
-        beside = folder.parent / f".{folder.name}{RECORD}"
+        sibling = folder.parent / f".{folder.name}{RECORD}"
         with contextlib.suppress(MissingFileError, NotAFileError):
-            value = read_json(beside)
-            request = cls.from_dict(value, beside)
+            value = read_json(sibling)
+            request = cls.from_dict(value, sibling)
             mark = value.get("files")
             return request if mark is None or (folder.is_local and mark == files_mark(folder)) else None
         return None

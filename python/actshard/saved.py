@@ -74,12 +74,14 @@ class StatsFile:
         self.dataset, self.width, self.layer = fingerprint(store), store.d_model, layer
         chosen = store.contents.chosen
         # Rows are resolved only if necessary: formats without an index decode all shards for the lengths of examples.
-        named = None if _has_parts(store) else rows.arguments  # concat(special_tokens=) decides which rows are content
-        if named is None:
-            named = {"rows": (rows.resolve(store, [layer]) if isinstance(rows, Selection) else rows).digest}
+        arguments = (
+            None if _has_parts(store) else rows.arguments
+        )  # concat(special_tokens=) decides which rows are content
+        if arguments is None:
+            arguments = {"rows": (rows.resolve(store, [layer]) if isinstance(rows, Selection) else rows).digest}
         self.of = {
             "layer": layer,
-            **named,
+            **arguments,
             "examples": None if chosen is None else hashlib.sha256(chosen.digest()).hexdigest(),
         }
         key = hashlib.sha256(json.dumps([type(layer).__name__, self.of], sort_keys=True).encode()).hexdigest()
@@ -90,14 +92,14 @@ class StatsFile:
         """Reads the statistics. None if there are none, if they are of other rows, or if the dataset changed."""
         for folder in self.folders:
             try:
-                found = self._read(folder)
+                stats = self._read(folder)
             except MissingFileError:
                 continue
             except (ActshardError, LookupError, TypeError, ValueError) as error:
                 LOG.info("%s: not used: %r", folder / f"{self.name}.json", error)
                 continue
-            if found is not None:
-                return found
+            if stats is not None:
+                return stats
         return None
 
     def _read(self, folder: Path) -> Stats | None:
@@ -171,17 +173,17 @@ def kept_or_made(
     """
     if not isinstance(save, bool | str | os.PathLike):
         raise ArgumentError(f"save: expected True or a folder, found {save!r:.80}")
-    place = StatsFile(store, layer, rows, None if isinstance(save, bool) else save)
-    if not place.folders:
+    stats_file = StatsFile(store, layer, rows, None if isinstance(save, bool) else save)
+    if not stats_file.folders:
         raise ArgumentError("save: a joined or paired store has no folder of its own: pass a folder, save=PATH")
-    if (found := place.read()) is not None:
-        return found
-    made = make()
-    if fingerprint(store) == place.dataset:
-        LOG.info("statistics of layer %s saved: %s", plain(layer), place.write(made))
+    if (saved_stats := stats_file.read()) is not None:
+        return saved_stats
+    stats = make()
+    if fingerprint(store) == stats_file.dataset:
+        LOG.info("statistics of layer %s saved: %s", plain(layer), stats_file.write(stats))
     else:
         LOG.warning("%s: statistics are not saved: the dataset's files changed while they were read", store.path)
-    return made
+    return stats
 
 
 def kept(store: Readable, layer: Layer, rows: Selection | SelectedRows) -> Stats | None:
@@ -204,8 +206,10 @@ def known(store: Readable, layer: Layer, rows: SelectedRows) -> Stats:
 
 def kept_in(store: Readable, layer: Layer, rows: Selection | SelectedRows) -> Path | None:
     """The folder that contains saved statistics of a layer's rows, valid or not; None if there is none."""
-    place = StatsFile(store, layer, rows)
-    return next((folder for folder in place.folders if Location.at(folder / f"{place.name}.json").exists()), None)
+    stats_file = StatsFile(store, layer, rows)
+    return next(
+        (folder for folder in stats_file.folders if Location.at(folder / f"{stats_file.name}.json").exists()), None
+    )
 
 
 def _has_parts(store: Readable) -> bool:
@@ -215,25 +219,25 @@ def _has_parts(store: Readable) -> bool:
 def _folders(store: Readable) -> Iterator[Path]:
     if _has_parts(store):
         return
-    place = Location.at(store.path)
-    if place.is_local:
+    location = Location.at(store.path)
+    if location.is_local:
         path = Path(store.path).absolute()
         if path != path.parent:
             yield path.with_name(f"{path.name}.stats")
-    key = hashlib.sha256(os.fsencode(str(store.path) if not place.is_local else os.path.realpath(store.path)))
-    own = cache_folder()
-    yield own.with_name(f"{own.name}-stats") / key.hexdigest()
+    key = hashlib.sha256(os.fsencode(str(store.path) if not location.is_local else os.path.realpath(store.path)))
+    cache = cache_folder()
+    yield cache.with_name(f"{cache.name}-stats") / key.hexdigest()
 
 
 def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
     arrays: dict[str, NDArray[Any]] = {name: getattr(stats, name) for name in (*FLOATS, *COUNTS)}
     arrays |= {"std": np.sqrt(stats.variance), "norm_edges": stats.norms.edges, "norm_counts": stats.norms.counts}
     header: dict[str, Any] = {"__metadata__": {"layer": layer, "rows": str(stats.rows), "dataset": dataset}}
-    at = 0
+    offset = 0
     for name, array in arrays.items():
         kind = "F64" if array.dtype == np.float64 else "I64"
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     data = b"".join(array.astype(_TYPES[header[name]["dtype"]]).tobytes() for name, array in arrays.items())
@@ -243,13 +247,13 @@ def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
 def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
     """The arrays of statistics in a file. Raises LookupError, ValueError or FormatError if the file is invalid."""
     tensors, _, start = _native.parse_safetensors(data)
-    made = {}
+    arrays = {}
     for name, kind, shape, first, end in tensors:
         if name in FLOATS or name in COUNTS:
             if kind != ("F64" if name in FLOATS else "I64") or len(shape) != 1:
                 raise ValueError(f"{name}: expected one row of 64-bit values, found {kind} {shape}")
-            made[name] = np.frombuffer(data[start + first : start + end], _TYPES[kind])
-    return made
+            arrays[name] = np.frombuffer(data[start + first : start + end], _TYPES[kind])
+    return arrays
 
 
 def _number(value: float) -> float | None:

@@ -130,20 +130,20 @@ class Local:
     def _read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
             file.seek(start)
-            made = bytearray()
-            while len(made) < length and (more := file.read(length - len(made))):  # Linux reads at most 2 GiB per call
-                made += more
-            return bytes(made)
+            data = bytearray()
+            while len(data) < length and (chunk := file.read(length - len(data))):  # Linux reads at most 2 GiB per call
+                data += chunk
+            return bytes(data)
 
     def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
         with Path(key).open("rb", buffering=0) as file:
             for start, into in parts:
-                done = 0
-                while done < len(into):
-                    got = os.preadv(file.fileno(), [into[done:]], start + done)
+                position = 0
+                while position < len(into):
+                    got = os.preadv(file.fileno(), [into[position:]], start + position)
                     if got == 0:
-                        raise _ended(start, into, done)
-                    done += got
+                        raise _ended(start, into, position)
+                    position += got
 
     def arrow(self, key: str) -> pa.NativeFile:
         import pyarrow as pa
@@ -167,11 +167,11 @@ def _scanned(key: str, sizes: bool) -> Iterator[Entry]:
 
 
 def _stat(key: str) -> Stat:
-    found = os.stat(key)  # noqa: PTH116 -- a key is a str; Path would cost time for many files
-    version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
-    if modes.S_ISREG(found.st_mode):
-        return Stat("file", found.st_size, version, found.st_blocks * 512, found.st_mtime_ns)
-    return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0, found.st_mtime_ns)
+    status = os.stat(key)  # noqa: PTH116 -- a key is a str; Path would cost time for many files
+    version = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ino}"
+    if modes.S_ISREG(status.st_mode):
+        return Stat("file", status.st_size, version, status.st_blocks * 512, status.st_mtime_ns)
+    return Stat("folder" if modes.S_ISDIR(status.st_mode) else "other", 0, version, 0, status.st_mtime_ns)
 
 
 class _Entries:
@@ -183,12 +183,12 @@ class _Entries:
         self._error: OSError | None = None
 
     def __iter__(self) -> Iterator[Entry]:
-        at = 0
+        index = 0
         while True:
-            if at == len(self._seen) and not self._more():
+            if index == len(self._seen) and not self._more():
                 return
-            yield self._seen[at]
-            at += 1
+            yield self._seen[index]
+            index += 1
 
     def _more(self) -> bool:
         """Reads one more entry. A failure is stored and raised again: a failed generator would look empty to the next reader."""
@@ -232,14 +232,14 @@ class _Look:
 
     def stat(self, key: str) -> Stat:
         """As :meth:`Local.stat`. What the listing of the folder lacks is absent, without another look at the disk."""
-        known = self._stats.get(key)
-        if known is None:
-            known = self._stats[key] = (
+        outcome = self._stats.get(key)
+        if outcome is None:
+            outcome = self._stats[key] = (
                 FileNotFoundError(2, "No such file or directory") if self._lacks(key) else _state(key)
             )
-        if isinstance(known, Stat):
-            return known
-        raise _copied(known)
+        if isinstance(outcome, Stat):
+            return outcome
+        raise _copied(outcome)
 
     def _lacks(self, key: str) -> bool:
         if not key.startswith(self._above):
@@ -291,8 +291,8 @@ def _kind_of(entry: os.DirEntry[str]) -> Kind:
         return "other"
 
 
-def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
-    return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + done)
+def _ended(start: int, into: memoryview, position: int) -> TruncatedFileError:
+    return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + position)
 
 
 class DeniedError(FileNotFoundError):
@@ -331,30 +331,30 @@ class Remote:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Small files are included, so that opening the copy makes no request.
-        kept, room = {}, _PICKLED
+        objects, room = {}, _PICKLED
         for key, data in sorted(self.small.items(), key=lambda item: len(item[1])):
             room -= len(data)
             if room < 0:
                 break
-            kept[key] = data
-        return (_remote_again, (self.native.state(), kept))
+            objects[key] = data
+        return (_remote_again, (self.native.state(), objects))
 
     def text(self, key: str) -> str:
         return self.native.text(key)
 
     def stat(self, key: str) -> Stat:
-        if known := self.denied.get(key):
-            raise DeniedError(known)
+        if reason := self.denied.get(key):
+            raise DeniedError(reason)
         try:
-            found = self.native.stat(key)
+            status = self.native.stat(key)
         except FileAccessError as error:
             if error.reason != "absent-or-denied":
                 raise
             self.denied[key] = error
             raise DeniedError(error) from None
-        if found is None:
+        if status is None:
             raise FileNotFoundError(2, "No such object")
-        size, version = found
+        size, version = status
         return Stat("folder", 0, "", 0) if size is None else Stat("file", size, version or "", size)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
@@ -384,14 +384,14 @@ class Remote:
         return UnsupportedError(why, path=place_of(where))
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        kept = self.small.get(key)
-        if kept is None:
+        small = self.small.get(key)
+        if small is None:
             data = self.native.read(key, start, length)
             fits = start == 0 and len(data) <= _SMALL and sum(map(len, self.small.values())) < _SMALLS
             if fits and self.stat(key).size == len(data):
                 self.small[key] = data
             return data
-        return kept[start : start + length]
+        return small[start : start + length]
 
     def fetch(self, keys: Sequence[str], limit: int | None = None) -> list[bytes | Literal[False] | None]:
         """Reads whole objects concurrently, and caches small ones like :meth:`read`.
@@ -401,19 +401,19 @@ class Remote:
         Raises:
             FileAccessError: an object cannot be read. A refused object does not count as missing.
         """
-        found: dict[str, bytes | Literal[False] | None] = {key: self.small[key] for key in keys if key in self.small}
-        lacking = [key for key in dict.fromkeys(keys) if key not in found]
+        contents: dict[str, bytes | Literal[False] | None] = {key: self.small[key] for key in keys if key in self.small}
+        lacking = [key for key in dict.fromkeys(keys) if key not in contents]
         for first in range(0, len(lacking), _AT_ONCE):
-            some = lacking[first : first + _AT_ONCE]
-            for key, data in zip(some, self.native.fetch(some, _GLANCE), strict=True):
+            group = lacking[first : first + _AT_ONCE]
+            for key, data in zip(group, self.native.fetch(group, _GLANCE), strict=True):
                 if data is False:
                     size = self.stat(key).size
-                    found[key] = False if limit is not None and size > limit else self.read(key, 0, size)
+                    contents[key] = False if limit is not None and size > limit else self.read(key, 0, size)
                     continue
-                found[key] = data
+                contents[key] = data
                 if data is not None and sum(map(len, self.small.values())) < _SMALLS:
                     self.small[key] = data
-        return [found[key] for key in keys]
+        return [contents[key] for key in keys]
 
     def glance(self, key: str) -> bool:
         """Returns whether an object exists, and caches its content for later calls, in one request."""
@@ -483,8 +483,8 @@ class _ObjectFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        wanted = max(self._size - self._at, 0) if size < 0 else size
-        data = self._native.read(self._key, self._at, wanted)
+        count = max(self._size - self._at, 0) if size < 0 else size
+        data = self._native.read(self._key, self._at, count)
         self._at += len(data)
         return data
 
@@ -519,10 +519,10 @@ class Memory:
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         if self.stat(key).kind != "folder":
             raise NotADirectoryError(20, "Not a directory")
-        above = f"{key}/" if key else ""
-        below = {name[len(above) :].partition("/")[0] for name in self.files if name.startswith(above)}
-        for name in below:
-            data = self.files.get(above + name)
+        prefix = f"{key}/" if key else ""
+        names = {name[len(prefix) :].partition("/")[0] for name in self.files if name.startswith(prefix)}
+        for name in names:
+            data = self.files.get(prefix + name)
             yield Entry(name, "folder") if data is None else Entry(name, "file", len(data))
 
     def read(self, key: str, start: int, length: int) -> bytes:

@@ -144,31 +144,32 @@ class Store(StreamVerbs, SampledVerbs):
         Raises:
             OutOfRangeError: an example is out of range.
         """
-        wanted, shape = _arguments.index(self._numbers(examples), "examples")
+        numbers, shape = _arguments.index(self._numbers(examples), "examples")
         differ = self._contents.layers_differ
         if self._token_counts is None and self.layers and not differ:
-            return self._rows.tokens_of(0, wanted).reshape(shape)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
-            raise self._out_of_range(wanted)
+            return self._rows.tokens_of(0, numbers).reshape(shape)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
+            raise self._out_of_range(numbers)
         if self._token_counts is None and self.layers and differ:
-            return tokens_anywhere(self._open_rows(), len(self.layers), wanted).reshape(shape)
-        return self.token_counts[wanted].reshape(shape)
+            return tokens_anywhere(self._open_rows(), len(self.layers), numbers).reshape(shape)
+        return self.token_counts[numbers].reshape(shape)
 
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]:
         """Returns the number of stored tokens per example in one layer, ``(num_examples,)`` int64; 0 if an example lacks it."""
-        group, each = self._group(layer), self._contents.tokens_each
-        if each is not None:
-            return np.broadcast_to(np.int64(each), (self.num_examples,))
+        group, tokens_each = self._group(layer), self._contents.tokens_each
+        if tokens_each is not None:
+            return np.broadcast_to(np.int64(tokens_each), (self.num_examples,))
         return self._rows.tokens_of(group, np.arange(self.num_examples))
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __repr__(self) -> str:
-        whole = self._contents.whole
-        some = "" if whole is None else f"{self.num_examples:,} of "
+        dataset = self._contents.whole
+        prefix = "" if dataset is None else f"{self.num_examples:,} of "
+        examples = _arguments.many((dataset or self).num_examples, "example")
         return (
-            f"<actshard.Store {self.format} {str(self.path)!r}: {some}{_arguments.many((whole or self).num_examples, 'example')}, "
+            f"<actshard.Store {self.format} {str(self.path)!r}: {prefix}{examples}, "
             f"layers {short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
         )
 
@@ -191,11 +192,11 @@ class Store(StreamVerbs, SampledVerbs):
         available.
         """
         closed = Closed(self.path)
-        held = [self._rows, self._extras.get("logits"), self._extras.get("router")]
+        resources = [self._rows, self._extras.get("logits"), self._extras.get("router")]
         self._rows = closed
         self._table = None
         self._extras = {"logits": closed, "router": closed, "labels": closed}
-        for has in held:
+        for has in resources:
             for rows in (has.values, has.indices) if isinstance(has, Logits) else (getattr(has, "rows", has),):
                 if rows is not None and not isinstance(rows, Without):
                     rows.close()
@@ -209,14 +210,14 @@ class Store(StreamVerbs, SampledVerbs):
         return self._group(layer)
 
     def _group(self, layer: Any) -> int:
-        if type(layer) is int and (found := self._groups.get(layer)) is not None:
-            return found
+        if type(layer) is int and (group := self._groups.get(layer)) is not None:
+            return group
         if isinstance(layer, np.ndarray) and not layer.ndim:
             layer = layer[()]
         # True and 1.0 compare equal to 1 but are not layer names.
         with contextlib.suppress(ArgumentTypeError):
-            if (found := self._groups.get(one(layer))) is not None:
-                return found
+            if (group := self._groups.get(one(layer))) is not None:
+                return group
         raise LayerError(not_stored(layer, self.layers), path=self.path)
 
     def __getitem__(self, key: Any) -> NoReturn:
@@ -225,9 +226,9 @@ class Store(StreamVerbs, SampledVerbs):
         Raises:
             ArgumentTypeError: always; names :meth:`layer`, :meth:`sequence` and :attr:`table`.
         """
-        one = next(iter(self.layers), 0)
+        layer = next(iter(self.layers), 0)
         raise ArgumentTypeError(
-            f"a store is indexed by layer: store.layer({one!r})[0], store.sequence(example=0, layer={one!r}); columns are in "
+            f"a store is indexed by layer: store.layer({layer!r})[0], store.sequence(example=0, layer={layer!r}); columns are in "
             "store.table"
         )
 
@@ -254,9 +255,9 @@ class Store(StreamVerbs, SampledVerbs):
             warn(text, code="no-example-chosen")
         return examples
 
-    def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
+    def _overflowed(self, counts: list[int], layer: Any, dtype: Any) -> None:
         warn(
-            f"{self.path}: layer {plain(layer)}: {found[0]} finite values became infinite as "
+            f"{self.path}: layer {plain(layer)}: {counts[0]} finite values became infinite as "
             f"{_arguments.dtype(dtype or self.dtype)[0]}. Use a wider dtype=.",
             OverflowWarning,
         )
@@ -371,11 +372,11 @@ class Store(StreamVerbs, SampledVerbs):
         """
         from actshard.choosing import check_whole_open
 
-        whole = self._contents.whole
-        if whole is None:
+        dataset = self._contents.whole
+        if dataset is None:
             return self
-        check_whole_open(whole)
-        return Store(whole, io=self.io, reopen=self._reopen)
+        check_whole_open(dataset)
+        return Store(dataset, io=self.io, reopen=self._reopen)
 
     @property
     def chosen(self) -> NDArray[np.int64] | None:
@@ -438,13 +439,13 @@ class Store(StreamVerbs, SampledVerbs):
         tokens = None
         if self.content_lengths is not None:
             examples = np.arange(self.num_examples) if examples is None else examples
-            wanted, shape = _arguments.index(examples, "examples")
-            if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
-                raise self._out_of_range(wanted)
-            last = content_range(self, self.tokens_of(wanted), wanted)[1] - 1
+            numbers, shape = _arguments.index(examples, "examples")
+            if numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
+                raise self._out_of_range(numbers)
+            last = content_range(self, self.tokens_of(numbers), numbers)[1] - 1
             if (last < 0).any():
-                raise OutOfRangeError(f"example {wanted[last < 0][0]} has no tokens", path=self.path)
-            examples, tokens = wanted.reshape(shape), last.reshape(shape)
+                raise OutOfRangeError(f"example {numbers[last < 0][0]} has no tokens", path=self.path)
+            examples, tokens = numbers.reshape(shape), last.reshape(shape)
         lost: list[int] = []
         rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, dtype, lost)
         if lost:
@@ -473,16 +474,16 @@ class Store(StreamVerbs, SampledVerbs):
             As :meth:`gather`.
         """
         group = self._group(layer)
-        one = self._example(example)
+        number = self._example(example)
         as_stored = dtype is None or _arguments.dtype(dtype)[0] == self.dtype
         if dtype is not None and as_stored and self._contents.types_may_differ:
-            as_stored = self._rows.stored_types(group, np.array([one], np.int64)) == [self.dtype]
+            as_stored = self._rows.stored_types(group, np.array([number], np.int64)) == [self.dtype]
         if out is None and as_stored:
-            view = self._rows.view(group, one)
+            view = self._rows.view(group, number)
             if view is not None:
                 return view
         lost: list[int] = []
-        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), out, dtype, lost)
+        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([number], np.int64), out, dtype, lost)
         if lost:
             self._overflowed(lost, layer, dtype)
         return copy
@@ -505,29 +506,29 @@ class Store(StreamVerbs, SampledVerbs):
         Raises:
             As :meth:`gather`.
         """
-        wanted, shape = _arguments.index(self._numbers(examples), "examples")
-        group = self._groups_of(layer, wanted.size)
+        numbers, shape = _arguments.index(self._numbers(examples), "examples")
+        group = self._groups_of(layer, numbers.size)
         if len(shape) != 1:
             raise ArgumentError(f"examples: expected one dimension, found {len(shape)}")
-        if wanted.size == 0:
+        if numbers.size == 0:
             return []
-        if wanted.min() < 0 or wanted.max() >= self.num_examples:
-            raise self._out_of_range(wanted)
+        if numbers.min() < 0 or numbers.max() >= self.num_examples:
+            raise self._out_of_range(numbers)
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
-        ends = np.cumsum(self._rows.tokens_of(group, wanted))
+        ends = np.cumsum(self._rows.tokens_of(group, numbers))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
-        starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), wanted.size]
-        found: list[NDArray[Any]] = []
+        starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), numbers.size]
+        sequences: list[NDArray[Any]] = []
         lost: list[int] = []
         for first, last in itertools.pairwise(starts):
             groups = group[first:last] if isinstance(group, np.ndarray) else group
-            block = self._rows.gather_whole(groups, wanted[first:last], None, dtype, lost)
+            block = self._rows.gather_whole(groups, numbers[first:last], None, dtype, lost)
             before = int(ends[first - 1]) if first else 0
             stops = (ends[first:last] - before).tolist()
-            found.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
+            sequences.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
         if lost:
             self._overflowed([sum(lost)], layer, dtype)
-        return found
+        return sequences
 
     def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]
@@ -610,7 +611,7 @@ class Store(StreamVerbs, SampledVerbs):
         """Computes statistics of a layer's rows. Internal."""
         rows = rows.resolve(self, [layer]) if isinstance(rows, Selection) else rows
         group, total, native = self._group(layer), rows.count, rows.native
-        report = None if progress is None else lambda done: progress(done, total)
+        report = None if progress is None else lambda count: progress(count, total)
         return Stats.of(self._open_rows().stats(group, native, report), self.layers[group])
 
     def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats:
@@ -671,8 +672,10 @@ class Store(StreamVerbs, SampledVerbs):
         numbers = None if examples is None else _arguments.index(self._numbers(examples), "examples")[0]
         if numbers is not None and numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
             raise self._out_of_range(numbers)
-        wanted = [names] if isinstance(names, str) else _arguments.listed(names, "names: expected a list of columns")
-        return columns_of(self._contents, wanted, numbers)
+        column_names = (
+            [names] if isinstance(names, str) else _arguments.listed(names, "names: expected a list of columns")
+        )
+        return columns_of(self._contents, column_names, numbers)
 
     def _check_not_closed(self) -> None:
         if isinstance(self._rows, Closed):
@@ -723,10 +726,10 @@ class Store(StreamVerbs, SampledVerbs):
         if "labels" not in self._extras:
             labels = self._contents.labels()
             self._extras["labels"] = None if labels is None else _arguments.shared(labels)
-        found = self._extras["labels"]
-        if isinstance(found, Closed):
-            found.gather()
-        return cast("NDArray[np.uint8] | None", found)
+        patch_labels = self._extras["labels"]
+        if isinstance(patch_labels, Closed):
+            patch_labels.gather()
+        return cast("NDArray[np.uint8] | None", patch_labels)
 
     def logits(self, examples: ArrayLike | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Reads the top-k logits at each example's last token.

@@ -70,7 +70,7 @@ class Walk:
     def __iter__(self) -> Iterator[tuple[Location, str]]:
         level = [self._root]
         for _ in range(self._depth):
-            below: list[Location] = []
+            next_level: list[Location] = []
             for folder in level:
                 try:
                     entries = folder.entries()
@@ -88,8 +88,8 @@ class Walk:
                     if kind is not None:
                         yield child, kind
                     else:
-                        below.append(child)
-            level = below
+                        next_level.append(child)
+            level = next_level
 
     def _kind_of(self, folder: Location) -> str | None:
         try:
@@ -121,20 +121,20 @@ def find_cache(
         return root
     look(root).refuse("planned", "staging", "building")
     walk = Walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)
-    below = [folder for folder, _ in walk]
-    shards = [p for p in below if any(map(_SHARD.match, p.relative_to(root).split("/")[-2:]))]
+    caches = [folder for folder, _ in walk]
+    shards = [p for p in caches if any(map(_SHARD.match, p.relative_to(root).split("/")[-2:]))]
     if shards:
         raise UnfinishedError(
             f"contains no {LEDGER}, but folders named like shards of a token cache: {_few(shards, root)}. If they are caches of "
             "their own, open one of them. If they are left of a build, remove them, and build the cache again.",
             path=root,
         )
-    if len(below) == 1 and walk.is_whole:
-        return below[0]
-    if below:
-        more = "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
+    if len(caches) == 1 and walk.is_whole:
+        return caches[0]
+    if caches:
+        suffix = "" if walk.is_whole else f"; the search ended after {walk.folders:,} folders, so there may be others"
         raise ArgumentError(
-            f"contains {len(below)} token caches. Open one of them: {_few(below, root)}{more}", path=root
+            f"contains {len(caches)} token caches. Open one of them: {_few(caches, root)}{suffix}", path=root
         )
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)
 

@@ -50,10 +50,10 @@ def choice_of(tokens: Any) -> TokenChoice:
         tokens = [tokens]
     if isinstance(tokens, bytes) or not isinstance(tokens, Iterable):
         raise ArgumentError(f"tokens: expected {', '.join(WORDS)}, positions or a function, found {tokens!r:.80}")
-    listed = flat(tokens, "tokens").tolist()
-    if not listed or len(set(listed)) < len(listed):
-        raise ArgumentError(f"tokens: expected different positions, found {listed!r:.80}")
-    return TokenChoice(listed, False, len(listed) == 1, lambda example: listed)
+    positions = flat(tokens, "tokens").tolist()
+    if not positions or len(set(positions)) < len(positions):
+        raise ArgumentError(f"tokens: expected different positions, found {positions!r:.80}")
+    return TokenChoice(positions, False, len(positions) == 1, lambda example: positions)
 
 
 def _all(example: Example) -> NDArray[np.int64]:

@@ -25,13 +25,13 @@ class ColumnTypes:
         for name in names:
             if name in self._problems:
                 continue
-            known = self._types.get(name, pa.null())
+            column_type = self._types.get(name, pa.null())
             try:
                 kind = column_of(name, [row.get(name) for row in rows]).type
-                common = common_schema(pa.schema([(name, known)]), pa.schema([(name, kind)]))
+                common = common_schema(pa.schema([(name, column_type)]), pa.schema([(name, kind)]))
             except IncompatibleTypesError:
                 self._problems[name] = (
-                    f"columns: {name!r}: expected values of one type, found {known} and, from record {first}, {kind}"
+                    f"columns: {name!r}: expected values of one type, found {column_type} and, from record {first}, {kind}"
                 )
             except ArgumentError as error:
                 self._problems[name] = f"{error.detail} (records from {first})"

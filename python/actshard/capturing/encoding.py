@@ -204,8 +204,8 @@ def _checked_ids(encoded: Any, name: str) -> list[int]:
 
 def name_of_function(function: Any) -> str:
     """``module.name`` of a function, or of the class of a callable object."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    definition = function if hasattr(function, "__qualname__") else type(function)
+    return f"{definition.__module__}.{definition.__qualname__}"
 
 
 def _load(path: str | os.PathLike[str]) -> Any:
@@ -213,8 +213,8 @@ def _load(path: str | os.PathLike[str]) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise MissingExtraError.of("tokenizing", "tokens") from error
-    place = Path(path).expanduser()
-    file = place / "tokenizer.json" if Location.at(place).kind() == "folder" else place
+    local_path = Path(path).expanduser()
+    file = local_path / "tokenizer.json" if Location.at(local_path).kind() == "folder" else local_path
     if Location.at(file).kind() != "file":
         raise ArgumentError(
             "tokenizer: expected a folder with tokenizer.json, or that file, found none. For a tokenizer of the hub pass "
@@ -231,8 +231,8 @@ def _load(path: str | os.PathLike[str]) -> Any:
 
 
 def _digest(content: str, template: Any, kind: str) -> str:
-    whole = json.dumps([content, template if isinstance(template, str | None) else repr(template), kind])
-    return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
+    text = json.dumps([content, template if isinstance(template, str | None) else repr(template), kind])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class HookedStates:
         module = self._model.module.get_submodule(point.path)
         if point.side == "input":
 
-            def before(module: Any, arguments: Any, named: Any) -> None:
-                self._keep(number, _tensor_of(arguments or tuple(named.values()), self._torch, point))
+            def before(module: Any, arguments: Any, keywords: Any) -> None:
+                self._keep(number, _tensor_of(arguments or tuple(keywords.values()), self._torch, point))
 
             return module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -183,14 +183,14 @@ class HookedStates:
         except _LastLayerError:
             pass
         finally:
-            self._batch, kept, self._kept = (None, None, None), self._kept, {}
-        missing = [point for number, point in enumerate(self._points) if number not in kept]
+            self._batch, states, self._kept = (None, None, None), self._kept, {}
+        missing = [point for number, point in enumerate(self._points) if number not in states]
         if missing:
             raise UnsupportedError(
                 f"layers: {plain(missing[0].layer)}: {missing[0].path} did not run in the forward pass of "
                 f"{type(self._model.trunk).__name__}"
             )
-        return [kept[number] for number in range(len(self._points))]
+        return [states[number] for number in range(len(self._points))]
 
     def _check_ids(self, batch: PaddedBatch) -> None:
         """Raises ArgumentError for a token id that the model has no embedding for."""

@@ -149,11 +149,11 @@ class CaptureJob:
             )  # fmt: skip
         except ArgumentError:
             return  # of options that depend on layers or a width which are not known yet; or the writer raises it again
-        if (found := complete_at(target)) is not None:
+        if (dataset_path := complete_at(target)) is not None:
             raise ExistsError(
                 "already contains a finished dataset. Pass resume=True (--resume) to accept it if it is the same, or choose "
                 "another path.",
-                path=found,
+                path=dataset_path,
             )
 
     def _part_range(self, part: tuple[int, int] | None) -> range:
@@ -250,7 +250,7 @@ class CaptureJob:
         output, target = self._output, self._target_class
         arguments = self._arguments()
         holds_any = target.holds_metadata and target.metadata_keys is None
-        named = {} if "model" in target.own else {"model": arguments["model"]}
+        model_field = {} if "model" in target.own else {"model": arguments["model"]}
         options = dict(output.create["options"])
         for name in ("model", "revision"):
             if name in target.own and arguments.get(name) is not None:
@@ -261,7 +261,7 @@ class CaptureJob:
             "layers": self._backend.layers,
             "d_model": self._backend.width,
             "dtype": str(self._backend.dtype),
-            "metadata": output.metadata if not holds_any else {**named, **output.metadata, "capture": arguments},
+            "metadata": output.metadata if not holds_any else {**model_field, **output.metadata, "capture": arguments},
         }
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -376,11 +376,11 @@ class CaptureJob:
         )
 
     def _append_all(self, run: Run, writer: Writer, appender: Appender, notes: Notes) -> None:
-        done = self._range.start + writer.committed
+        next_example = self._range.start + writer.committed
         columns = self._columns_function(writer.stores_column)
-        for window in self._windows(done):
+        for window in self._windows(next_example):
             states = run.states(window)
-            skipped = max(done - window[0].example.number, 0)
+            skipped = max(next_example - window[0].example.number, 0)
             appender.append(partial(self._filled, run, notes, states, window[skipped:], skipped, columns))
 
     @staticmethod
@@ -411,13 +411,13 @@ class CaptureJob:
             allowed=allowed,
         )
 
-    def _windows(self, done: int) -> Iterator[list[ChosenExample]]:
-        """Windows with examples after the first ``done`` ones; the first window may contain earlier ones."""
+    def _windows(self, next_example: int) -> Iterator[list[ChosenExample]]:
+        """Windows with examples from ``next_example`` on; the first window may contain earlier ones."""
         row_bytes = len(self._backend.layers) * self._backend.width * self._backend.dtype.itemsize
         limits = Limits(
             self._batch_tokens * BATCHES_OF_A_WINDOW, max(self._running.memory // _WINDOWS_IN_MEMORY // row_bytes, 1)
         )
-        first = max(done // CELL * CELL, self._range.start)
+        first = max(next_example // CELL * CELL, self._range.start)
         if first == 0:
             rows: Iterator[Row] = itertools.chain(self._held, self._rows)
             self._held = []
@@ -425,7 +425,7 @@ class CaptureJob:
             rows = itertools.islice(iter(self._inputs.records), first, None)
         rows = itertools.islice(rows, self._range.stop - first)
         for window in windows(rows, self._encodings, self._inputs.choice, limits, first):
-            if window[-1].example.number >= done:
+            if window[-1].example.number >= next_example:
                 yield window
 
     def _result(self, writer: Writer, run: Run, notes: Notes, resumed_at: int, seconds: float) -> Captured:
@@ -617,7 +617,7 @@ def column_names(columns: Any) -> tuple[str, ...] | None:
     bad = next((name for name in names if not isinstance(name, str)), None)
     if bad is not None:
         raise ArgumentTypeError(f"columns: expected names, found {bad!r:.80}")
-    taken = next((name for name in names if name in OWN_COLUMNS), None)
-    if taken is not None:
-        raise ArgumentError(f"columns: {taken!r} is a column that capture writes itself")
+    conflict = next((name for name in names if name in OWN_COLUMNS), None)
+    if conflict is not None:
+        raise ArgumentError(f"columns: {conflict!r} is a column that capture writes itself")
     return names

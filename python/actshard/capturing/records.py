@@ -149,9 +149,9 @@ def _row(record: Any, number: int) -> Row:
     if isinstance(record, str):
         return {TEXT: record}
     if isinstance(record, Mapping):
-        other = next((name for name in record if not isinstance(name, str)), None)
-        if other is not None:
-            raise ArgumentTypeError(f"texts: expected names of columns as str, found {other!r:.80} at {number}")
+        bad_name = next((name for name in record if not isinstance(name, str)), None)
+        if bad_name is not None:
+            raise ArgumentTypeError(f"texts: expected names of columns as str, found {bad_name!r:.80} at {number}")
         return record
     if isinstance(record, list | tuple) and not record:
         return {}
@@ -222,16 +222,16 @@ def _files(name: str) -> list[str]:
         )
     folder = Location.of(name, "texts")
     if folder.kind() != "folder":
-        found = matching(name)
+        files = matching(name)
     else:
         names = sorted(entry.name for entry in folder.entries() if entry.kind == "file")
-        found = [str(folder / file) for file in names if not file.startswith(".") and _suffix(Path(file)) is not None]
-        if not found:
+        files = [str(folder / file) for file in names if not file.startswith(".") and _suffix(Path(file)) is not None]
+        if not files:
             raise ArgumentError(f"texts: expected files ending in {', '.join(_SUFFIXES)}, found none", path=folder)
-    for file in found:
+    for file in files:
         if _suffix(Path(file)) is None:
             kind_of(Path(file))  # raises
-    return found
+    return files
 
 
 def _suffix(path: Path) -> str | None:

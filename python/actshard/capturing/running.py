@@ -124,7 +124,7 @@ class Run:
         memory, rows = self._memory(int(starts[-1]) * layers)
         places = _WindowRows(rows, starts[:-1], counts, layers)
         remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads))
-        done = window[0].example.number - self._first
+        example_count = window[0].example.number - self._first
         placements: list[Future[None]] = []
         while remaining:
             indices = remaining.popleft()
@@ -134,13 +134,13 @@ class Run:
             del placements[:-_UNPLACED]
             transfer = self._start(batch)
             if transfer is None:
-                left = [*indices, *(i for other in remaining for i in other)]
+                pending = [*indices, *(i for batch_indices in remaining for i in batch_indices)]
                 self._halve(batch)
-                remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads, among=left))
+                remaining = deque(batches(window, self.batch_tokens, pads=self._backend.pads, among=pending))
                 continue
             placements.append(self._placing.submit(self._place, places, batch, indices, transfer))
-            done += len(indices)
-            self._report(done)
+            example_count += len(indices)
+            self._report(example_count)
         self._report(window[-1].example.number + 1 - self._first)
         release = partial(self._spare.put, memory)
         if self._choice.has_one_row and (counts == 1).all():
@@ -169,9 +169,12 @@ class Run:
         return len(chosen.positions) if not self._choice.has_mean else min(len(chosen.positions), 1)
 
     def _batch(self, window: Sequence[ChosenExample], indices: Sequence[int]) -> PaddedBatch:
-        some = [window[i] for i in indices]
+        members = [window[i] for i in indices]
         return PaddedBatch.of(
-            [chosen.example for chosen in some], [c.positions for c in some], self._pad_id, mean=self._choice.has_mean
+            [chosen.example for chosen in members],
+            [c.positions for c in members],
+            self._pad_id,
+            mean=self._choice.has_mean,
         )
 
     def _start(self, batch: PaddedBatch) -> Transfer | None:
@@ -215,9 +218,9 @@ class Run:
         number, position = int(batch.numbers[row]), int(batch.positions[row])
         count = int((~rows.finite).sum())
         if self._refuses:
-            place = "" if position < 0 else f", token {position}"
+            token_text = "" if position < 0 else f", token {position}"
             raise FormatError(
-                f"example {number}{place}, layer {plain(self._backend.layers[layer])}: NaN or infinite values as "
+                f"example {number}{token_text}, layer {plain(self._backend.layers[layer])}: NaN or infinite values as "
                 f"{self._backend.dtype} ({many(count, 'row')} of the batch). Correct the model or the "
                 "dtype, or pass on_nonfinite='count' (--on-nonfinite count) to store and count such rows"
             )
@@ -249,11 +252,11 @@ class _WindowRows:
                 self._bits[self._starts[indices] * self._layers + layer] = bits
             return
         ends = np.cumsum(counts)
-        for first, end, place in zip(
+        for first, end, first_row in zip(
             (ends - counts).tolist(), ends.tolist(), self._starts[indices].tolist(), strict=True
         ):
             for layer, bits in enumerate(values):
-                start = place * self._layers + layer * (end - first)
+                start = first_row * self._layers + layer * (end - first)
                 self._bits[start : start + end - first] = bits[first:end]
 
 
@@ -299,10 +302,10 @@ def columns_of(
 
 def check_columns(names: Iterable[str]) -> None:
     """Raises ArgumentError if a column of the inputs has the name of one that a capture writes."""
-    taken = next((name for name in names if name in OWN_COLUMNS), None)
-    if taken is not None:
+    conflict = next((name for name in names if name in OWN_COLUMNS), None)
+    if conflict is not None:
         raise ArgumentError(
-            f"columns: {taken!r} is a column that capture writes itself; rename yours, or leave it out with columns=[...]"
+            f"columns: {conflict!r} is a column that capture writes itself; rename yours, or leave it out with columns=[...]"
         )
 
 

@@ -187,12 +187,12 @@ _POSITIONS = ("wpe", "position_embeddings", "embed_positions", "position_embeddi
 
 def _most_tokens(config: Any) -> int | None:
     limits = [getattr(config, name, None) for name in _LIMITS]
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    if not known:
+    valid_limits = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    if not valid_limits:
         return None
     # RoBERTa and others number positions from their padding id + 1 on.
     offset = (config.pad_token_id or 0) + 1 if getattr(config, "model_type", "") in _OFFSET_POSITIONS else 0
-    return known[0] - offset
+    return valid_limits[0] - offset
 
 
 def _pad_id(config: Any) -> int:
@@ -308,8 +308,8 @@ def _point(layer: Layer, blocks: Blocks | None, modules: Mapping[str, Any], kind
 def _some(modules: Mapping[str, Any]) -> str:
     """Names of some modules for messages: those of the first block."""
     names = [name for name in modules if name]
-    inside = [name for name in names if re.search(r"\.0\.\w+$", name)]
-    return ", ".join(repr(name) for name in (inside or names)[:3]) or "none"
+    block_names = [name for name in names if re.search(r"\.0\.\w+$", name)]
+    return ", ".join(repr(name) for name in (block_names or names)[:3]) or "none"
 
 
 def find_blocks(module: Any, trunk: Any, config: Any) -> Blocks | None:
@@ -325,14 +325,14 @@ def find_blocks(module: Any, trunk: Any, config: Any) -> Blocks | None:
     if not lists:
         return None
     _, path, _ = min(lists, key=lambda item: item[0])
-    above = path.rpartition(".")[0]
-    parent = module.get_submodule(above)
+    parent_path = path.rpartition(".")[0]
+    parent = module.get_submodule(parent_path)
     norm = next((name for name in _NORMS if _is_module(getattr(parent, name, None))), None)
-    if norm is None and above:
-        above = above.rpartition(".")[0]
-        parent = module.get_submodule(above)
+    if norm is None and parent_path:
+        parent_path = parent_path.rpartition(".")[0]
+        parent = module.get_submodule(parent_path)
         norm = next((name for name in _NORMS if _is_module(getattr(parent, name, None))), None)
-    return Blocks(path, count, None if norm is None else f"{above}.{norm}".lstrip("."))
+    return Blocks(path, count, None if norm is None else f"{parent_path}.{norm}".lstrip("."))
 
 
 def _is_module(value: Any) -> bool:

@@ -86,9 +86,9 @@ class CaptureSample:
                     f"others, with a relative difference of {difference:.2g}",
                 )
 
-    def _differs(self, folder: Path, name: str, expected: str, found: str) -> ArgumentError:
+    def _differs(self, folder: Path, name: str, expected: str, actual: str) -> ArgumentError:
         return ArgumentError(
-            f"{name}: expected {expected}, as in the unfinished dataset in {folder.parent}, found {found}. Repeat the call that "
+            f"{name}: expected {expected}, as in the unfinished dataset in {folder.parent}, found {actual}. Repeat the call that "
             "began it, or write to another folder."
         )
 
@@ -103,14 +103,14 @@ class Notes:
         nonfinite: number of rows with NaN or infinite values by example, of all layers.
     """
 
-    def __init__(self, folder: Path | None, done: int) -> None:
-        """Reads the notes of the examples before ``done``. ``folder``: the working folder; None: the dataset is finished."""
+    def __init__(self, folder: Path | None, next_example: int) -> None:
+        """Reads the notes of the examples before ``next_example``. ``folder``: the working folder; None: a finished dataset."""
         self._path = None if folder is None else folder / NOTES
         self.problems: dict[int, str] = {}
         self.nonfinite: dict[int, int] = {}
         for line in self._lines():
-            self.problems |= {int(n): str(text) for n, text in line["problems"].items() if int(n) < done}
-            self.nonfinite |= {int(n): int(count) for n, count in line["nonfinite"].items() if int(n) < done}
+            self.problems |= {int(n): str(text) for n, text in line["problems"].items() if int(n) < next_example}
+            self.nonfinite |= {int(n): int(count) for n, count in line["nonfinite"].items() if int(n) < next_example}
         if self._path is not None and self._path.exists():
             write_bytes_at_once(self._path, _line(self.problems, self.nonfinite))
 

@@ -77,14 +77,14 @@ def windows(
     for piece in _pieces(rows):
         for example in encodings.examples(piece, first):
             chosen = choose(example, choice)
-            more = 1 if choice.has_mean else len(chosen.positions)
-            is_full = tokens + len(chosen.example) > limits.tokens or count + more > limits.rows
+            row_count = 1 if choice.has_mean else len(chosen.positions)
+            is_full = tokens + len(chosen.example) > limits.tokens or count + row_count > limits.rows
             if window and (is_full or example.number % CELL == 0):
                 yield window
                 window, tokens, count = [], 0, 0
             window.append(chosen)
             tokens += len(chosen.example)
-            count += more
+            count += row_count
         first += len(piece)
     if window:
         yield window

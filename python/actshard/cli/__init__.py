@@ -100,8 +100,8 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache", **about("cache"))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(flag: bool) -> None:
+    if flag:
         typer.echo(f"actshard {actshard.__version__}")
         raise typer.Exit
 
@@ -129,29 +129,29 @@ def info_command(
     json: JsonOption = False,
 ) -> None:
     """Print a dataset's or token cache's size, layers or fields, dtype, bytes, provenance and warnings."""
-    at = _place(path, storage_option, cache)
+    location = _place(path, storage_option, cache)
     if guess:
         from actshard.cli import info as verb
 
-        proposal = verb.guessed(at)
+        proposal = verb.guessed(location)
         output(json, lambda: {"layout": proposal.text, "unsure": proposal.unsure}, lambda: print(proposal.text, end=""))
         return
     if layout is not None:
         from actshard.cli import info as verb
 
-        store = actshard.open(at, format, layout=layout)
+        store = actshard.open(location, format, layout=layout)
         output(json, lambda: verb.about(store), lambda: verb.show(store))
         return
-    tokens = _cache_at(at, format)
+    tokens = _cache_at(location, format)
     if tokens is not None:
         from actshard.cli import caches
         from actshard.cli.info import whence
 
-        output(json, lambda: caches.about(tokens) | whence(at), lambda: caches.show_info(tokens))
+        output(json, lambda: caches.about(tokens) | whence(location), lambda: caches.show_info(tokens))
         return
     from actshard.cli import info as verb
 
-    store = actshard.open(at, format)
+    store = actshard.open(location, format)
     output(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
@@ -170,8 +170,8 @@ def head_command(
     json: JsonOption = False,
 ) -> None:
     """Print the first examples: text, label, number of tokens, norm of each layer's last token; or rows of a token cache."""
-    at = _place(path, storage_option, cache)
-    tokens = None if layout is not None else _cache_at(at, format)
+    location = _place(path, storage_option, cache)
+    tokens = None if layout is not None else _cache_at(location, format)
     if tokens is not None:
         from actshard.cli import caches
 
@@ -179,12 +179,12 @@ def head_command(
             decoded = partial(caches.decoded, tokens, n, tokenizer)
             output(json, lambda: [row.as_dict() for row in decoded()], lambda: caches.show_texts(tokens, n, tokenizer))
             return
-        found = caches.tokenizer_of(tokens, tokenizer)
-        output(json, lambda: caches.rows(tokens, n, found), lambda: caches.show_rows(tokens, n, found))
+        decoder = caches.tokenizer_of(tokens, tokenizer)
+        output(json, lambda: caches.rows(tokens, n, decoder), lambda: caches.show_rows(tokens, n, decoder))
         return
     from actshard.cli import head as verb
 
-    store = actshard.open(at, format, layout=layout)
+    store = actshard.open(location, format, layout=layout)
     verb.refuse_options_of_caches(store, *["--tokenizer"] * bool(tokenizer), *["--text"] * text)
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
@@ -209,15 +209,15 @@ def top_command(
     """Print one example token by token: text, norm, largest dimensions; or one row of a token cache."""
     from actshard.cli import top as verb
 
-    at = _place(path, storage_option, cache)
-    rows = None if layout is not None else _cache_at(at, format)
+    location = _place(path, storage_option, cache)
+    rows = None if layout is not None else _cache_at(location, format)
     if rows is not None:
-        found = verb.row(rows, example, (layer, largest), tokenizer, tokens)
-        output(json, lambda: found, lambda: verb.show_row(rows, found))
+        record = verb.row(rows, example, (layer, largest), tokenizer, tokens)
+        output(json, lambda: record, lambda: verb.show_row(rows, record))
         return
-    store = actshard.open(at, format, layout=layout)
-    seen = verb.look(store, example, layer, tokenizer, 3 if largest is None else largest)
-    output(json, seen.as_dict, lambda: verb.show(store, seen, tokens))
+    store = actshard.open(location, format, layout=layout)
+    inspection = verb.look(store, example, layer, tokenizer, 3 if largest is None else largest)
+    output(json, inspection.as_dict, lambda: verb.show(store, inspection, tokens))
 
 
 @app.command("stats", **about("stats"))
@@ -238,18 +238,18 @@ def stats_command(
     from actshard.cli import stats as verb
 
     store = actshard.open(_place(path, storage_option, cache), format, layout=layout)
-    named = _layers_named(store, layer or "all")
-    found = verb.run(
+    layer_names = _layers_named(store, layer or "all")
+    stats_by_layer = verb.run(
         store,
-        store.layers if named == "all" else named if isinstance(named, list) else [named],
+        store.layers if layer_names == "all" else layer_names if isinstance(layer_names, list) else [layer_names],
         tokens,
         rows=rows,
         save=save,
         quiet=quiet or json,
     )
-    output(json, lambda: verb.as_dict(found), lambda: verb.show(store, found, rows))
+    output(json, lambda: verb.as_dict(stats_by_layer), lambda: verb.show(store, stats_by_layer, rows))
     if save and not json:
-        verb.show_folders(store, found, tokens)
+        verb.show_folders(store, stats_by_layer, tokens)
 
 
 app.command("report", **about("report"))(report_command)
@@ -281,7 +281,7 @@ def bench_stream_command(
 
     reading: Any = mode  # open() checks it
     store = actshard.open(_place(path, storage_option, cache), format, io=reading, layout=layout)
-    found = verb.run(
+    measurement = verb.run(
         store,
         _layers_named(store, layer),
         batch_size,
@@ -292,7 +292,7 @@ def bench_stream_command(
         dtype=dtype or None,
         seed=seed,
     )
-    output(json, lambda: found, lambda: verb.show(found))
+    output(json, lambda: measurement, lambda: verb.show(measurement))
 
 
 def _layers_named(store: actshard.Store, words: str) -> Any:
@@ -352,7 +352,7 @@ def convert_command(
     from actshard.cli._layers import has_range, renamed
     from actshard.cli._places import options_named
 
-    own = {
+    arguments = {
         "layers": renamed(layer, "--layer"),
         "examples": verb.examples_named(examples),
         "columns": verb.columns_named(columns),
@@ -364,13 +364,13 @@ def convert_command(
         "shard_bytes": shard_bytes or None,
         **verb.options_named(option or [], "the target format"),
     }
-    at = verb.source_named(_place(source, storage_option, cache), format, layout)
+    dataset = verb.source_named(_place(source, storage_option, cache), format, layout)
     if has_range(layer):
-        own["layers"] = verb.layers_of(at, format, layer)
-    own["src_format"] = format if layout is None else None
+        arguments["layers"] = verb.layers_of(dataset, format, layer)
+    arguments["src_format"] = format if layout is None else None
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
-        previews = verb.previews(at, folder, to or None, own)
+        previews = verb.previews(dataset, folder, to or None, arguments)
         output(json, lambda: [p.as_dict() for p in previews], lambda: verb.show_previews(previews))
         if to and previews[0].refused:
             raise typer.Exit(ERRORS)
@@ -379,9 +379,11 @@ def convert_command(
         raise actshard.ArgumentError(
             "convert: expected SOURCE TARGET --to FORMAT. With --dry-run, TARGET and --to are optional."
         )
-    own |= {"target_options": options_named(target_option) or None, "scratch": scratch or None}
-    done = verb.run(at, target, to, quiet=quiet or json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
-    output(json, done.as_dict, lambda: verb.show(done))
+    arguments |= {"target_options": options_named(target_option) or None, "scratch": scratch or None}
+    conversion = verb.run(
+        dataset, target, to, quiet=quiet or json, resume=resume, verify=verify, exist_ok=exist_ok, **arguments
+    )
+    output(json, conversion.as_dict, lambda: verb.show(conversion))
 
 
 @app.command("tokenize", **about("tokenize"))
@@ -418,7 +420,7 @@ def tokenize_command(
     """Build a token cache that Levanter can open. Resumable: finished files are kept."""
     from actshard.cli import tokenize as verb
 
-    own = {
+    arguments = {
         "layout": layout,
         "storage": storage,
         "dtype": dtype or None,
@@ -433,7 +435,9 @@ def tokenize_command(
                 "tokenize: expected neither SOURCES nor --out with --config, which contains both"
             )
         plans = (
-            verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=quiet or json, **own)
+            verb.plans(config, component)
+            if dry_run
+            else verb.run_config(config, component, quiet=quiet or json, **arguments)
         )
         output(json, lambda: plans, lambda: verb.show_plans(plans))
         if any(plan["state"] == "missing" for plan in plans):
@@ -443,9 +447,9 @@ def tokenize_command(
         raise actshard.ArgumentError(f"{'--dry-run' if dry_run else '--component'}: expected --config FILE with it")
     if not sources or out is None:
         raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
-    named = verb.format_named(form, option or [], chat_template)
-    done = verb.run(sources, out, tokenizer, named, quiet=quiet or json, **own)
-    output(json, lambda: done, lambda: verb.show(done))
+    row_format = verb.format_named(form, option or [], chat_template)
+    summary = verb.run(sources, out, tokenizer, row_format, quiet=quiet or json, **arguments)
+    output(json, lambda: summary, lambda: verb.show(summary))
 
 
 @app.command("merge", **about("merge"))
@@ -461,10 +465,16 @@ def merge_command(
 
     With --part, running it again after a finished merge is an error without --resume, because the dataset exists.
     """
-    made = actshard.merge(path, part or None, physical=physical, different_models=different_models, resume=resume)
-    store = actshard.open(made)
-    found = {"path": str(made), "format": store.format, "examples": store.num_examples}
-    output(json, lambda: found, lambda: typer.echo(f"{made}: {many(store.num_examples, 'example')}, {store.format}"))
+    merged_path = actshard.merge(
+        path, part or None, physical=physical, different_models=different_models, resume=resume
+    )
+    store = actshard.open(merged_path)
+    summary = {"path": str(merged_path), "format": store.format, "examples": store.num_examples}
+    output(
+        json,
+        lambda: summary,
+        lambda: typer.echo(f"{merged_path}: {many(store.num_examples, 'example')}, {store.format}"),
+    )
 
 
 @app.command("verify", **about("verify"))
@@ -535,7 +545,7 @@ def run_command(
     from actshard.cli import running as verb
     from actshard.cli.convert import options_named
 
-    found = actshard.plan.load(plan)
+    loaded_plan = actshard.plan.load(plan)
     options = options_named(option or [], "the engine") | verb.engine_options(
         workers=workers,
         partition=partition,
@@ -551,18 +561,18 @@ def run_command(
         scheduler=scheduler,
     )
     if task:
-        numbers = verb.tasks_named(task, found)
-        verb.run(found, on, quiet=quiet or json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
-        output(json, lambda: {"done": numbers}, lambda: verb.show_done(found, numbers))
+        numbers = verb.tasks_named(task, loaded_plan)
+        verb.run(loaded_plan, on, quiet=quiet or json, tasks=numbers, keep_going=keep_going, retries=retries, **options)
+        output(json, lambda: {"done": numbers}, lambda: verb.show_done(loaded_plan, numbers))
         return
-    made = verb.run(
-        found, on, quiet=quiet or json, commit=not no_commit, keep_going=keep_going, retries=retries, **options
+    outcome = verb.run(
+        loaded_plan, on, quiet=quiet or json, commit=not no_commit, keep_going=keep_going, retries=retries, **options
     )
     if no_commit:
-        output(json, made.as_dict, lambda: verb.show_status(found, made, plan))
+        output(json, outcome.as_dict, lambda: verb.show_status(loaded_plan, outcome, plan))
         return
-    output(json, lambda: verb.plain(made), lambda: verb.show(found, made, quiet=quiet))
-    raise typer.Exit(verb.exit_status(made))
+    output(json, lambda: verb.plain(outcome), lambda: verb.show(loaded_plan, outcome, quiet=quiet))
+    raise typer.Exit(verb.exit_status(outcome))
 
 
 @app.command("status", **about("status"))
@@ -579,10 +589,10 @@ def status_command(
     """
     from actshard.cli import running as verb
 
-    found = actshard.plan.load(plan)
-    for now in verb.statuses(found, watch):
-        output(json, now.as_dict, partial(verb.show_status, found, now, plan))
-    raise typer.Exit(ERRORS if now.failed else WARNINGS if now.left else FINE)
+    loaded_plan = actshard.plan.load(plan)
+    for status in verb.statuses(loaded_plan, watch):
+        output(json, status.as_dict, partial(verb.show_status, loaded_plan, status, plan))
+    raise typer.Exit(ERRORS if status.failed else WARNINGS if status.left else FINE)
 
 
 @app.command("commit", **about("commit"))
@@ -590,10 +600,10 @@ def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
     """Combine the results of a plan's tasks. After an interruption, run it again."""
     from actshard.cli import running as verb
 
-    found = actshard.plan.load(plan)
-    made = verb.commit(found, plan)
-    output(json, lambda: verb.plain(made), lambda: verb.show(found, made))
-    raise typer.Exit(verb.exit_status(made))
+    loaded_plan = actshard.plan.load(plan)
+    outcome = verb.commit(loaded_plan, plan)
+    output(json, lambda: verb.plain(outcome), lambda: verb.show(loaded_plan, outcome))
+    raise typer.Exit(verb.exit_status(outcome))
 
 
 @app.command("stage", **about("stage"))
@@ -615,8 +625,8 @@ def stage_command(
     """Copy a dataset, or some of its layers, to a local folder. Resumable. Processes that run it at once share one copy."""
     from actshard.cli import stage as verb
 
-    done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
-    output(json, done.as_dict, lambda: verb.show(done))
+    copy = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
+    output(json, copy.as_dict, lambda: verb.show(copy))
 
 
 @cache_app.command("info", **about("cache info"))
@@ -624,8 +634,8 @@ def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> 
     """Print folder, size, limit and number of objects."""
     from actshard.cli import caching as verb
 
-    found = actshard.cache_info(folder)
-    output(json, found.as_dict, lambda: verb.show(found))
+    usage = actshard.cache_info(folder)
+    output(json, usage.as_dict, lambda: verb.show(usage))
 
 
 @cache_app.command("clear", **about("cache clear"))
@@ -666,9 +676,15 @@ def push_command(
     from actshard.cli._places import options_named
 
     options = options_named(storage_option) or None
-    own = {"overwrite": overwrite, "verify": verify, "private": private, "links": links, "storage_options": options}
-    done = verb.run(folder, url, quiet=quiet or json, **own)
-    output(json, done.as_dict, lambda: verb.show(done))
+    arguments = {
+        "overwrite": overwrite,
+        "verify": verify,
+        "private": private,
+        "links": links,
+        "storage_options": options,
+    }
+    upload = verb.run(folder, url, quiet=quiet or json, **arguments)
+    output(json, upload.as_dict, lambda: verb.show(upload))
 
 
 @app.command("completion", **about("completion"))
@@ -676,8 +692,8 @@ def completion_command(
     shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.", show_default=False)],
 ) -> None:
     """Print a shell script that completes commands and options."""
-    asked = {"prog_name": "actshard", "complete_var": "_ACTSHARD_COMPLETE", "shell": shell.value}
-    typer.echo(shells.get_completion_script(**asked))  # type: ignore[attr-defined]  # typer exports only its options
+    arguments = {"prog_name": "actshard", "complete_var": "_ACTSHARD_COMPLETE", "shell": shell.value}
+    typer.echo(shells.get_completion_script(**arguments))  # type: ignore[attr-defined]  # typer exports only its options
 
 
 @app.command("demo", **about("demo"))
@@ -694,10 +710,10 @@ def _place(path: str, options: list[str] | None, cache: str) -> Any:
     return place(path, options, cache)
 
 
-def _cache_at(at: Any, format: str | None) -> Any:
+def _cache_at(location: Any, format: str | None) -> Any:
     from actshard.opening import token_cache_at
 
-    return token_cache_at(at, format)
+    return token_cache_at(location, format)
 
 
 def main() -> None:
@@ -756,9 +772,9 @@ def _of_token_cache(error: UnknownFormatError) -> str | None:
     if error.path is None or error.ambiguous:
         return None
     with suppress(ActshardError, OSError):
-        found = _cache_at(Location.at(error.path), None)
-        if found is not None:
-            return f"{error.path}: expected activations, found a token cache in {found.path}. {OF_CACHES}."
+        cache = _cache_at(Location.at(error.path), None)
+        if cache is not None:
+            return f"{error.path}: expected activations, found a token cache in {cache.path}. {OF_CACHES}."
     return None
 
 

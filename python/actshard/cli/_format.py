@@ -17,10 +17,10 @@ size = shown_bytes
 
 def console() -> Console:
     """Returns a console for stdout; plain and 200 columns wide if stdout is not a terminal."""
-    made = Console(highlight=False)
-    if not made.is_terminal:
-        made = Console(highlight=False, width=200)
-    return made
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out = Console(highlight=False, width=200)
+    return out
 
 
 def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> None:

@@ -17,10 +17,10 @@ def several(words: str, option: str) -> list[Layer]:
     """Parses comma-separated integers and texts; or a JSON list, for names with commas and for texts that consist of digits."""
     if words.startswith("["):
         try:
-            made: list[Layer] = json.loads(words)
+            layers: list[Layer] = json.loads(words)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"{option}: expected names of layers, or a JSON list: {error}") from error
-        return made
+        return layers
     return [_name(word, words, option) for word in words.split(",")]
 
 
@@ -35,10 +35,10 @@ def renamed(words: str, option: str) -> list[Layer] | dict[Layer, Layer] | None:
         return None
     if words.startswith("{"):
         try:
-            made: dict[Layer, Layer] = json.loads(words)
+            mapping: dict[Layer, Layer] = json.loads(words)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"{option}: expected names of layers, or JSON: {error}") from error
-        return made
+        return mapping
     if words.startswith("[") or "=" not in words:
         return several(words, option)
     pairs = [word.split("=") for word in words.split(",")]
@@ -52,26 +52,26 @@ def of_store(words: str, layers: Sequence[Layer], option: str) -> list[Layer]:
 
     ``0-3`` and ``0..3`` are the stored layers from 0 to 3, unless a layer has that name.
     """
-    if (whole := named(words, layers)) is not None:  # a name with commas
-        return [whole]
-    listed = words.startswith("[")
-    made: list[Layer] = []
+    if (exact_match := named(words, layers)) is not None:  # a name with commas
+        return [exact_match]
+    is_json = words.startswith("[")
+    selection: list[Layer] = []
     ranged: set[Layer] = set()
     for name in several(words, option):
-        match, ends = named(str(name), layers), None if listed else _RANGE.fullmatch(str(name))
+        match, ends = named(str(name), layers), None if is_json else _RANGE.fullmatch(str(name))
         if match is not None or ends is None:
             if match not in ranged:  # 0-3,1
-                made.append(name if match is None else match)
+                selection.append(name if match is None else match)
             continue
         first, last = int(ends[1]), int(ends[2])
-        inside = [each for each in layers if str(each).isdecimal() and first <= int(each) <= last]
-        if not inside:
+        range_layers = [layer for layer in layers if str(layer).isdecimal() and first <= int(layer) <= last]
+        if not range_layers:
             raise ArgumentError(
                 f"{option}: the range {name} contains no stored layer; the layers are {short(layers, 200)}"
             )
-        made += [each for each in inside if each not in made]
-        ranged |= {*inside}
-    return made
+        selection += [layer for layer in range_layers if layer not in selection]
+        ranged |= {*range_layers}
+    return selection
 
 
 def _name(word: str, words: str, option: str) -> Layer:

@@ -57,7 +57,7 @@ def report_command(
     """Write one HTML file about a dataset or token cache: findings with advice, plots, layers, texts coloured by norm."""
     from actshard.cli import report as verb
 
-    made = verb.run(
+    page = verb.run(
         path,
         out,
         layer,
@@ -72,7 +72,7 @@ def report_command(
         cache=cache or None,
         layout=layout,
     )
-    output(json, made.as_dict, lambda: typer.echo(str(made.path)))
+    output(json, page.as_dict, lambda: typer.echo(str(page.path)))
 
 
 def plot_command(
@@ -103,6 +103,6 @@ def plot_command(
     from actshard.cli import plot as verb
     from actshard.cli._places import place
 
-    at = place(path, storage_option, cache)
+    location = place(path, storage_option, cache)
     options = {"tokens": tokens, "format": format, "layout": layout, "of": label or None}
-    typer.echo(str(verb.run(at, what, out, layer, quiet=quiet, **options)))
+    typer.echo(str(verb.run(location, what, out, layer, quiet=quiet, **options)))

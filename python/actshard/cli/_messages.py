@@ -60,27 +60,27 @@ class Spelling:
     Attributes:
         options: its options and arguments, by the name of the Python argument.
         flags: names of options without a value.
-        own: the option for NAME=VALUE (``-o``), or empty.
-        names: returns the names that ``own`` takes.
+        pair_option: the option for NAME=VALUE (``-o``), or empty.
+        names: returns the names that ``pair_option`` takes.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
     flags: frozenset[str] = frozenset()
-    own: str = ""
+    pair_option: str = ""
     names: Callable[[], frozenset[str]] = frozenset
 
     @classmethod
     def of(cls, command: Any) -> Spelling:
         """The spelling of a typer command."""
         options: dict[str, str] = {}
-        flags, own = set(), ""
+        flags, pair_option = set(), ""
         for param in command.params:
             longest = max(param.opts, key=len)
             if param.param_type_name == "argument":
                 options[param.name] = param.name.upper()
                 continue
             if longest == "--option":
-                own = min(param.opts, key=len)
+                pair_option = min(param.opts, key=len)
                 continue
             for name in {param.name, longest.lstrip("-").replace("-", "_")}:
                 options[name] = longest
@@ -89,92 +89,92 @@ class Spelling:
         for name, option in _ALIASES.items():
             if option in options:
                 options.setdefault(name, options[option])
-        return cls(options, frozenset(flags), own, lambda: _own_names(command.name))
+        return cls(options, frozenset(flags), pair_option, lambda: _own_names(command.name))
 
     def spelled(self, text: str) -> str:
         """Replaces Python arguments in a message."""
         for call, instead in _CALLS.items():
             text = text.replace(call, instead)
-        made, at = [], 0
-        while (found := _first(text, at)) is not None:
-            begin, end, instead = self._replaced(text, found)
-            made += [text[at:begin], instead]
-            at = end
-        return "".join([*made, text[at:]])
+        pieces, position = [], 0
+        while (match := _first(text, position)) is not None:
+            begin, end, instead = self._replaced(text, match)
+            pieces += [text[position:begin], instead]
+            position = end
+        return "".join([*pieces, text[position:]])
 
     def named(self, text: str) -> str:
         """Replaces the argument's name at the start of a message: ``tokens: expected`` is ``--tokens: expected``."""
-        found = re.match(r"([a-z]\w*)(?=: | must be )", text)
-        if found is None:
+        match = re.match(r"([a-z]\w*)(?=: | must be )", text)
+        if match is None:
             return text
-        option = self.options.get(found[1])
-        if option is None and self.own and found[1] in self.names():
-            option = f"{self.own} {found[1]}"
-        return text if option is None else option + text[found.end() :]
+        option = self.options.get(match[1])
+        if option is None and self.pair_option and match[1] in self.names():
+            option = f"{self.pair_option} {match[1]}"
+        return text if option is None else option + text[match.end() :]
 
-    def _replaced(self, text: str, found: re.Match[str]) -> tuple[int, int, str]:
+    def _replaced(self, text: str, match: re.Match[str]) -> tuple[int, int, str]:
         """Returns the part of the text to replace, and its replacement."""
-        end = found.end()
-        if found.re is _CALL:
+        end = match.end()
+        if match.re is _CALL:
             end = _closed(text, end - 1)
-            inside = _ASSIGNED.match(text, found.end())
-            if inside is not None and _ended(text, inside) == end - 1 and (option := self._option(text, inside)):
-                return found.start(), end, option
-            return found.start(), end, f"{text[found.start() : end]} (in Python)"
-        verb = found["verb"] or ""
-        end = _ended(text, found)
-        option = self._option(text, found)
+            argument = _ASSIGNED.match(text, match.end())
+            if argument is not None and _ended(text, argument) == end - 1 and (option := self._option(text, argument)):
+                return match.start(), end, option
+            return match.start(), end, f"{text[match.start() : end]} (in Python)"
+        verb = match["verb"] or ""
+        end = _ended(text, match)
+        option = self._option(text, match)
         same = _SAME.match(text, end)
         if option is None:
-            whole = text[found.start("name") : end]
+            assignment = text[match.start("name") : end]
             if not verb:
-                return found.start(), end, f"{whole} (in Python)"
+                return match.start(), end, f"{assignment} (in Python)"
             begin = "In Python, " if verb[0].isupper() else "in Python, "
             return (
-                found.start(),
+                match.start(),
                 end if same is None or same["option"] is None else same.end(),
-                begin + verb.lower() + whole,
+                begin + verb.lower() + assignment,
             )
         if same is not None:
             option = same["option"] or option
             end = same.end()
-        return found.start(), end, f"{verb}{option}"
+        return match.start(), end, f"{verb}{option}"
 
-    def _option(self, text: str, found: re.Match[str]) -> str | None:
+    def _option(self, text: str, match: re.Match[str]) -> str | None:
         """Returns the option with its value; None if the command has none, or if its value cannot be written in the shell."""
-        name, value = found["name"], text[found.start("value") : _ended(text, found)]
+        name, value = match["name"], text[match.start("value") : _ended(text, match)]
         if name in self.flags:
             return self.options[name] if value in ("True", "") else f"no {self.options[name]}"
         if name in self.options:
             shown = _in_shell(value)
             return None if shown is None else f"{self.options[name]} {shown}".rstrip()
-        if not self.own or name not in self.names():
+        if not self.pair_option or name not in self.names():
             return None
         shown = {"True": "true", "False": "false", "": "..."}.get(value, _in_shell(value))
-        return None if shown is None else f"{self.own} {name}={shown}"
+        return None if shown is None else f"{self.pair_option} {name}={shown}"
 
 
-def _first(text: str, at: int) -> re.Match[str] | None:
+def _first(text: str, position: int) -> re.Match[str] | None:
     """The first assignment, or call with one, that is not an option already."""
     while True:
-        both = [found for pattern in (_ASSIGNED, _CALL) if (found := pattern.search(text, at)) is not None]
-        found = min(both, key=lambda found: found.start(), default=None)
-        if found is None or found.re is _CALL:
-            return found
-        if found["name"] not in _PLACEHOLDERS and not re.search(r"(?:-o|--option) $", text[: found.start("name")]):
-            return found
-        at = found.end()
+        matches = [match for pattern in (_ASSIGNED, _CALL) if (match := pattern.search(text, position)) is not None]
+        match = min(matches, key=lambda match: match.start(), default=None)
+        if match is None or match.re is _CALL:
+            return match
+        if match["name"] not in _PLACEHOLDERS and not re.search(r"(?:-o|--option) $", text[: match.start("name")]):
+            return match
+        position = match.end()
 
 
-def _ended(text: str, found: re.Match[str]) -> int:
+def _ended(text: str, match: re.Match[str]) -> int:
     """The end of an assignment whose value may be a list or a dict."""
-    return _closed(text, found.end() - 1) if found["value"] in ("[", "{") else found.end()
+    return _closed(text, match.end() - 1) if match["value"] in ("[", "{") else match.end()
 
 
-def _closed(text: str, at: int) -> int:
-    """The position after the bracket that closes the one at ``at``."""
+def _closed(text: str, position: int) -> int:
+    """The position after the bracket that closes the one at ``position``."""
     depth = 0
-    for i in range(at, len(text)):
+    for i in range(position, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
         if not depth:
             return i + 1
@@ -203,8 +203,8 @@ def _own_names(command: str) -> frozenset[str]:
     if command == "convert":
         from actshard import convert, formats
 
-        own = {name for format in formats.written() for name in formats.get(format).target().own}
-        return frozenset(own | set(inspect.signature(convert).parameters)) - {
+        names = {name for format in formats.written() for name in formats.get(format).target().own}
+        return frozenset(names | set(inspect.signature(convert).parameters)) - {
             "options",
             "src",
             "dst",
@@ -214,7 +214,7 @@ def _own_names(command: str) -> frozenset[str]:
     if command == "tokenize":
         from actshard.tokens.formats import FormatBase
 
-        return frozenset(each.name for kind in FormatBase.__subclasses__() for each in fields(kind))  # type: ignore[arg-type]  # subclasses are dataclasses
+        return frozenset(option.name for kind in FormatBase.__subclasses__() for option in fields(kind))  # type: ignore[arg-type]  # subclasses are dataclasses
     return frozenset()
 
 

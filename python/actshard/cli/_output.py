@@ -16,12 +16,12 @@ def output(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
     if not json:
         pretty()
         return
-    made = _finite(data())
-    text = json_module.dumps(made, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    content = _finite(data())
+    text = json_module.dumps(content, indent=2, ensure_ascii=False, allow_nan=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a lone surrogate in a name or text, or a terminal without Unicode
-        text = json_module.dumps(made, indent=2, allow_nan=False, default=str)
+        text = json_module.dumps(content, indent=2, allow_nan=False, default=str)
     typer.echo(text)
 
 
@@ -30,5 +30,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(element) for key, element in value.items()}
+    return [_finite(element) for element in value] if isinstance(value, list | tuple) else value

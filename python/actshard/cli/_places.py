@@ -14,15 +14,15 @@ from actshard.location import Location
 
 def options_named(words: Sequence[str] | None) -> dict[str, str]:
     """Parses ``--storage-option NAME=VALUE``. Messages do not contain the values, which may be secrets."""
-    made: dict[str, str] = {}
+    options: dict[str, str] = {}
     for number, word in enumerate(words or (), 1):
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise ArgumentError(f"--storage-option: expected KEY=VALUE, found no key or no '=' in option {number}")
-        if name in made:
+        if name in options:
             raise ArgumentError(f"--storage-option: expected {name!r:.40} once, found it again in option {number}")
-        made[name] = value
-    return made
+        options[name] = value
+    return options
 
 
 def place(path: str, words: Sequence[str] | None = None, cache: str = "") -> Location:
@@ -33,7 +33,7 @@ def place(path: str, words: Sequence[str] | None = None, cache: str = "") -> Loc
 def _located(path: str, options: Mapping[str, str], cache: str) -> Location:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ActshardWarning)
-        found = existing_anywhere(path, options or None, cache or None)
+        location = existing_anywhere(path, options or None, cache or None)
     for warning in caught:
         typer.echo(f"actshard: warning: {warning.message}", err=True)
-    return found
+    return location

@@ -59,15 +59,15 @@ _TASKS = 64
 _FILE = "plan.json"
 
 
-def _made(plan: Any, file: str, replace: bool, no_measure: bool, json: bool) -> None:
+def _write_plan(plan: Any, file: str, replace: bool, no_measure: bool, json: bool) -> None:
     from actshard.cli import planning as verb
 
     if file == "-":
         output(True, plan.as_dict, lambda: None)
         return
     path = verb.save(plan, file, replace)
-    told = verb.Told.of(plan, path, "--no-measure" if no_measure else verb.rate(plan, quiet=json))
-    output(json, told.as_dict, lambda: verb.show(told))
+    summary = verb.PlanSummary.of(plan, path, "--no-measure" if no_measure else verb.rate(plan, quiet=json))
+    output(json, summary.as_dict, lambda: verb.show(summary))
 
 
 @plan_app.command("convert", **about("plan convert"))
@@ -102,7 +102,7 @@ def plan_convert_command(
     from actshard.cli._layers import has_range, renamed
 
     kinds: Any = tokens  # convert() checks it
-    made = actshard.plan.convert(
+    plan = actshard.plan.convert(
         source,
         target,
         to,
@@ -120,7 +120,7 @@ def plan_convert_command(
         layout=layout,
         **verb.options_named(option or [], "the target format", short=False),
     )
-    _made(made, out, replace, no_measure, json)
+    _write_plan(plan, out, replace, no_measure, json)
 
 
 @plan_app.command("verify", **about("plan verify"))
@@ -136,8 +136,8 @@ def plan_verify_command(
     json: JsonOption = False,
 ) -> None:
     """Plan a check of every value. The commit prints the same report as `actshard verify --deep`."""
-    made = actshard.plan.verify(path, tasks=tasks, format=format, layout=layout, work=work or None)
-    _made(made, out, replace, no_measure, json)
+    plan = actshard.plan.verify(path, tasks=tasks, format=format, layout=layout, work=work or None)
+    _write_plan(plan, out, replace, no_measure, json)
 
 
 @plan_app.command("stats", **about("plan stats"))
@@ -164,8 +164,8 @@ def plan_stats_command(
             layers = of_store(layer, store.layers, "--layer")
     kinds: Any = tokens  # stats() checks it
     where: dict[str, Any] = {"format": format, "layout": layout, "work": work or None}
-    made = actshard.plan.stats(path, layers, tasks=tasks, tokens=kinds, save=save, **where)
-    _made(made, out, replace, no_measure, json)
+    plan = actshard.plan.stats(path, layers, tasks=tasks, tokens=kinds, save=save, **where)
+    _write_plan(plan, out, replace, no_measure, json)
 
 
 @plan_app.command("tokenize", **about("plan tokenize"))
@@ -193,7 +193,7 @@ def plan_tokenize_command(
     """Plan a token cache. The result is byte-identical to that of `actshard tokenize`."""
     from actshard.cli.tokenize import format_named
 
-    made = actshard.plan.tokenize(
+    plan = actshard.plan.tokenize(
         sources or [],
         cache,
         tokenizer or None,
@@ -206,7 +206,7 @@ def plan_tokenize_command(
         keep_shards=keep_shards,
         work=work or None,
     )
-    _made(made, out, replace, no_measure, json)
+    _write_plan(plan, out, replace, no_measure, json)
 
 
 @plan_app.command("merge", **about("plan merge"))
@@ -230,10 +230,10 @@ def plan_merge_command(
     json: JsonOption = False,
 ) -> None:
     """Plan a merge of datasets. The result is byte-identical to that of `actshard merge`."""
-    made = actshard.plan.merge(
+    plan = actshard.plan.merge(
         target, part, tasks=tasks, physical=physical, different_models=different_models, work=work or None
     )
-    _made(made, out, replace, no_measure, json)
+    _write_plan(plan, out, replace, no_measure, json)
 
 
 @plan_app.command("stage", **about("plan stage"))
@@ -258,4 +258,4 @@ def plan_stage_command(
     from actshard.cli.stage import layers_of
 
     names = layers_of(source, layer, None)
-    _made(actshard.plan.stage(source, folder, names, tasks=tasks), out, replace, no_measure, json)
+    _write_plan(actshard.plan.stage(source, folder, names, tasks=tasks), out, replace, no_measure, json)

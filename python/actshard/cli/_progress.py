@@ -50,12 +50,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _StepTexts:
     """The texts of a step."""
 
     counts: str
     rate: str
-    left: str
+    time_left: str
 
 
 class _Pace:
@@ -69,14 +69,14 @@ class _Pace:
         self._first: Step | None = None
         self._began = 0.0
 
-    def of(self, step: Step) -> _Shown:
+    def of(self, step: Step) -> _StepTexts:
         now, first = self._clock(), self._first
         if first is None or (first.stage, first.unit) != (step.stage, step.unit) or step.done < first.done:
             self._first = first = step
             self._began = now
         seconds, units = now - self._began, step.done - first.done
-        left = duration(seconds / units * (step.total - step.done)) if units and step.total > step.done else ""
-        return _Shown(_counts(step), _rate(step, first, seconds), f"{left} left" if left else "")
+        remaining = duration(seconds / units * (step.total - step.done)) if units and step.total > step.done else ""
+        return _StepTexts(_counts(step), _rate(step, first, seconds), f"{remaining} left" if remaining else "")
 
 
 def _counts(step: Step) -> str:
@@ -118,33 +118,33 @@ class TaskWatch:
         """For ``verify`` and ``stage``: the units' name, units done, and total units."""
         self._show(Step(done, total, what))
 
-    def capture(self, now: CaptureProgress) -> None:
+    def capture(self, report: CaptureProgress) -> None:
         """For ``capture``: examples, tokens and bytes of rows."""
-        seconds = max(now.seconds, 1e-3)
+        seconds = max(report.seconds, 1e-3)
         self._show(
             Step(
-                now.examples,
-                now.examples_total,
+                report.examples,
+                report.examples_total,
                 self._unit,
-                counts=f"{now.examples:,} of {now.examples_total:,} examples, {many(now.tokens, 'token')}"
-                if now.examples_total
-                else f"{many(now.examples, 'example')}, {many(now.tokens, 'token')}",
-                rate=f"{now.tokens / seconds:,.0f} tokens/s, {size(int(now.bytes / seconds))}/s",
+                counts=f"{report.examples:,} of {report.examples_total:,} examples, {many(report.tokens, 'token')}"
+                if report.examples_total
+                else f"{many(report.examples, 'example')}, {many(report.tokens, 'token')}",
+                rate=f"{report.tokens / seconds:,.0f} tokens/s, {size(int(report.bytes / seconds))}/s",
             )
         )
 
-    def build(self, now: BuildProgress) -> None:
+    def build(self, report: BuildProgress) -> None:
         """For ``build_cache``: documents, tokens and bytes of sources."""
-        skipped = f", {now.skipped:,} skipped" if now.skipped else ""
+        skipped = f", {report.skipped:,} skipped" if report.skipped else ""
         seconds = max(self._clock() - self._began, 1e-3)
         self._show(
             Step(
-                now.bytes,
-                now.bytes_total,
+                report.bytes,
+                report.bytes_total,
                 "bytes",
-                stage=f"{now.stage}, {now.files_done} of {many(now.files, 'file')}",
-                counts=f"{many(now.rows, 'doc')}, {many(now.tokens, 'token')}",
-                rate=f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}",
+                stage=f"{report.stage}, {report.files_done} of {many(report.files, 'file')}",
+                counts=f"{many(report.rows, 'doc')}, {many(report.tokens, 'token')}",
+                rate=f"{report.rows / seconds:,.0f} docs/s, {report.tokens / seconds:,.0f} tokens/s{skipped}",
             )
         )
 
@@ -185,7 +185,7 @@ def progress(
                 "stage": step.stage,
                 "counts": shown.counts,
                 "rate": shown.rate,
-                "left": shown.left,
+                "left": shown.time_left,
             }
             bar.update(task, completed=step.done, total=step.total or None, **fields)
 
@@ -204,7 +204,7 @@ def _lines(what: str, clock: Callable[[], float]) -> Callable[[Step], None]:
         if now - printed < _EVERY:
             return
         printed = now
-        parts = ", ".join(part for part in (step.stage, shown.counts, shown.rate, shown.left) if part)
+        parts = ", ".join(part for part in (step.stage, shown.counts, shown.rate, shown.time_left) if part)
         print(f"{what}: {parts}", file=sys.stderr, flush=True)
 
     return line

@@ -70,22 +70,22 @@ def _groups(
     least = [width if c.least is None else min(c.least, width) for c, width in zip(columns, widths, strict=True)]
     fixed = _GAP * keys + max(least[keys:], default=0)  # every table has room for at least one more column
     firsts = _shared(list(enumerate(least[:keys])), widths, room - fixed - sum(least[:keys]))
-    begun, left = room - sum(width for _, width in firsts) - _GAP * (keys - 1), 0
+    table_room, spare = room - sum(width for _, width in firsts) - _GAP * (keys - 1), 0
     chosen: list[tuple[int, int]] = []
     for i in range(keys, len(columns)):
-        if chosen and _GAP + least[i] > left:
-            yield firsts + _shared(chosen, widths, left)
+        if chosen and _GAP + least[i] > spare:
+            yield firsts + _shared(chosen, widths, spare)
             chosen = []
-        left = (left if chosen else begun) - _GAP - least[i]
+        spare = (spare if chosen else table_room) - _GAP - least[i]
         chosen.append((i, least[i]))
-    yield firsts + _shared(chosen, widths, left)
+    yield firsts + _shared(chosen, widths, spare)
 
 
-def _shared(chosen: Sequence[tuple[int, int]], widths: Sequence[int], left: int) -> list[tuple[int, int]]:
+def _shared(chosen: Sequence[tuple[int, int]], widths: Sequence[int], spare: int) -> list[tuple[int, int]]:
     """Gives the columns the space that is left, in order, up to the width of their cells."""
-    made = []
+    shares = []
     for i, width in chosen:
-        more = max(min(widths[i] - width, left), 0)
-        made.append((i, width + more))
-        left -= more
-    return made
+        extra = max(min(widths[i] - width, spare), 0)
+        shares.append((i, width + extra))
+        spare -= extra
+    return shares

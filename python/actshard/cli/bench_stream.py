@@ -16,21 +16,21 @@ from actshard.store import Store
 def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
     """Reads for ``seconds``, at most one epoch; returns speed, memory and the quality of the shuffle."""
     stream = store.stream(layer, batch_size, **options)
-    kept: list[tuple[Any, Any]] = []
+    batch_rows: list[tuple[Any, Any]] = []
     total = 0
     began = time.perf_counter()
     first = 0.0
     batches = iter(stream)
     for batch in batches:
-        now = time.perf_counter() - began
-        first = first or now
+        elapsed = time.perf_counter() - began
+        first = first or elapsed
         total += batch.activations.nbytes
-        kept.append((batch.examples, batch.tokens))
-        if now > seconds:
+        batch_rows.append((batch.examples, batch.tokens))
+        if elapsed > seconds:
             break
     took = time.perf_counter() - began
     stream.close()
-    rows = sum(len(e) for e, _ in kept)
+    rows = sum(len(e) for e, _ in batch_rows)
     return {
         "path": str(store.path),
         "format": store.format,
@@ -38,7 +38,7 @@ def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: An
         "batch_size": batch_size,
         "shuffle": options.get("shuffle"),
         "memory": options.get("memory"),
-        "batches": len(kept),
+        "batches": len(batch_rows),
         "of_batches": len(stream),
         "rows": rows,
         "bytes": total,
@@ -47,7 +47,7 @@ def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: An
         "bytes_per_second": total / took if took else 0.0,
         "rows_per_second": rows / took if took else 0.0,
         "peak_memory": _peak(),
-        "quality": measure(kept).as_dict(),
+        "quality": measure(batch_rows).as_dict(),
     }
 
 
@@ -57,19 +57,21 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def show(found: dict[str, Any]) -> None:
+def show(measurement: dict[str, Any]) -> None:
     """Prints the result of :func:`run`."""
     out = console()
     grid = Table(box=None, show_header=False, pad_edge=False)
-    quality = found["quality"]
+    quality = measurement["quality"]
     part = (
-        "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; increase --seconds for more)"
+        ""
+        if measurement["batches"] == measurement["of_batches"]
+        else f" (of {measurement['of_batches']:,}; increase --seconds for more)"
     )
     for name, value in (
-        ("read", f"{size(found['bytes'])} in {many(found['batches'], 'batch', plural='batches')}{part}"),
-        ("speed", f"{size(int(found['bytes_per_second']))}/s, {found['rows_per_second']:,.0f} rows/s"),
-        ("first batch after", f"{found['first_batch_seconds']:.3f} s"),
-        ("peak memory", f"{size(found['peak_memory'])} of the process, including mapped pages"),
+        ("read", f"{size(measurement['bytes'])} in {many(measurement['batches'], 'batch', plural='batches')}{part}"),
+        ("speed", f"{size(int(measurement['bytes_per_second']))}/s, {measurement['rows_per_second']:,.0f} rows/s"),
+        ("first batch after", f"{measurement['first_batch_seconds']:.3f} s"),
+        ("peak memory", f"{size(measurement['peak_memory'])} of the process, including mapped pages"),
         (
             "distinct examples",
             f"{quality['distinct']:,.0f} per batch; ideal {quality['ideal_distinct']:,.0f} ({quality['distinct_ratio']:.2f})",

@@ -151,15 +151,15 @@ def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[st
         return []
     fields = {name: read_beginnings(cache, name, count, _SHOWN) for name in cache.fields}
     lengths, ids = read_beginnings(cache, cache.token_field, count, SHOWN_TOKENS)
-    made = []
+    records = []
     for i in range(count):
         shown: dict[str, Any] = {"row": i, "tokens": int(lengths[i])}
         if tokenizer is not None:
             shown["text"] = tokenizer.decode(ids[i].tolist())
         if MASKS in fields:
             shown["assistant_tokens"] = int(np.count_nonzero(cache.view(MASKS)[i]))
-        made.append(shown | {name: values[i].tolist() for name, (_, values) in fields.items()})
-    return made
+        records.append(shown | {name: values[i].tolist() for name, (_, values) in fields.items()})
+    return records
 
 
 def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
@@ -171,9 +171,9 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
         *texts,
         *(TableColumn(name, least=24, left=True) for name in cache.fields),
     ]
-    found = rows(cache, n, tokenizer)
+    records = rows(cache, n, tokenizer)
     cells = []
-    for row in found:
+    for row in records:
         shown = [str(row["row"]), f"{row['tokens']:,}"]
         if tokenizer is not None:
             shown.append(one_line(row["text"], 80))
@@ -184,4 +184,4 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
     out = console()
     show_table(out, columns, cells)
     hint = "" if tokenizer is not None else "; --tokenizer DIR prints them as text"
-    out.print(f"[dim]{len(found):,} of {many(len(cache), 'row')}{hint}[/]")
+    out.print(f"[dim]{len(records):,} of {many(len(cache), 'row')}{hint}[/]")

@@ -9,20 +9,20 @@ from actshard.caching import CacheInfo
 from actshard.cli._format import console, show_facts, size
 
 
-def show(found: CacheInfo) -> None:
+def show(usage: CacheInfo) -> None:
     """Prints the state of a cache."""
     show_facts(
         [
-            ("folder", escape(str(found.folder))),
-            ("bytes", size(found.bytes)),
-            ("limit", size(found.limit) if found.limit is not None else "[dim]unknown[/]"),
-            ("objects", f"{found.objects:,}"),
+            ("folder", escape(str(usage.folder))),
+            ("bytes", size(usage.bytes)),
+            ("limit", size(usage.limit) if usage.limit is not None else "[dim]unknown[/]"),
+            ("objects", f"{usage.objects:,}"),
         ],
         (),
     )
 
 
-def show_cleared(left: CacheInfo, freed: int) -> None:
+def show_cleared(usage: CacheInfo, freed: int) -> None:
     """Prints the bytes that clearing removed, and the objects that are still in use."""
-    more = f"; {size(left.bytes)} of {many(left.objects, 'object', 'is', 'are')} in use" if left.objects else ""
-    console().print(f"{escape(str(left.folder))}: {size(freed)} removed{more}", soft_wrap=True)
+    rest = f"; {size(usage.bytes)} of {many(usage.objects, 'object', 'is', 'are')} in use" if usage.objects else ""
+    console().print(f"{escape(str(usage.folder))}: {size(freed)} removed{rest}", soft_wrap=True)

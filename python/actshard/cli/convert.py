@@ -30,10 +30,10 @@ def columns_named(words: str) -> list[str] | dict[str, str] | None:
         return None
     if words[0] in "[{":
         try:
-            made: list[str] | dict[str, str] = json.loads(words)
+            columns: list[str] | dict[str, str] = json.loads(words)
         except ValueError as error:
             raise ArgumentError(f"--columns: expected names of columns, or JSON: {error}") from error
-        return made
+        return columns
     if words == "none":
         return []
     pairs = [word.partition("=") for word in words.split(",")]
@@ -54,34 +54,34 @@ def examples_named(words: str) -> slice | list[int] | None:
         raise ArgumentError(f"--examples: expected first:last or integers, found {words!r}") from None
 
 
-def options_named(words: Sequence[str], of: str, *, short: bool = True) -> dict[str, Any]:
+def options_named(words: Sequence[str], owner: str, *, short: bool = True) -> dict[str, Any]:
     """Parses ``--option name=value``; values are JSON if valid, else strings.
 
     Args:
         words: the values of the option.
-        of: whose options they are, for messages.
+        owner: whose options they are, for messages.
         short: whether the command also calls it ``-o``, which is an output file in other commands.
     """
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise ArgumentError(
-                f"{'-o, ' * short}--option: expected name=value, an option of {of}, found {word!r:.200}"
+                f"{'-o, ' * short}--option: expected name=value, an option of {owner}, found {word!r:.200}"
             )
         if name == "protocol":
-            made[name] = value
+            options[name] = value
             continue
         try:
-            made[name] = json.loads(value)
+            options[name] = json.loads(value)
         except ValueError:
-            made[name] = value
-    return made
+            options[name] = value
+    return options
 
 
-def source_named(at: Location, format: str | None, layout: str | None) -> Location | Store:
+def source_named(location: Location, format: str | None, layout: str | None) -> Location | Store:
     """Returns the dataset to convert: opened already if a layout describes it."""
-    return at if layout is None else open_quietly(at, format, "pread", "160MiB", layout=layout)
+    return location if layout is None else open_quietly(location, format, "pread", "160MiB", layout=layout)
 
 
 def layers_of(source: str | Location | Store, format: str | None, words: str) -> list[Layer]:
@@ -90,31 +90,31 @@ def layers_of(source: str | Location | Store, format: str | None, words: str) ->
     return of_store(words, store.layers, "--layer")
 
 
-def previews(source: Location | Store, target: str, format: str | None, own: Mapping[str, Any]) -> list[Preview]:
+def previews(source: Location | Store, target: str, format: str | None, arguments: Mapping[str, Any]) -> list[Preview]:
     """Returns previews for one format, or for all formats (None)."""
-    every = preview(source, target, None, **own) if format is None else []
-    return every or preview(source, target, format, **own)
+    every = preview(source, target, None, **arguments) if format is None else []
+    return every or preview(source, target, format, **arguments)
 
 
-def show_previews(found: Sequence[Preview]) -> None:
+def show_previews(candidates: Sequence[Preview]) -> None:
     """Prints a line per possible format; then all losses, and why other formats are not possible."""
     out = console()
-    possible = [p for p in found if not p.refused]
+    possible = [p for p in candidates if not p.refused]
     if possible:
         _compared(out, possible)
     for text, names in _alike((spelled(loss), p.format) for p in possible for loss in p.losses):
         out.print(f"[yellow]lost[/] {escape(text)} ({names})", soft_wrap=True)
     if possible:
         out.print("[dim]bytes are before compression; nothing was written[/]")
-    for text, names in _alike((spelled(p.refused), p.format) for p in found if p.refused):
+    for text, names in _alike((spelled(p.refused), p.format) for p in candidates if p.refused):
         out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 
-def _compared(out: Console, found: Sequence[Preview]) -> None:
+def _compared(out: Console, candidates: Sequence[Preview]) -> None:
     """Prints a table of formats below what they have in common."""
     common: list[str] = []
     columns = [TableColumn("format", left=True)]
-    cells = [[p.format] for p in found]
+    cells = [[p.format] for p in candidates]
 
     def add(name: str, values: Sequence[str], shared: str = "") -> None:
         if shared and len({*values}) == 1:
@@ -124,13 +124,13 @@ def _compared(out: Console, found: Sequence[Preview]) -> None:
         for row, value in zip(cells, values, strict=True):
             row.append(value)
 
-    add("examples", [f"{p.examples:,}" for p in found], many(found[0].examples, "example"))
-    add("rows", [f"{p.rows:,}" for p in found], many(found[0].rows, "row"))
-    add("dtype", [p.dtype or "-" for p in found], found[0].dtype or "no dtype")
-    add("shards", [f"{p.shards:,}" for p in found])
-    add("files", [f"{p.files:,}" for p in found])
-    add("bytes", [size(p.bytes) for p in found])
-    add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in found])
+    add("examples", [f"{p.examples:,}" for p in candidates], many(candidates[0].examples, "example"))
+    add("rows", [f"{p.rows:,}" for p in candidates], many(candidates[0].rows, "row"))
+    add("dtype", [p.dtype or "-" for p in candidates], candidates[0].dtype or "no dtype")
+    add("shards", [f"{p.shards:,}" for p in candidates])
+    add("files", [f"{p.files:,}" for p in candidates])
+    add("bytes", [size(p.bytes) for p in candidates])
+    add("losses", [f"{len(p.losses):,}" if p.losses else "none" for p in candidates])
     if common:
         out.print(", ".join(common))
     show_table(out, columns, cells)
@@ -138,10 +138,10 @@ def _compared(out: Console, found: Sequence[Preview]) -> None:
 
 def _alike(pairs: Iterable[tuple[str | None, str]]) -> list[tuple[str, str]]:
     """Different texts, each with the names of its formats."""
-    made: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for text, name in pairs:
-        made.setdefault(str(text), []).append(name)
-    return [(text, ", ".join(names)) for text, names in made.items()]
+        names_by_text.setdefault(str(text), []).append(name)
+    return [(text, ", ".join(names)) for text, names in names_by_text.items()]
 
 
 def run(source: Location | Store, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
@@ -151,20 +151,21 @@ def run(source: Location | Store, target: str, format: str, *, quiet: bool, **op
         return convert(source, target, format, progress=watch.counts, **options)
 
 
-def show(done: Conversion) -> None:
+def show(conversion: Conversion) -> None:
     """Prints the result of a conversion."""
     out = console()
-    resumed = f", {done.resumed_at:,} of them by an earlier call" if done.resumed_at else ""
-    rate = f", {size(int(done.bytes / done.seconds))}/s" if done.seconds and done.bytes else ""
+    resumed = f", {conversion.resumed_at:,} of them by an earlier call" if conversion.resumed_at else ""
+    rate = f", {size(int(conversion.bytes / conversion.seconds))}/s" if conversion.seconds and conversion.bytes else ""
     out.print(
-        f"{escape(str(done.path))}: {many(done.examples, 'example')}{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
+        f"{escape(str(conversion.path))}: {many(conversion.examples, 'example')}{resumed}, {size(conversion.bytes)} "
+        f"in {conversion.seconds:.1f} s{rate}",
         soft_wrap=True,
     )
-    for loss in done.losses:
+    for loss in conversion.losses:
         out.print(f"[yellow]lost[/] {escape(spelled(loss))}", soft_wrap=True)
-    if done.verified:
-        cast = any(x.what == "dtype" for x in done.losses)
-        over = next((x for x in done.losses if x.what == "overflow"), None)
-        what = f", as {done.dtype}" if cast else ""
+    if conversion.verified:
+        cast = any(x.what == "dtype" for x in conversion.losses)
+        over = next((x for x in conversion.losses if x.what == "overflow"), None)
+        what = f", as {conversion.dtype}" if cast else ""
         same = "the same" if over is None else f"the same, but [yellow]{escape(over.detail)}[/]"
         out.print(f"every row and column was compared with the source{what}: {same}", soft_wrap=True)

@@ -30,20 +30,20 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
     columns = [name for name in _SHOWN if name in store.contents.column_names]
     table = first_rows(store, columns, n).to_pydict() if columns else {}
     counts = store.tokens_of(range(min(n, len(store))))
-    made: list[dict[str, Any]] = [
+    records: list[dict[str, Any]] = [
         {"example": i, **{name: table[name][i] for name in columns}, "tokens": int(counts[i])} for i in range(n)
     ]
     stored = np.flatnonzero(counts)
     for layer in store.layers:
         last = store.last_tokens(layer, stored).astype(np.float64)
         norms = dict(zip(stored.tolist(), np.linalg.norm(last, axis=1).tolist(), strict=True))
-        for i, row in enumerate(made):
+        for i, row in enumerate(records):
             row.setdefault("norms", {})[str(layer)] = norms.get(i)
     if store.labels is not None:
-        for i, row in enumerate(made):
+        for i, row in enumerate(records):
             values, times = np.unique(store.labels[i], return_counts=True)
             row["labels"] = {int(v): int(t) for v, t in zip(values, times, strict=True)}
-    return made
+    return records
 
 
 def refuse_options_of_caches(store: Store, *options: str) -> None:
@@ -72,12 +72,12 @@ def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:
 
 def show(store: Store, n: int) -> None:
     """Prints the first examples."""
-    found = rows(store, n)
+    records = rows(store, n)
     out = console()
-    named = [name for name in _SHOWN if found and name in found[0]]
+    column_names = [name for name in _SHOWN if records and name in records[0]]
     columns = [TableColumn("example")]
-    columns += [TableColumn(name, least=_TEXT_WIDTH if name in _TEXTS else None, left=True) for name in named]
-    labelled = bool(found) and "labels" in found[0]
+    columns += [TableColumn(name, least=_TEXT_WIDTH if name in _TEXTS else None, left=True) for name in column_names]
+    labelled = bool(records) and "labels" in records[0]
     columns += [TableColumn("patch labels", left=True)] * labelled
     layers = list(store.layers)
     shown = (
@@ -85,9 +85,11 @@ def show(store: Store, n: int) -> None:
     )
     columns += [TableColumn("tokens"), *(TableColumn(f"|h| {plain(layer)}") for layer in shown)]
     lines = []
-    for row in found:
+    for row in records:
         cells = [str(row["example"])]
-        cells += [one_line(row[name], 60 if name in _TEXTS else 16) if row[name] is not None else "-" for name in named]
+        cells += [
+            one_line(row[name], 60 if name in _TEXTS else 16) if row[name] is not None else "-" for name in column_names
+        ]
         if labelled:
             cells.append(one_line(", ".join(f"{v} x{t}" for v, t in row["labels"].items()), 30))
         norms = [row["norms"][str(layer)] for layer in shown]
@@ -96,5 +98,5 @@ def show(store: Store, n: int) -> None:
     if len(shown) < len(layers):
         out.print(f"[dim]{len(layers) - len(shown)} more layers; --json prints all[/]")
     out.print(
-        f"[dim]{len(found):,} of {many(store.num_examples, 'example')}; |h| is the norm of a layer's last token[/]"
+        f"[dim]{len(records):,} of {many(store.num_examples, 'example')}; |h| is the norm of a layer's last token[/]"
     )

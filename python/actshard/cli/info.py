@@ -18,11 +18,11 @@ from actshard.store import Store
 
 def whence(path: Any) -> dict[str, Any]:
     """Returns ``revision``, the commit of a dataset on the hub, or ``staged_from``, the source of a staged copy."""
-    at = Location.at(path)
-    if isinstance(at.storage, Remote):
-        return {"revision": at.storage.native.revision} if at.storage.native.revision else {}
-    found = origin(at.local)
-    return {} if found is None else {"staged_from": found}
+    location = Location.at(path)
+    if isinstance(location.storage, Remote):
+        return {"revision": location.storage.native.revision} if location.storage.native.revision else {}
+    source = origin(location.local)
+    return {} if source is None else {"staged_from": source}
 
 
 def about(store: Store) -> dict[str, Any]:
@@ -32,17 +32,17 @@ def about(store: Store) -> dict[str, Any]:
 
 def guessed(path: Any) -> Any:
     """Returns a proposed description of a folder of plain files."""
-    place = Location.at(path)
-    if place.kind() != "folder":
-        raise MissingFileError("--guess: expected a folder of files to describe", path=place)
-    return formats.get(formats.described()).guess(place)
+    location = Location.at(path)
+    if location.kind() != "folder":
+        raise MissingFileError("--guess: expected a folder of files to describe", path=location)
+    return formats.get(formats.described()).guess(location)
 
 
 def show(store: Store) -> None:
     """Prints a dataset's properties."""
     about = store.info()
-    more = whence(store.path)
-    staged = more.get("staged_from")
+    provenance = whence(store.path)
+    staged = provenance.get("staged_from")
     if about["tokens"] is None:
         tokens = "[dim]not counted: requires decoding every shard[/]"
     else:
@@ -58,7 +58,7 @@ def show(store: Store) -> None:
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
-        *([("commit", more["revision"])] if "revision" in more else []),
+        *([("commit", provenance["revision"])] if "revision" in provenance else []),
         *([("staged from", escape(_text(staged)))] if staged else []),
         ("model", escape(str(about["model"])) if about["model"] else "[dim]not recorded[/]"),
         ("examples", f"{about['examples']:,}"),

@@ -56,7 +56,7 @@ def rate(plan: Plan, *, quiet: bool) -> Rate | str:
 
 
 @dataclass(frozen=True)
-class Told:
+class PlanSummary:
     """The printed summary of a plan.
 
     Attributes:
@@ -72,11 +72,11 @@ class Told:
     free: tuple[int, int | None]
 
     @classmethod
-    def of(cls, plan: Plan, path: Path, rate: Rate | str) -> Told:
+    def of(cls, plan: Plan, path: Path, rate: Rate | str) -> PlanSummary:
         """Creates the summary of a plan, with the free space of its file system."""
-        there = existing_above(plan.work)
-        inodes = os.statvfs(there)
-        return cls(plan, path, rate, (shutil.disk_usage(there).free, inodes.f_favail if inodes.f_files else None))
+        folder = existing_above(plan.work)
+        inodes = os.statvfs(folder)
+        return cls(plan, path, rate, (shutil.disk_usage(folder).free, inodes.f_favail if inodes.f_files else None))
 
     def seconds(self, processes: int) -> float | None:
         """Time of all tasks in this number of processes, if each reaches the measured rate; None without a rate."""
@@ -88,15 +88,15 @@ class Told:
     def commands(self) -> dict[str, str]:
         """The next commands, by a description of each. The first ones also commit."""
         file, count = shlex.quote(str(self.path)), len(self.plan)
-        made = {"here": f"actshard run {file} --workers {min(os.cpu_count() or 1, count)}"}
+        commands = {"here": f"actshard run {file} --workers {min(os.cpu_count() or 1, count)}"}
         if count > 1:
-            made |= {f"on {name}": f"actshard run {file} --on {name.lower()}" for name in ("Slurm", "Ray", "Dask")}
+            commands |= {f"on {name}": f"actshard run {file} --on {name.lower()}" for name in ("Slurm", "Ray", "Dask")}
             elements = min(count, _MOST_ELEMENTS)
             task = shlex.quote(f"actshard run {file} --task {'$SLURM_ARRAY_TASK_ID' if elements == count else 'auto'}")
-            made["as an array"] = f"sbatch --wait --array=0-{elements - 1} --wrap {task}"
-            made["and then"] = f"actshard commit {file}"
-        made["progress"] = f"actshard status {file}"
-        return made
+            commands["as an array"] = f"sbatch --wait --array=0-{elements - 1} --wrap {task}"
+            commands["and then"] = f"actshard commit {file}"
+        commands["progress"] = f"actshard status {file}"
+        return commands
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -127,10 +127,10 @@ class Told:
 
     def time(self) -> str:
         """The predicted times as text."""
-        whole = self.seconds(1)
-        if isinstance(self.rate, str) or whole is None:
+        serial_seconds = self.seconds(1)
+        if isinstance(self.rate, str) or serial_seconds is None:
             return f"not measured: {self.rate}"
-        if whole < 1:
+        if serial_seconds < 1:
             return "below 1 s in one process"
         shown = []
         for n in self._processes():
@@ -143,27 +143,29 @@ class Told:
         )
 
 
-def show(told: Told) -> None:
+def show(summary: PlanSummary) -> None:
     """Prints a plan's predicted size, memory and time, and the next commands."""
-    plan, predicted = told.plan, told.plan.predicted
+    plan, predicted = summary.plan, summary.plan.predicted
     how = "" if predicted.exact else ", predicted"
-    lines: list[tuple[str, object]] = [("plan", f"{escape(str(told.path))}: {plan.verb} in {many(len(plan), 'task')}")]
+    lines: list[tuple[str, object]] = [
+        ("plan", f"{escape(str(summary.path))}: {plan.verb} in {many(len(plan), 'task')}")
+    ]
     if predicted.read:
         lines.append(("reads", size(predicted.read)))
     if predicted.bytes or predicted.files:
         lines.append(("writes", f"{size(predicted.bytes)} in {many(predicted.files, 'file')}{how}"))
     if predicted.scratch:
         lines.append(("scratch", f"{size(predicted.scratch)} until the commit"))
-    files = "" if told.free[1] is None else f", room for {told.free[1]:,} files"
+    files = "" if summary.free[1] is None else f", room for {summary.free[1]:,} files"
     lines += [
-        ("free", f"{size(told.free[0])}{files}, in {escape(str(plan.work))}"),
+        ("free", f"{size(summary.free[0])}{files}, in {escape(str(plan.work))}"),
         ("memory", f"{size(predicted.memory)} per task"),
-        ("time", escape(told.time())),
+        ("time", escape(summary.time())),
     ]
     show_facts(lines, ())
     out = console()
     for note in plan.notes:
         out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
-    width = max(map(len, told.commands()))
-    for what, command in told.commands().items():
+    width = max(map(len, summary.commands()))
+    for what, command in summary.commands().items():
         out.print(f"[dim]{what:<{width}}[/]  {escape(command)}", soft_wrap=True)

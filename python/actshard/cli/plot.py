@@ -25,7 +25,7 @@ _FEW_LAYERS = ("histogram", "positions", "spectrum")
 
 
 def run(
-    at: Location,
+    location: Location,
     what: str,
     out: str,
     layer: str,
@@ -48,21 +48,21 @@ def run(
         raise ArgumentError(
             f"--tokens: expected content for separability, which uses each example's last content token, found {tokens!r:.80}"
         )
-    cache = None if layout is not None else token_cache_at(at, format)
+    cache = None if layout is not None else token_cache_at(location, format)
     if (cache is not None) != (what in PLOTS_OF_CACHES):
-        others = [x for x in PLOTS if (x in PLOTS_OF_CACHES) == (cache is not None)]
+        alternatives = [x for x in PLOTS if (x in PLOTS_OF_CACHES) == (cache is not None)]
         kind = "a token cache" if cache is not None else "a dataset of activations"
-        raise ArgumentError(f"expected a plot of {kind} ({', '.join(others)}), found {what}", path=at)
+        raise ArgumentError(f"expected a plot of {kind} ({', '.join(alternatives)}), found {what}", path=location)
     if cache is not None and layer:
-        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=at)
+        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=location)
     if cache is not None and tokens != "content":
-        raise ArgumentError("--tokens: plots of a token cache cover all tokens. Leave it out.", path=at)
+        raise ArgumentError("--tokens: plots of a token cache cover all tokens. Leave it out.", path=location)
     draw = getattr(plot, what)
     with plot.style(), progress(what, quiet=quiet, unit="tokens") as watch:
         if cache is not None:
             ax = draw(look(cache, progress=watch.counts))
         else:
-            store = open_quietly(at, format, "auto", layout=layout)
+            store = open_quietly(location, format, "auto", layout=layout)
             names = of_store(layer, store.layers, "--layer") if layer else None
             if what in _ONE_LAYER:
                 if names is not None and len(names) != 1:

@@ -18,17 +18,19 @@ def run(folder: str, url: str, *, quiet: bool, **options: Any) -> Pushed:
         return push(folder, url, progress=watch.counts, **options)
 
 
-def show(done: Pushed) -> None:
+def show(upload: Pushed) -> None:
     """Prints the result."""
     out = console()
-    rate = f", {size(int(done.sent_bytes / done.seconds))}/s" if done.seconds and done.sent_bytes else ""
+    rate = f", {size(int(upload.sent_bytes / upload.seconds))}/s" if upload.seconds and upload.sent_bytes else ""
     out.print(
-        f"{escape(done.url)}: {done.format}, {many(done.files, 'file')}, {size(done.bytes)}; sent {many(done.sent_files, 'file')}, "
-        f"{size(done.sent_bytes)}{rate}",
+        f"{escape(upload.url)}: {upload.format}, {many(upload.files, 'file')}, {size(upload.bytes)}; "
+        f"sent {many(upload.sent_files, 'file')}, {size(upload.sent_bytes)}{rate}",
         soft_wrap=True,
     )
-    if done.left_out:
-        shown = ", ".join(done.left_out[:8]) + (f" and {len(done.left_out) - 8} more" if len(done.left_out) > 8 else "")
+    if upload.left_out:
+        shown = ", ".join(upload.left_out[:8]) + (
+            f" and {len(upload.left_out) - 8} more" if len(upload.left_out) > 8 else ""
+        )
         out.print(f"[yellow]left out[/] {escape(shown)}: hidden files are not uploaded", soft_wrap=True)
-    for note in done.notes:
+    for note in upload.notes:
         out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)

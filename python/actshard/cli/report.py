@@ -33,9 +33,9 @@ def run(
         if has_range(layer) or any(
             isinstance(name, int) for name in layers
         ):  # digits name a text if the dataset's names are texts
-            given = {name: options[name] for name in ("storage_options", "cache", "layout")}
+            arguments = {name: options[name] for name in ("storage_options", "cache", "layout")}
             try:
-                layers = of_store(layer, open_quietly(path, options["format"], "auto", **given).layers, "--layer")
+                layers = of_store(layer, open_quietly(path, options["format"], "auto", **arguments).layers, "--layer")
             except UnknownFormatError:
                 raise
             except OF_DATA:  # the report of a dataset that cannot be opened has no layers, and lists the damage
@@ -51,11 +51,11 @@ def _refuse_caches(path: str, layer: str, options: dict[str, Any]) -> None:
     Raises:
         ArgumentError: they are those of datasets, and there is a token cache.
     """
-    at = existing_anywhere(path, options["storage_options"], options["cache"])
-    if options["layout"] is not None or token_cache_at(at, options["format"]) is None:
+    location = existing_anywhere(path, options["storage_options"], options["cache"])
+    if options["layout"] is not None or token_cache_at(location, options["format"]) is None:
         return
     if layer:
-        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=at)
+        raise ArgumentError("--layer: token caches have no layers. Leave it out.", path=location)
     if options["rows"] is not None:
-        raise ArgumentError("--rows: token caches have no rows of layers to sample. Leave it out.", path=at)
-    raise ArgumentError("--tokens: the report of a token cache covers all tokens. Leave it out.", path=at)
+        raise ArgumentError("--rows: token caches have no rows of layers to sample. Leave it out.", path=location)
+    raise ArgumentError("--tokens: the report of a token cache covers all tokens. Leave it out.", path=location)

@@ -29,10 +29,10 @@ _SHOWN = 20
 
 def tasks_named(words: Sequence[str], plan: Plan) -> list[int]:
     """Parses ``--task``: ``17``, ``0-63``, ``3,5`` or ``auto``."""
-    made: list[int] = []
-    for word in (part for each in words for part in each.split(",")):
+    tasks: list[int] = []
+    for word in (part for text in words for part in text.split(",")):
         if word == "auto":
-            made += plan.mine()
+            tasks += plan.mine()
             continue
         first, dash, last = word.partition("-")
         if not all(n.isascii() and n.isdecimal() and len(n) < 10 for n in ((first, last) if dash else (first,))):
@@ -40,8 +40,8 @@ def tasks_named(words: Sequence[str], plan: Plan) -> list[int]:
         a, b = int(first), int(last if dash else first)
         if not a <= b < len(plan):
             raise OutOfRangeError(f"--task: expected 0 to {len(plan) - 1}, found {word}")
-        made += range(a, b + 1)
-    return sorted(set(made))
+        tasks += range(a, b + 1)
+    return sorted(set(tasks))
 
 
 def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
@@ -60,17 +60,17 @@ def commit(plan: Plan, file: str) -> Any:
         raise
 
 
-def engine_options(**given: str | float) -> dict[str, Any]:
+def engine_options(**options: str | float) -> dict[str, Any]:
     """Returns the given options with the types that engines expect. :func:`actshard.run` refuses options of other engines."""
-    made: dict[str, Any] = {}
-    for name, value in given.items():
+    typed_options: dict[str, Any] = {}
+    for name, value in options.items():
         if (isinstance(value, float) and value.is_integer()) or (
             name == "time" and isinstance(value, str) and value.isdecimal()
         ):
-            made[name] = int(value)
+            typed_options[name] = int(value)
         else:
-            made[name] = value
-    return {name: value for name, value in made.items() if value}
+            typed_options[name] = value
+    return {name: value for name, value in typed_options.items() if value}
 
 
 def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
@@ -80,96 +80,96 @@ def statuses(plan: Plan, watch: bool) -> Iterator[Status]:
     """
     ended = False
     while True:
-        now = plan.status()
-        yield now
-        before, ended = ended, bool(now.failed) and not now.running and not now.missing
-        if not watch or not now.left or (before and ended):
+        status = plan.status()
+        yield status
+        before, ended = ended, bool(status.failed) and not status.running and not status.missing
+        if not watch or not status.left or (before and ended):
             return
         time.sleep(_EVERY)
 
 
-def show_status(plan: Plan, now: Status, file: str) -> None:
+def show_status(plan: Plan, status: Status, file: str) -> None:
     """Prints a plan's progress and the next command."""
     out = console()
-    tasks = many(now.tasks, "task")
-    if now.committed:
+    tasks = many(status.tasks, "task")
+    if status.committed:
         out.print(f"{plan.verb}: {tasks}, committed")
         return
-    counts = {"done": now.done, "running": now.running, "stopped": now.stopped, "failed": now.failed}
-    shown = [f"{len(some):,} {what}" for what, some in {**counts, "missing": now.missing}.items() if some]
-    speed = f", {now.bytes / now.seconds / 1e6:,.1f} MB/s per task" if now.bytes and now.seconds else ""
-    out.print(f"{plan.verb}, {tasks}: {', '.join(shown)}{speed}{_time_left(plan, now)}", soft_wrap=True)
-    for line in _details(now):
+    counts = {"done": status.done, "running": status.running, "stopped": status.stopped, "failed": status.failed}
+    shown = [f"{len(numbers):,} {what}" for what, numbers in {**counts, "missing": status.missing}.items() if numbers]
+    speed = f", {status.bytes / status.seconds / 1e6:,.1f} MB/s per task" if status.bytes and status.seconds else ""
+    out.print(f"{plan.verb}, {tasks}: {', '.join(shown)}{speed}{_time_left(plan, status)}", soft_wrap=True)
+    for line in _details(status):
         out.print(f"  {line}", soft_wrap=True)
-    if now.committing:
+    if status.committing:
         out.print("  a commit was started and is not finished; if it was killed, run it again")
     # The error of a changed input advises to make the plan again.
-    changed = any(isinstance(error, ChangedInputError) for error in now.failed.values())
-    again = not now.running and not changed and bool(now.failed or now.stopped)
-    if again or not now.left:
-        how = ", with the same options: it runs the tasks that are not done" if now.left else ""
-        verb = "run" if now.left else "commit"
+    changed = any(isinstance(error, ChangedInputError) for error in status.failed.values())
+    needs_run = not status.running and not changed and bool(status.failed or status.stopped)
+    if needs_run or not status.left:
+        how = ", with the same options: it runs the tasks that are not done" if status.left else ""
+        verb = "run" if status.left else "commit"
         out.print(f"[dim]next: actshard {verb} {escape(shlex.quote(file))}{how}[/]", soft_wrap=True)
 
 
-def _details(now: Status) -> Iterator[str]:
+def _details(status: Status) -> Iterator[str]:
     """Yields lines about attempts, errors and missing tasks. Tasks with the same error share a line."""
-    for attempt in now.running[:_SHOWN]:
+    for attempt in status.running[:_SHOWN]:
         part = f", {100 * attempt.done // attempt.total} %" if attempt.total else ""
         yield f"running {attempt.task}: {escape(attempt.host)}, process {attempt.pid}{part}"
-    yield from _more(now.running, "running")
-    for attempt in now.stopped[:_SHOWN]:
+    yield from _more(status.running, "running")
+    for attempt in status.stopped[:_SHOWN]:
         yield f"[yellow]stopped[/] {attempt.task}: {escape(attempt.host)}, process {attempt.pid}"
-    yield from _more(now.stopped, "stopped")
+    yield from _more(status.stopped, "stopped")
     alike: dict[str, list[int]] = {}
-    for task, error in now.failed.items():
+    for task, error in status.failed.items():
         alike.setdefault(str(error), []).append(task)
     for text, tasks in list(alike.items())[:_SHOWN]:
         yield f"[red]failed[/] {ranges(tasks)}: {escape(spelled(text))}"
     yield from _more(alike, "errors")
-    if now.missing:
-        yield f"missing {ranges(now.missing)}"
+    if status.missing:
+        yield f"missing {ranges(status.missing)}"
 
 
-def _more(some: Sized, what: str) -> Iterator[str]:
+def _more(entries: Sized, what: str) -> Iterator[str]:
     """Yields a line with the number of entries that are not printed, if any."""
-    if len(some) > _SHOWN:
-        yield f"{what}: {len(some) - _SHOWN:,} more, see --json"
+    if len(entries) > _SHOWN:
+        yield f"{what}: {len(entries) - _SHOWN:,} more, see --json"
 
 
-def _time_left(plan: Plan, now: Status) -> str:
+def _time_left(plan: Plan, status: Status) -> str:
     """Remaining time at the speed of the finished tasks, with the number of processes that are running now; as text."""
     sizes = [max(int(task.get("bytes", 0)), 1) for task in plan.tasks]
-    done = sum(sizes[task] for task in now.done)
-    if not now.left or not done or not now.seconds:
+    done_bytes = sum(sizes[task] for task in status.done)
+    if not status.left or not done_bytes or not status.seconds:
         return ""
-    seconds = now.seconds / done * (sum(sizes) - done)
-    count = max(len(now.running), 1)
+    seconds = status.seconds / done_bytes * (sum(sizes) - done_bytes)
+    count = max(len(status.running), 1)
     return f", {duration(seconds / count)} left in {count:,} process{'es' if count > 1 else ''}"
 
 
-def plain(made: Any) -> Any:
+def plain(outcome: Any) -> Any:
     """Returns the value of a commit as JSON values."""
-    if isinstance(made, dict):
+    if isinstance(outcome, dict):
         from actshard.cli import stats
 
-        return stats.as_dict(made)
-    as_dict = getattr(made, "as_dict", None)
-    return as_dict() if as_dict is not None else {"path": str(getattr(made, "path", made))}
+        return stats.as_dict(outcome)
+    as_dict = getattr(outcome, "as_dict", None)
+    return as_dict() if as_dict is not None else {"path": str(getattr(outcome, "path", outcome))}
 
 
-def show(plan: Plan, made: Any, *, quiet: bool = False) -> None:
+def show(plan: Plan, outcome: Any, *, quiet: bool = False) -> None:
     """Prints the value of a commit; and, unless ``quiet``, the file that keeps it."""
-    if isinstance(made, Report):
+    if isinstance(outcome, Report):
         from actshard.cli import verify
 
-        verify.show(made)
-    elif isinstance(made, dict):
+        verify.show(outcome)
+    elif isinstance(outcome, dict):
         from actshard.cli import stats
 
-        stats.show_committed(plan.arguments, made)
+        stats.show_committed(plan.arguments, outcome)
     else:
-        typer.echo(f"{getattr(made, 'path', made)}: {plan.verb} in {many(len(plan), 'task')}, committed")
+        typer.echo(f"{getattr(outcome, 'path', outcome)}: {plan.verb} in {many(len(plan), 'task')}, committed")
         return
     if not quiet and (file := kept_at(plan.work)).exists():
         # On stderr: stdout is that of `actshard verify --deep` or `actshard stats`.
@@ -182,13 +182,13 @@ def show_done(plan: Plan, tasks: Sequence[int]) -> None:
     if not tasks:
         typer.echo("this process has no tasks: the plan has fewer tasks than there are processes")
         return
-    now = plan.status()
-    some = f"task{'' if len(tasks) == 1 else 's'} {ranges(tasks)}"
-    whole = "task of the plan is" if now.tasks == 1 else "tasks of the plan are"
-    over = "the plan is committed" if now.committed else f"{len(now.done):,} of {now.tasks:,} {whole} done"
-    typer.echo(f"{some}: done; {over}")
+    status = plan.status()
+    subject = f"task{'' if len(tasks) == 1 else 's'} {ranges(tasks)}"
+    phrase = "task of the plan is" if status.tasks == 1 else "tasks of the plan are"
+    over = "the plan is committed" if status.committed else f"{len(status.done):,} of {status.tasks:,} {phrase} done"
+    typer.echo(f"{subject}: done; {over}")
 
 
-def exit_status(made: Any) -> int:
+def exit_status(outcome: Any) -> int:
     """Returns the exit status: for a report that of ``actshard verify``, otherwise 0."""
-    return made.status if isinstance(made, Report) else 0
+    return outcome.status if isinstance(outcome, Report) else 0

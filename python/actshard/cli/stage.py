@@ -20,8 +20,8 @@ def layers_of(source: str, words: str, options: Sequence[str] | None) -> list[La
     """Parses ``--layers``: names, or ranges of stored layers; None for an empty text."""
     if not words or not has_range(words):
         return several(words, "--layers") if words else None
-    at = place(source, options)
-    return of_store(words, open_quietly(at, None, "auto").layers, "--layers")
+    location = place(source, options)
+    return of_store(words, open_quietly(location, None, "auto").layers, "--layers")
 
 
 def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:
@@ -33,10 +33,10 @@ def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *,
         )
 
 
-def show(done: Staged) -> None:
+def show(copy: Staged) -> None:
     """Prints the result."""
     out = console()
-    fetched = f"{size(done.fetched)} read" if done.fetched else "the copy was complete"
-    out.print(f"{escape(str(done.path))}: {many(done.files, 'file')}, {size(done.bytes)}; {fetched}", soft_wrap=True)
-    for loss in done.losses:
+    fetched = f"{size(copy.fetched)} read" if copy.fetched else "the copy was complete"
+    out.print(f"{escape(str(copy.path))}: {many(copy.files, 'file')}, {size(copy.bytes)}; {fetched}", soft_wrap=True)
+    for loss in copy.losses:
         out.print(f"[yellow]lost[/] {escape(loss)}", soft_wrap=True)

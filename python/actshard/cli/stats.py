@@ -38,31 +38,31 @@ def run(
     store: Store, layers: Sequence[Layer], tokens: Any, *, rows: int | None, save: bool, quiet: bool
 ) -> dict[Layer, Stats]:
     """Computes the statistics of layers, or reads saved ones, and shows progress."""
-    made: dict[Layer, Stats] = {}
+    stats_by_layer: dict[Layer, Stats] = {}
     for layer in layers:
         name = store.layers[store.group_of(layer)]
-        if rows is None and (found := kept(store, name, Selection(tokens))) is not None:
-            made[layer] = found
+        if rows is None and (saved_stats := kept(store, name, Selection(tokens))) is not None:
+            stats_by_layer[layer] = saved_stats
             continue
         with progress(f"layer {plain(layer)}", quiet=quiet, unit="rows") as watch:
             tell = partial(_tell, watch, store.d_model * store.dtype.itemsize)
-            made[layer] = store.stats(layer, tokens=tokens, rows=rows, save=save, progress=tell)
-    return made
+            stats_by_layer[layer] = store.stats(layer, tokens=tokens, rows=rows, save=save, progress=tell)
+    return stats_by_layer
 
 
 def _tell(watch: TaskWatch, row: int, done: int, total: int) -> None:
     watch.counts(done, total, done * row)
 
 
-def as_dict(found: dict[Layer, Stats]) -> dict[str, Any]:
+def as_dict(stats_by_layer: dict[Layer, Stats]) -> dict[str, Any]:
     """Returns plain values: numbers, and a list of ``d_model`` values per statistic. NaN is null."""
-    return {str(layer): _plain(stats) for layer, stats in found.items()}
+    return {str(layer): _plain(stats) for layer, stats in stats_by_layer.items()}
 
 
 def _plain(stats: Stats) -> dict[str, Any]:
     quantiles = zip(_QUANTILES, stats.norms.quantile(_QUANTILES).tolist(), strict=True)
     positions = stats.norms_by_position
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         "rows": stats.rows,
         "mean_norm": _number(stats.mean_norm),
         "norm_quantiles": {str(q): _number(norm) for q, norm in quantiles},
@@ -73,56 +73,56 @@ def _plain(stats: Stats) -> dict[str, Any]:
             **{name: positions.quantile(q).tolist() for name, q in POSITION_QUANTILES.items()},
         },
         "gamma": _number(stats.gamma),
-        "largest_rows": [asdict(each) for each in stats.largest_rows],
-        "largest_columns": [asdict(each) for each in stats.largest_columns],
+        "largest_rows": [asdict(entry) for entry in stats.largest_rows],
+        "largest_columns": [asdict(entry) for entry in stats.largest_columns],
         "repeated_rows": {**asdict(stats.repeats), "fraction": stats.repeats.fraction},
         "findings": [
-            {"severity": each.severity, "kind": each.kind, "text": each.text, "do": each.do, "code": each.code}
-            for each in stats.advice()
+            {"severity": entry.severity, "kind": entry.kind, "text": entry.text, "do": entry.do, "code": entry.code}
+            for entry in stats.advice()
         ],
     }
     for name in ("mean", "std", "min", "max"):
-        made[name] = [_number(value) for value in getattr(stats, name).tolist()]
-    return made | {"zeros": stats.zeros.tolist(), "nan": stats.nan.tolist(), "infinite": stats.inf.tolist()}
+        values[name] = [_number(value) for value in getattr(stats, name).tolist()]
+    return values | {"zeros": stats.zeros.tolist(), "nan": stats.nan.tolist(), "infinite": stats.inf.tolist()}
 
 
 def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None  # JSON has no NaN
 
 
-def show(store: Store, found: dict[Layer, Stats], rows: int | None = None) -> None:
+def show(store: Store, stats_by_layer: dict[Layer, Stats], rows: int | None = None) -> None:
     """Prints a row per layer: statistics over its columns. ``rows``: the size of the sample, if it was one."""
-    _print(found, _examples(store, found), massive_rows(store, found, most=_MASSIVE), rows)
+    _print(stats_by_layer, _examples(store, stats_by_layer), massive_rows(store, stats_by_layer, most=_MASSIVE), rows)
 
 
-def show_folders(store: Store, found: dict[Layer, Stats], tokens: Any) -> None:
+def show_folders(store: Store, stats_by_layer: dict[Layer, Stats], tokens: Any) -> None:
     """Prints where statistics are saved."""
     selection = Selection(tokens)
-    folders = {folder for layer in found if (folder := kept_in(store, layer, selection)) is not None}
+    folders = {folder for layer in stats_by_layer if (folder := kept_in(store, layer, selection)) is not None}
     for folder in sorted(folders):
         console().print(f"saved in {escape(str(folder))}; reused while the dataset is unchanged", soft_wrap=True)
     if not folders:
         console().print("[yellow]not saved:[/] the dataset's files changed while they were read")
 
 
-def show_committed(given: Mapping[str, Any], found: dict[Layer, Stats]) -> None:
+def show_committed(arguments: Mapping[str, Any], stats_by_layer: dict[Layer, Stats]) -> None:
     """Prints the statistics of a plan with these arguments like :func:`show`.
 
     If the dataset cannot be read any more, equal examples and the text of tokens are left out.
     """
     try:
-        with open_quietly(given["path"], given["format"], "auto", layout=given["layout"]) as store:
-            examples, massive = _examples(store, found), massive_rows(store, found, most=_MASSIVE)
+        with open_quietly(arguments["path"], arguments["format"], "auto", layout=arguments["layout"]) as store:
+            examples, massive = _examples(store, stats_by_layer), massive_rows(store, stats_by_layer, most=_MASSIVE)
     except ActshardError as error:
-        _print(found, [], _without_text(found))
+        _print(stats_by_layer, [], _without_text(stats_by_layer))
         text = "the dataset cannot be read any more: equal examples and texts of tokens are left out"
         console().print(f"[yellow]note[/] {text}: {escape(str(error))}", soft_wrap=True)
         return
-    _print(found, examples, massive)
+    _print(stats_by_layer, examples, massive)
 
 
-def _examples(store: Store, found: dict[Layer, Stats]) -> list[Advice]:
-    repeated = repeated_examples(store, found)
+def _examples(store: Store, stats_by_layer: dict[Layer, Stats]) -> list[Advice]:
+    repeated = repeated_examples(store, stats_by_layer)
     return repeated.advice() if repeated is not None else []
 
 
@@ -133,38 +133,43 @@ def _in_words(advice: Advice) -> str:
     return str(replace(advice, code=f"in Python, store.stream(..., {advice.code})"))
 
 
-def _without_text(found: dict[Layer, Stats]) -> list[MassiveRow]:
+def _without_text(stats_by_layer: dict[Layer, Stats]) -> list[MassiveRow]:
     return [
         MassiveRow(layer, row.example, row.token, row.norm, row.norm / stats.norms.median, None, None, None)
-        for layer, stats in found.items()
+        for layer, stats in stats_by_layer.items()
         for row in stats.massive_rows[:_MASSIVE]
     ]
 
 
 def _print(
-    found: dict[Layer, Stats], examples: Sequence[Advice], massive: Sequence[MassiveRow], rows: int | None = None
+    stats_by_layer: dict[Layer, Stats],
+    examples: Sequence[Advice],
+    massive: Sequence[MassiveRow],
+    rows: int | None = None,
 ) -> None:
     out = console()
-    _table(out, found)
+    _table(out, stats_by_layer)
     if rows is not None:
         out.print(f"a sample of at most {rows:,} rows of each layer: rare NaN values and massive rows may be missing")
-    for advice in sorted([*advice_of(found), *examples], key=lambda advice: list(_COLOURS).index(advice.severity)):
+    for advice in sorted(
+        [*advice_of(stats_by_layer), *examples], key=lambda advice: list(_COLOURS).index(advice.severity)
+    ):
         line = f"[{_COLOURS[advice.severity]}]{advice.severity}[/] [bold]{escape(advice.where)}:[/] {escape(_in_words(advice))}"
         out.print(line, soft_wrap=True)
     if massive:
         out.print("massive rows:", style="bold")
         _massive(out, massive)
-    columns = max((len(stats.mean) for stats in found.values()), default=0)
+    columns = max((len(stats.mean) for stats in stats_by_layer.values()), default=0)
     out.print(
         f"[dim]mean, min, max: over all {columns:,} columns. std: square root of the columns' mean variance. median, 99.9 %: "
         "quantiles of row norms, within 1/256. gamma: |mean row| / |std of columns|. --json prints all.[/]"
     )
 
 
-def _table(out: Console, found: dict[Layer, Stats]) -> None:
+def _table(out: Console, stats_by_layer: dict[Layer, Stats]) -> None:
     names = ("rows", "mean norm", "median", "99.9 %", "gamma", "mean", "std", "min", "max", "NaN", "infinite")
     rows = []
-    for layer, stats in found.items():
+    for layer, stats in stats_by_layer.items():
         with np.errstate(invalid="ignore"):
             rms = float(np.sqrt(stats.variance.mean())) if len(stats.variance) else float("nan")
         norms = (stats.mean_norm, stats.norms.median, float(stats.norms.quantile(0.999)))

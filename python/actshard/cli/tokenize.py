@@ -23,13 +23,13 @@ from actshard.tokens.writing import WRITE_HERE
 
 def format_named(name: str, words: list[str], template: str | None, *, short: bool = True) -> dict[str, Any]:
     """Builds the mapping of Levanter's ``format:`` block from command-line options."""
-    made = {"type": name, **options_named(words, "the row format", short=short)}
+    row_format = {"type": name, **options_named(words, "the row format", short=short)}
     if template is not None:
         try:
-            made["chat_template"] = Location.of(template).read_utf8()
+            row_format["chat_template"] = Location.of(template).read_utf8()
         except ActshardError as error:
             raise ArgumentError(f"--chat-template: cannot read the file: {error.detail}", path=template) from error
-    return made
+    return row_format
 
 
 def run(
@@ -53,14 +53,14 @@ def run(
 def run_config(file: str, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
     """Builds all caches of a configuration."""
     config = LmDataConfig.from_yaml(file)
-    made = []
+    summaries = []
     chosen = config.plans(components or None)
     for plan in chosen:
         plan.check_free()
     for plan in chosen:
         with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
-            made.append(_summary(config.build_plan(plan, watch.build, **options)))
-    return made
+            summaries.append(_summary(config.build_plan(plan, watch.build, **options)))
+    return summaries
 
 
 def plans(file: str, components: list[str] | None) -> list[dict[str, Any]]:
@@ -81,18 +81,23 @@ def _about(cache: TokenCache) -> dict[str, Any]:
     return {"path": str(cache.path), "rows": len(cache), "tokens": cache.num_tokens, "skipped": skipped}
 
 
-def show(done: dict[str, Any]) -> None:
+def show(summary: dict[str, Any]) -> None:
     """Prints the result of a build."""
-    rate = f", {done['tokens'] / done['seconds']:,.0f} tokens/s" if done["state"] == "built" and done["seconds"] else ""
-    skipped = f", {many(done['skipped'], 'record')} skipped" if done["skipped"] else ""
-    typer.echo(
-        f"{done['path']}: {done['state']}, {many(done['rows'], 'document')}, {many(done['tokens'], 'token')}{skipped}{rate}"
+    rate = (
+        f", {summary['tokens'] / summary['seconds']:,.0f} tokens/s"
+        if summary["state"] == "built" and summary["seconds"]
+        else ""
     )
-    for problem in done["problems"]:
+    skipped = f", {many(summary['skipped'], 'record')} skipped" if summary["skipped"] else ""
+    typer.echo(
+        f"{summary['path']}: {summary['state']}, {many(summary['rows'], 'document')}, {many(summary['tokens'], 'token')}"
+        f"{skipped}{rate}"
+    )
+    for problem in summary["problems"]:
         typer.echo(f"  skipped: {problem}")
 
 
-def show_plans(made: list[dict[str, Any]]) -> None:
+def show_plans(documents: list[dict[str, Any]]) -> None:
     """Prints the caches of a configuration as a table."""
     colours = {"built": "green", "done": "dim", "to build": "yellow", "missing": "red"}
     names = ("component", "split", "state", "documents", "tokens", "path")
@@ -108,6 +113,6 @@ def show_plans(made: list[dict[str, Any]]) -> None:
             *(f"{plan[name]:,}" if name in plan else "-" for name in ("rows", "tokens")),
             one_line(plan["path"], 4096),
         )
-        for plan in made
+        for plan in documents
     ]
     show_table(console(), columns, rows)

@@ -38,34 +38,37 @@ def look(store: Store, example: int, layer: str, tokenizer: str, largest: int) -
     )
 
 
-def show(store: Store, found: Examined, count: int) -> None:
+def show(store: Store, inspection: Examined, count: int) -> None:
     """Prints a line per token."""
     out = console()
-    out.print(f"example {found.example} of {store.num_examples:,}, layer {escape(plain(found.layer))}", soft_wrap=True)
-    if found.text is not None:
-        out.print(escape(one_line(found.text, 400)), soft_wrap=True)
+    out.print(
+        f"example {inspection.example} of {store.num_examples:,}, layer {escape(plain(inspection.layer))}",
+        soft_wrap=True,
+    )
+    if inspection.text is not None:
+        out.print(escape(one_line(inspection.text, 400)), soft_wrap=True)
     grid = Table(box=None, pad_edge=False)
     grid.add_column("token", justify="right")
-    if found.ids is not None:
+    if inspection.ids is not None:
         grid.add_column("id", justify="right")
-    if found.pieces is not None:
+    if inspection.pieces is not None:
         grid.add_column("text", overflow="fold")
     grid.add_column("norm", justify="right")
     grid.add_column(f"0 to {_MEDIANS} medians", no_wrap=True)
     grid.add_column("largest dimensions", overflow="fold")
-    for i in range(min(len(found), count)):
-        norm, (bar, colour) = float(found.norms[i]), _bar(float(found.norms[i]), found.median)
-        mark = "" if found.special <= i < found.content else "[dim]"
+    for i in range(min(len(inspection), count)):
+        norm, (bar, colour) = float(inspection.norms[i]), _bar(float(inspection.norms[i]), inspection.median)
+        mark = "" if inspection.special <= i < inspection.content else "[dim]"
         cells = [f"{mark}{i}"]
-        if found.ids is not None:
-            cells.append(f"{found.ids[i]}")
-        if found.pieces is not None:
-            cells.append(escape(visible(found.pieces[i])))
-        largest = zip(found.dimensions[i].tolist(), found.values[i].tolist(), strict=True)
+        if inspection.ids is not None:
+            cells.append(f"{inspection.ids[i]}")
+        if inspection.pieces is not None:
+            cells.append(escape(visible(inspection.pieces[i])))
+        largest = zip(inspection.dimensions[i].tolist(), inspection.values[i].tolist(), strict=True)
         shown = "  ".join(f"[dim]{d}[/] {v:+.3g}" for d, v in largest)
         grid.add_row(*cells, f"{norm:.4g}", f"[{colour}]{bar}[/]", shown)
     out.print(grid)
-    for line in _notes(store, found, count):
+    for line in _notes(store, inspection, count):
         out.print(f"[dim]{line}[/]", soft_wrap=True)
 
 
@@ -93,19 +96,21 @@ def visible(piece: str) -> str:
     return one_line("·" * first + bare + "·" * (len(shown) - len(bare) - first), 40)
 
 
-def _notes(store: Store, found: Examined, count: int) -> list[str]:
-    made = [f"median norm {found.median:.4g}; layers: {escape(listing(store.layers))}"]
-    if len(found) > count:
-        made.append(f"{count:,} of {len(found):,} tokens; --tokens prints more")
-    if found.special:
-        made.append(
-            "the first token is special" if found.special == 1 else f"the first {found.special} tokens are special"
+def _notes(store: Store, inspection: Examined, count: int) -> list[str]:
+    notes = [f"median norm {inspection.median:.4g}; layers: {escape(listing(store.layers))}"]
+    if len(inspection) > count:
+        notes.append(f"{count:,} of {len(inspection):,} tokens; --tokens prints more")
+    if inspection.special:
+        notes.append(
+            "the first token is special"
+            if inspection.special == 1
+            else f"the first {inspection.special} tokens are special"
         )
-    if found.content < len(found):
-        made.append(f"tokens from {found.content} on are padding")
-    if found.pieces is None and (found.ids is not None or found.text is not None):
-        made.append("--tokenizer DIR prints the text of each token, if it yields one token per stored row")
-    return made
+    if inspection.content < len(inspection):
+        notes.append(f"tokens from {inspection.content} on are padding")
+    if inspection.pieces is None and (inspection.ids is not None or inspection.text is not None):
+        notes.append("--tokenizer DIR prints the text of each token, if it yields one token per stored row")
+    return notes
 
 
 def row(
@@ -117,34 +122,34 @@ def row(
         ArgumentError: ``of_layers``, the options ``--layer`` and ``--largest``, has values.
         Errors of reading the row.
     """
-    for option, given in (("--layer", of_layers[0] != ""), ("--largest", of_layers[1] is not None)):
-        if given:
+    for option, is_given in (("--layer", of_layers[0] != ""), ("--largest", of_layers[1] is not None)):
+        if is_given:
             raise ArgumentError(f"{option}: token caches have no layers. Leave it out.", path=cache.path)
-    found, decode = cache[example], tokenizer_of(cache, tokenizer)
-    ids = found[cache.token_field].reshape(-1)
-    made: dict[str, Any] = {"row": example, "tokens": len(ids), "ids": ids[:count].tolist()}
+    fields, decode = cache[example], tokenizer_of(cache, tokenizer)
+    ids = fields[cache.token_field].reshape(-1)
+    record: dict[str, Any] = {"row": example, "tokens": len(ids), "ids": ids[:count].tolist()}
     if decode is not None:
-        made["text"] = [decode.decode([i]) for i in made["ids"]]
-    for name, values in found.items():
+        record["text"] = [decode.decode([i]) for i in record["ids"]]
+    for name, values in fields.items():
         if name != cache.token_field and np.size(values) == len(ids):
-            made[name] = values.reshape(-1)[:count].tolist()
-    return made
+            record[name] = values.reshape(-1)[:count].tolist()
+    return record
 
 
-def show_row(cache: TokenCache, found: dict[str, Any]) -> None:
+def show_row(cache: TokenCache, record: dict[str, Any]) -> None:
     """Prints a line per token."""
     out = console()
-    out.print(f"row {found['row']} of {len(cache):,}, {many(found['tokens'], 'token')}")
-    per_token = [name for name, values in found.items() if isinstance(values, list)]
+    out.print(f"row {record['row']} of {len(cache):,}, {many(record['tokens'], 'token')}")
+    per_token = [name for name, values in record.items() if isinstance(values, list)]
     grid = Table(box=None, pad_edge=False)
     grid.add_column("token", justify="right")
     for name in per_token:
         grid.add_column(escape(name), justify="left" if name == "text" else "right", overflow="fold")
-    for i in range(len(found["ids"])):
-        cells = [visible(found[name][i]) if name == "text" else show_number(found[name][i]) for name in per_token]
+    for i in range(len(record["ids"])):
+        cells = [visible(record[name][i]) if name == "text" else show_number(record[name][i]) for name in per_token]
         grid.add_row(str(i), *map(escape, cells))
     out.print(grid)
-    if len(found["ids"]) < found["tokens"]:
-        out.print(f"[dim]{len(found['ids']):,} of {found['tokens']:,} tokens; --tokens prints more[/]")
+    if len(record["ids"]) < record["tokens"]:
+        out.print(f"[dim]{len(record['ids']):,} of {record['tokens']:,} tokens; --tokens prints more[/]")
     if "text" not in per_token:
         out.print("[dim]--tokenizer DIR prints the text of each token[/]")

@@ -101,10 +101,10 @@ class CacheDataset(data.Dataset):
 
     def _manifest(self, model: str | None) -> dict[str, Any]:
         store = self._examples.store
-        made = dict(store.metadata) if store.format == "deepspec" else {}
+        manifest = dict(store.metadata) if store.format == "deepspec" else {}
         model = model or store.contents.model
-        named = {} if model is None else {"target_model_name_or_path": model}
-        return made | named | {
+        model_field = {} if model is None else {"target_model_name_or_path": model}
+        return manifest | model_field | {
             "num_samples": self.num_samples,
             "hidden_size": self.hidden_size,
             "target_layer_ids": self.target_layer_ids,
@@ -124,16 +124,16 @@ class CacheDataset(data.Dataset):
         for index in indices:
             if not 0 <= int(index) < self.num_samples:
                 raise OutOfRangeError(f"index {index} is out of range: there are {self.num_samples} samples")
-        return [_sample(one) for one in self._examples.read(indices)]
+        return [_sample(sample) for sample in self._examples.read(indices)]
 
 
-def _sample(one: DraftSample) -> dict[str, torch.Tensor]:
-    assert one.last is not None, "the class always names a last layer"
+def _sample(sample: DraftSample) -> dict[str, torch.Tensor]:
+    assert sample.last is not None, "the class always names a last layer"
     return {
-        "input_ids": tensor(one.ids),
-        "loss_mask": tensor(one.mask),
-        "target_hidden_states": tensor(one.states),
-        "target_last_hidden_states": tensor(one.last),
+        "input_ids": tensor(sample.ids),
+        "loss_mask": tensor(sample.mask),
+        "target_hidden_states": tensor(sample.states),
+        "target_last_hidden_states": tensor(sample.last),
     }
 
 
@@ -165,7 +165,7 @@ def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_n
         WrongCacheError: (an AssertionError) they differ.
     """
     manifest = train_dataset.manifest
-    for field, found, expected in (
+    for field, actual, expected in (
         (
             "target_layer_ids",
             [int(layer) for layer in manifest["target_layer_ids"]],
@@ -178,8 +178,8 @@ def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_n
             str(target_model_name_or_path),
         ),
     ):
-        if found != expected:
+        if actual != expected:
             raise WrongCacheError(
-                f"field {field!r}: expected {expected}, from the draft model's configuration, found {found}",
+                f"field {field!r}: expected {expected}, from the draft model's configuration, found {actual}",
                 path=train_dataset.cache_dir,
             )

@@ -116,10 +116,11 @@ class DraftExamples:
 
     def require(self, dtype: DTypeLike, why: str) -> None:
         """Raises DtypeError, with a message that begins with ``why``, unless states have this dtype."""
-        wanted = _arguments.dtype(dtype)[0]
-        if self.state_dtype != wanted:
+        required_dtype = _arguments.dtype(dtype)[0]
+        if self.state_dtype != required_dtype:
             raise DtypeError(
-                f'{why}, found {self.state_dtype}. dtype="{wanted}" converts while reading', path=self.store.path
+                f'{why}, found {self.state_dtype}. dtype="{required_dtype}" converts while reading',
+                path=self.store.path,
             )
 
     def lengths(self) -> NDArray[np.int64]:
@@ -137,15 +138,17 @@ class DraftExamples:
         content = self._contents_of(numbers, stored)
         lengths = content if most is None else np.minimum(content, most)
         ends = np.cumsum(lengths)
-        at = np.repeat(numbers, lengths)
-        tokens = np.arange(len(at)) - np.repeat(ends - lengths, lengths) + first
-        states = self._rows(self._groups, at, tokens)
-        final = None if self._last is None or not last else self._rows(self._last, at, tokens)
-        made = []
+        row_examples = np.repeat(numbers, lengths)
+        tokens = np.arange(len(row_examples)) - np.repeat(ends - lengths, lengths) + first
+        states = self._rows(self._groups, row_examples, tokens)
+        final = None if self._last is None or not last else self._rows(self._last, row_examples, tokens)
+        samples = []
         for (ids, mask), end, length in zip(self._tokens(numbers, stored, content), ends, lengths, strict=True):
             part = slice(end - length, end)
-            made.append(DraftSample(ids[:length], mask[:length], states[part], None if final is None else final[part]))
-        return made
+            samples.append(
+                DraftSample(ids[:length], mask[:length], states[part], None if final is None else final[part])
+            )
+        return samples
 
     def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Reads token ids and masks of examples, without their states.
@@ -161,12 +164,12 @@ class DraftExamples:
         self, numbers: NDArray[np.int64], stored: NDArray[np.int64], content: NDArray[np.int64]
     ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         values = self._columns(numbers)
-        made = []
+        pairs = []
         for i, (example, *counts) in enumerate(np.stack([numbers, stored, content], axis=1).tolist()):
-            own = {name: self._values(values[name][i], name, example, *counts) for name in self._kinds}
-            mask = np.ones(counts[1], self._mask) if self._loss_mask is None else own[self._loss_mask]
-            made.append((own[self._input_ids], mask))
-        return made
+            columns = {name: self._values(values[name][i], name, example, *counts) for name in self._kinds}
+            mask = np.ones(counts[1], self._mask) if self._loss_mask is None else columns[self._loss_mask]
+            pairs.append((columns[self._input_ids], mask))
+        return pairs
 
     def _contents_of(self, numbers: NDArray[np.int64] | None, stored: NDArray[np.int64]) -> NDArray[np.int64]:
         """Content tokens of examples; None: of all."""
@@ -176,20 +179,20 @@ class DraftExamples:
     def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
         if not len(groups):
             return np.empty((len(examples), 0), self.state_dtype)
-        named = self.layers if groups is self._groups else (self.last,)
+        layers = self.layers if groups is self._groups else (self.last,)
         # Allocated by numpy, which reuses the memory of freed samples: faulting in new pages would cost as much as the copy.
         out = np.empty((len(examples), len(groups) * self.width), self.state_dtype)
-        found: NDArray[Any] = self.store.gather_of(groups, examples, tokens, out, self.dtype, named)
-        return found
+        rows: NDArray[Any] = self.store.gather_of(groups, examples, tokens, out, self.dtype, layers)
+        return rows
 
     def _columns(self, numbers: NDArray[np.int64]) -> pa.Table:
         """Token ids and masks of examples, as lists."""
-        wanted = list(self._kinds)
+        names = list(self._kinds)
         try:
             if self.store.contents.example_columns is not None:
-                return self.store.read_columns(wanted, numbers.tolist())
+                return self.store.read_columns(names, numbers.tolist())
             if self._table is None:
-                self._table = self.store.read_columns(wanted)
+                self._table = self.store.read_columns(names)
         except NotStoredError as error:
             remedy = "input_ids= and loss_mask= name the columns of token ids and masks; loss_mask=None trains on every token"
             raise NotStoredError(f"{error.detail}. {remedy}", path=self.store.path) from error
@@ -201,17 +204,17 @@ class DraftExamples:
         """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""
         kind = self._kinds[name]
         where = f"column {name!r}, example {example}"
-        listed = getattr(value, "values", None)
-        if listed is None or len(listed) not in (tokens, content) or listed.null_count:
-            found = "no list" if listed is None else f"{len(listed)} values, {listed.null_count} of them null"
+        elements = getattr(value, "values", None)
+        if elements is None or len(elements) not in (tokens, content) or elements.null_count:
+            actual = "no list" if elements is None else f"{len(elements)} values, {elements.null_count} of them null"
             raise FormatError(
-                f"{where}: expected {content} integers, one per token, found {found}", path=self.store.path
+                f"{where}: expected {content} integers, one per token, found {actual}", path=self.store.path
             )
-        if len(listed) == tokens:
-            listed = listed.slice(self.store.special_tokens, content)
-        array = listed.to_numpy(zero_copy_only=False)
+        if len(elements) == tokens:
+            elements = elements.slice(self.store.special_tokens, content)
+        array = elements.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "iub" and array.size:
-            raise FormatError(f"{where}: expected integers, found {listed.type}", path=self.store.path)
+            raise FormatError(f"{where}: expected integers, found {elements.type}", path=self.store.path)
         limits = np.iinfo(kind)
         if array.size and (array.min() < limits.min or array.max() > limits.max):
             bad = array[(array < limits.min) | (array > limits.max)][0]

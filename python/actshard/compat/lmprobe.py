@@ -78,15 +78,15 @@ def _places(store: actshard.Store, prompts: list[str] | None) -> NDArray[np.int6
     """Returns the example number of each prompt; for equal texts the last one, as in lmprobe."""
     if prompts is None:
         return np.arange(store.num_examples)
-    place = {text: i for i, text in enumerate(store.read_columns(["text"])["text"].to_pylist())}
-    missing = [p for p in prompts if p not in place]
+    index_by_text = {text: i for i, text in enumerate(store.read_columns(["text"])["text"].to_pylist())}
+    missing = [p for p in prompts if p not in index_by_text]
     if missing:
         raise LostError(
             f"No activations for {len(missing)} prompt(s): {missing[:3]!r}"
             + (f" ... and {len(missing) - 3} more" if len(missing) > 3 else ""),
             path=store.path,
         )
-    return np.array([place[p] for p in prompts], np.int64)
+    return np.array([index_by_text[p] for p in prompts], np.int64)
 
 
 def _stored_pooling(store: actshard.Store) -> str | None:
@@ -117,8 +117,8 @@ def _pooled(store: actshard.Store, layer: int, examples: NDArray[np.int64], pool
         shape = (*counts[:1].tolist(), store.d_model)
     pooled = np.empty((len(examples), *shape), np.float32)
     for first in range(0, len(examples), 256):
-        some = examples[first : first + 256]
-        for i, rows in enumerate(store.sequences(some, layer, dtype="float32"), first):
+        block = examples[first : first + 256]
+        for i, rows in enumerate(store.sequences(block, layer, dtype="float32"), first):
             pooled[i] = _WAYS[pooling](rows)
     return pooled
 
@@ -157,8 +157,8 @@ def load_activations(
         raise LostError("the dataset contains no hidden states to pool", path=store.path)
     names = _layers(store, layers)
     examples = _places(store, prompts)
-    found = {layer: _pooled(store, layer, examples, pooling) for layer in names}
-    activations: Any = found if as_dict else np.stack(list(found.values()), axis=1)
+    pooled_by_layer = {layer: _pooled(store, layer, examples, pooling) for layer in names}
+    activations: Any = pooled_by_layer if as_dict else np.stack(list(pooled_by_layer.values()), axis=1)
     return (activations, _labels(store, examples)) if return_labels else activations
 
 
@@ -195,25 +195,25 @@ def load_activation_dataset(
     except MissingExtraError as error:
         raise MissingExtraError.of("load_activation_dataset", "torch") from error
     store = _open(repo_id)
-    held = store.metadata.get("tensors", {})
+    stored_tensors = store.metadata.get("tensors", {})
     # Missing types are left out, as in lmprobe.
-    wanted = list(held) if tensors is None else [t for t in tensors if t in held]
-    found: dict[str, Any] = {}
-    if "hidden_layers" in wanted:
+    names = list(stored_tensors) if tensors is None else [t for t in tensors if t in stored_tensors]
+    tensors_by_name: dict[str, Any] = {}
+    if "hidden_layers" in names:
         for layer in store.layers if layers is None else [x for x in store.layers if x in layers]:
             if _stored_pooling(store) is None:
                 parts = store.sequences(np.arange(store.num_examples), layer)
                 rows = np.concatenate(parts) if parts else np.zeros((0, store.d_model), store.dtype)
             else:
                 rows = store.last_tokens(layer)
-            found[f"hidden.layer_{layer}"] = tensor(rows)
-    if "logits_topk" in wanted:
+            tensors_by_name[f"hidden.layer_{layer}"] = tensor(rows)
+    if "logits_topk" in names:
         values, indices = store.logits()
-        found |= {"logits_topk.values": tensor(values), "logits_topk.indices": tensor(indices)}
-    if "router_logits" in wanted:
-        for layer in held["router_logits"].get("layers", ()):
-            found[f"router.layer_{layer}"] = tensor(store.router(layer))
-    return found, json.loads(json.dumps(store.metadata))
+        tensors_by_name |= {"logits_topk.values": tensor(values), "logits_topk.indices": tensor(indices)}
+    if "router_logits" in names:
+        for layer in stored_tensors["router_logits"].get("layers", ()):
+            tensors_by_name[f"router.layer_{layer}"] = tensor(store.router(layer))
+    return tensors_by_name, json.loads(json.dumps(store.metadata))
 
 
 class ActivationStore:
@@ -233,13 +233,13 @@ class ActivationStore:
         token: str | None = None,
     ) -> ActivationStore:
         """Loads a folder; arguments as in :func:`load_activations`."""
-        made = cls()
+        store = cls()
         data, labels = load_activations(dataset, layers=layers, pooling=pooling, return_labels=True)
-        made._data, made._labels = data, labels
-        made._prompts = _open(dataset).read_columns(["text"])["text"].to_pylist()
-        made._prompt_to_idx = {p: i for i, p in enumerate(made._prompts)}
-        made._loaded = True
-        return made
+        store._data, store._labels = data, labels
+        store._prompts = _open(dataset).read_columns(["text"])["text"].to_pylist()
+        store._prompt_to_idx = {p: i for i, p in enumerate(store._prompts)}
+        store._loaded = True
+        return store
 
     @classmethod
     def from_cache(cls, *_: Any, **__: Any) -> ActivationStore:
@@ -259,8 +259,8 @@ class ActivationStore:
     def _indices(self, prompts: list[str]) -> NDArray[np.int64]:
         missing = [p for p in prompts if p not in self._prompt_to_idx]
         if missing:
-            more = f" ... and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ArgumentError(f"{len(missing)} prompt(s) not found in store: {missing[:3]!r}{more}")
+            suffix = f" ... and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ArgumentError(f"{len(missing)} prompt(s) not found in store: {missing[:3]!r}{suffix}")
         return np.array([self._prompt_to_idx[p] for p in prompts], np.int64)
 
     @property
@@ -298,8 +298,8 @@ class ActivationStore:
         for name in names:
             if name not in self._data:
                 raise ArgumentError(f"Layer {name} not loaded. Available: {self.layers}")
-        at = slice(None) if prompts is None else self._indices(prompts)
-        return np.concatenate([self._data[name][at] for name in names], axis=-1)
+        indices = slice(None) if prompts is None else self._indices(prompts)
+        return np.concatenate([self._data[name][indices] for name in names], axis=-1)
 
     def get_labels(self, prompts: list[str] | None = None) -> NDArray[Any] | None:
         """Returns labels of some prompts, or None if the dataset has no labels."""

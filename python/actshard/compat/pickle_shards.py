@@ -41,10 +41,10 @@ def load_shard(shard_path: str | PathLike[str], compressed: bool = True) -> dict
         UnsafePickleError: the pickle would execute code or build other objects; none of it was executed.
         FormatError, MissingFileError: the file is damaged or missing.
     """
-    made = _native.load_pickle_file(shard_path, compressed, _LIMIT)
-    if not isinstance(made, dict):
-        raise FormatError(f"expected a dict of layers, found a {type(made).__name__}", path=shard_path)
-    return made
+    layers = _native.load_pickle_file(shard_path, compressed, _LIMIT)
+    if not isinstance(layers, dict):
+        raise FormatError(f"expected a dict of layers, found a {type(layers).__name__}", path=shard_path)
+    return layers
 
 
 def iter_activations(output_dir: str | PathLike[str], layer_idx: int) -> Iterator[dict[str, Any]]:
@@ -80,7 +80,7 @@ class ActivationDataset:
         self._store.group_of(layer_idx)  # raises for an unknown layer, listing the layers
         table = self._store.read_columns(["sample_idx", "text_preview", "layers"])
         self._examples = np.array(
-            [i for i, held in enumerate(table["layers"].to_pylist()) if layer_idx in held], np.int64
+            [i for i, stored_layers in enumerate(table["layers"].to_pylist()) if layer_idx in stored_layers], np.int64
         )
         self._ids, self._texts = table["sample_idx"].to_pylist(), table["text_preview"].to_pylist()
 
@@ -109,14 +109,14 @@ class ActivationDataset:
         types = self._store.rows.stored_types(self._store.group_of(self.layer_idx), examples)
         if len(dict.fromkeys(types)) == 1:
             return self._store.sequences(examples, self.layer_idx, dtype=types[0])
-        made: list[Any] = [None] * len(types)
+        sequences: list[Any] = [None] * len(types)
         for dtype in dict.fromkeys(types):
-            places = [i for i, other in enumerate(types) if other == dtype]
+            places = [i for i, stored_dtype in enumerate(types) if stored_dtype == dtype]
             for i, rows in zip(
                 places, self._store.sequences(examples[places], self.layer_idx, dtype=dtype), strict=True
             ):
-                made[i] = rows
-        return made
+                sequences[i] = rows
+        return sequences
 
 
 def __getattr__(name: str) -> Any:

@@ -138,18 +138,18 @@ class Array:
     def __init__(self, metas: list[ArrayMeta]) -> None:
         self._metas = metas
         first = metas[0]
-        for other in metas[1:]:
-            if other.dtype != first.dtype or len(other.shape) != len(first.shape) or not first.shape:
-                raise other.error(
+        for meta in metas[1:]:
+            if meta.dtype != first.dtype or len(meta.shape) != len(first.shape) or not first.shape:
+                raise meta.error(
                     f"expected the dtype and number of dimensions of {first.metadata}, to concatenate them"
                 )
             joined = len(first.shape) == 4
             if (
-                other.shape[1:2] != first.shape[1:2]
-                or other.shape[3:] != first.shape[3:]
-                or (not joined and other.shape[1:] != first.shape[1:])
+                meta.shape[1:2] != first.shape[1:2]
+                or meta.shape[3:] != first.shape[3:]
+                or (not joined and meta.shape[1:] != first.shape[1:])
             ):
-                raise other.error(
+                raise meta.error(
                     f"field 'shape': expected {list(first.shape)} except for samples and tokens, as in {first.metadata}"
                 )
         self.shape: tuple[int, ...] = (sum(m.shape[0] for m in metas), *first.shape[1:]) if first.shape else ()
@@ -220,42 +220,42 @@ class Array:
             if self._whole is None:
                 parts = [np.asarray(read_array(m)) for m in self._metas]
                 self._whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            found = self._whole[index]
-            return found.copy() if isinstance(found, np.ndarray) else found
-        wanted, drop = self._basic(index)
-        samples, layers, tokens, elements = wanted
+            block = self._whole[index]
+            return block.copy() if isinstance(block, np.ndarray) else block
+        selection, drop = self._basic(index)
+        samples, layers, tokens, elements = selection
         rows = self._open()
-        made = np.empty((len(samples), len(layers), len(tokens), self.shape[3]), self.dtype)
+        array = np.empty((len(samples), len(layers), len(tokens), self.shape[3]), self.dtype)
         lengths = self._lengths()
-        if made.size and not isinstance(lengths, int) and int(tokens.max()) >= int(lengths[samples].min()):
-            self._padded(rows, samples, layers, tokens, made)
-        elif made.size:
+        if array.size and not isinstance(lengths, int) and int(tokens.max()) >= int(lengths[samples].min()):
+            self._padded(rows, samples, layers, tokens, array)
+        elif array.size:
             everything = isinstance(lengths, int) and np.array_equal(tokens, np.arange(lengths))
             for k, layer in enumerate(layers.tolist()):
-                out = made if len(layers) == 1 else None
+                out = array if len(layers) == 1 else None
                 if everything:
-                    found = rows.gather_whole(layer, samples, out, None)
+                    block = rows.gather_whole(layer, samples, out, None)
                 else:
-                    found = rows.gather(
+                    block = rows.gather(
                         layer, np.repeat(samples, len(tokens)), np.tile(tokens, len(samples)), out, None
                     )
                 if out is None:
-                    made[:, k] = found.reshape(len(samples), len(tokens), self.shape[3])
+                    array[:, k] = block.reshape(len(samples), len(tokens), self.shape[3])
         if len(elements) != self.shape[3]:
-            made = made[..., elements]
-        return made.reshape([n for n, gone in zip(made.shape, drop, strict=True) if not gone])[()]
+            array = array[..., elements]
+        return array.reshape([n for n, gone in zip(array.shape, drop, strict=True) if not gone])[()]
 
     def _basic(self, index: Any) -> tuple[list[NDArray[np.int64]], list[bool]]:
         """Returns the indices along each dimension, and for each whether an integer index drops it."""
-        given = list(index) if isinstance(index, tuple) else [index]
-        if sum(x is Ellipsis for x in given) > 1 or len([x for x in given if x is not Ellipsis]) > self.ndim:
+        indices = list(index) if isinstance(index, tuple) else [index]
+        if sum(x is Ellipsis for x in indices) > 1 or len([x for x in indices if x is not Ellipsis]) > self.ndim:
             raise ArgumentError(f"too many indices for {self.ndim} dimensions: {index!r}")
-        if Ellipsis not in [x if x is Ellipsis else None for x in given]:
-            given.append(Ellipsis)
-        at = next(k for k, x in enumerate(given) if x is Ellipsis)
-        given[at : at + 1] = [slice(None)] * (self.ndim - len(given) + 1)
+        if Ellipsis not in [x if x is Ellipsis else None for x in indices]:
+            indices.append(Ellipsis)
+        position = next(k for k, x in enumerate(indices) if x is Ellipsis)
+        indices[position : position + 1] = [slice(None)] * (self.ndim - len(indices) + 1)
         numbers, drop = [], []
-        for k, (x, n) in enumerate(zip(given, self.shape, strict=True)):
+        for k, (x, n) in enumerate(zip(indices, self.shape, strict=True)):
             if isinstance(x, slice):
                 if (x.step or 1) < 0:
                     raise ArgumentError(f"expected slices with a positive step, found {x!r}")
@@ -285,17 +285,17 @@ class Array:
         samples: NDArray[np.int64],
         layers: NDArray[np.int64],
         tokens: NDArray[np.int64],
-        made: NDArray[Any],
+        array: NDArray[Any],
     ) -> None:
-        """Fills ``made`` with stored tokens, and with the store's fill value beyond its ``T_max``."""
+        """Fills ``array`` with stored tokens, and with the store's fill value beyond its ``T_max``."""
         ends = np.cumsum([m.shape[0] for m in self._metas])
         store = np.searchsorted(ends, samples, side="right")
         room = np.array([m.shape[2] for m in self._metas])[store]
         fills = np.array([m.fill for m in self._metas], self.dtype)[store]
-        made[...] = fills[:, None, None, None]
+        array[...] = fills[:, None, None, None]
         i, t = np.nonzero(tokens[None, :] < room[:, None])
         for k, layer in enumerate(layers.tolist()):
-            made[i, k, t] = rows.gather(layer, samples[i], tokens[t], None, None)
+            array[i, k, t] = rows.gather(layer, samples[i], tokens[t], None, None)
 
     def _open(self) -> Rows:
         if self._rows is None:
@@ -359,11 +359,11 @@ class TrainingDataset:
         rows = self._store.sequences(
             np.repeat(np.asarray(indices, np.int64), k), np.concatenate(chosen).tolist() if chosen else []
         )
-        made = []
+        samples = []
         for n, (i, layers) in enumerate(zip(indices, chosen, strict=True)):
             part = rows[n * k : (n + 1) * k]
-            made.append({"i": int(i), "layers": layers, "seq_len": len(part[0]), "activations": _stacked(part)})
-        return made
+            samples.append({"i": int(i), "layers": layers, "seq_len": len(part[0]), "activations": _stacked(part)})
+        return samples
 
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -380,6 +380,6 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
         for n, r in enumerate(rows)
     )
     if together and isinstance(base, np.ndarray) and size:
-        at = (first.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.strides[0]
-        return base[at : at + len(rows) * len(first)].reshape(len(rows), *first.shape)
+        start = (first.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.strides[0]
+        return base[start : start + len(rows) * len(first)].reshape(len(rows), *first.shape)
     return np.stack(rows)

@@ -43,7 +43,7 @@ def measured(
     *,
     selection: Selection = CONTENT,
     rows: int | None = None,
-    kept: Measured | None = None,
+    saved_stats: Measured | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> dict[Layer, Stats]:
     """The statistics of layers: those that ``store.stats(save=True)`` kept, if they are still true; otherwise they are computed.
@@ -53,28 +53,28 @@ def measured(
         layers: names; None: all.
         selection: their rows.
         rows: number of rows of each layer to sample, as for :meth:`actshard.Store.stats`; None: all.
-        kept: the kept statistics, if they were read before.
+        saved_stats: the kept statistics, if they were read before.
         progress: called with ("rows", rows done, total rows) of all layers that are read.
     """
     _arguments.check_progress(progress)
     names = [store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers))]
-    made: dict[Layer, Stats] = {}
-    found = kept_of(store, names, selection) if kept is None else kept
-    left = [name for name in names if name not in found]
-    for number, name in enumerate(left):
+    computed_stats: dict[Layer, Stats] = {}
+    stats_by_layer = kept_of(store, names, selection) if saved_stats is None else saved_stats
+    missing = [name for name in names if name not in stats_by_layer]
+    for number, name in enumerate(missing):
 
         def tell(done: int, total: int, before: int = number) -> None:
             if progress is not None:
-                progress("rows", before * total + done, len(left) * total)
+                progress("rows", before * total + done, len(missing) * total)
 
-        made[name] = store.stats(name, rows=rows, progress=tell, **selection.as_options())
-    return {name: found[name] if name in found else made[name] for name in names}
+        computed_stats[name] = store.stats(name, rows=rows, progress=tell, **selection.as_options())
+    return {name: stats_by_layer[name] if name in stats_by_layer else computed_stats[name] for name in names}
 
 
 def kept_of(store: Store, names: Sequence[Layer], selection: Selection) -> dict[Layer, Stats]:
     """The statistics of layers that ``store.stats(save=True)`` kept and that are still true."""
-    found = {name: saved.kept(store, name, selection) for name in names}
-    return {name: stats for name, stats in found.items() if stats is not None}
+    stats_by_layer = {name: saved.kept(store, name, selection) for name in names}
+    return {name: stats for name, stats in stats_by_layer.items() if stats is not None}
 
 
 def known(store: Store, layers: Any, stats: Measured | None, tokens: Any) -> Measured:
@@ -141,15 +141,15 @@ def gamma(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    made = known(store, layers, stats, tokens)
-    values = np.array([x.gamma for x in made.values()])
+    stats_by_layer = known(store, layers, stats, tokens)
+    values = np.array([x.gamma for x in stats_by_layer.values()])
     if table:
-        return table_of(layer=list(made), gamma=values)
+        return table_of(layer=list(stats_by_layer), gamma=values)
     with style_unless(ax):
         ax = axes(ax)
         ax.plot(np.arange(len(values)), values, marker="o", markersize=3.5, color="C0")
         ax.axhline(1, color="C1", linewidth=1, linestyle="--")
-        name_layers(ax, list(made))
+        name_layers(ax, list(stats_by_layer))
         ax.set_ylabel("gamma = |mean| / |std|")
         ax.set_title("Gamma by layer")
         ax.set_ylim(bottom=0)
@@ -181,20 +181,20 @@ def ranges(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    made = known(store, layers, stats, tokens)
+    stats_by_layer = known(store, layers, stats, tokens)
     with np.errstate(all="ignore"):
-        low = np.array([x.min.min(initial=np.inf) for x in made.values()])
-        high = np.array([x.max.max(initial=-np.inf) for x in made.values()])
-        std = np.array([_root_mean(x.variance) for x in made.values()])
+        low = np.array([x.min.min(initial=np.inf) for x in stats_by_layer.values()])
+        high = np.array([x.max.max(initial=-np.inf) for x in stats_by_layer.values()])
+        std = np.array([_root_mean(x.variance) for x in stats_by_layer.values()])
     if table:
-        return table_of(layer=list(made), min=low, max=high, std=std)
+        return table_of(layer=list(stats_by_layer), min=low, max=high, std=std)
     with style_unless(ax):
         ax = axes(ax)
-        at = np.arange(len(made))
+        positions = np.arange(len(stats_by_layer))
         fine = np.isfinite(low) & np.isfinite(high)
-        ax.vlines(at[fine], low[fine], high[fine], color="C0", linewidth=2, label="smallest to largest value")
-        ax.vlines(at[fine], -std[fine], std[fine], color="C1", linewidth=5, label="± std of a column")
-        name_layers(ax, list(made))
+        ax.vlines(positions[fine], low[fine], high[fine], color="C0", linewidth=2, label="smallest to largest value")
+        ax.vlines(positions[fine], -std[fine], std[fine], color="C1", linewidth=5, label="± std of a column")
+        name_layers(ax, list(stats_by_layer))
         ax.set_ylabel("value")
         _decades(ax, float(np.nanmax(std, initial=0)), float(np.abs([low[fine], high[fine]]).max(initial=0)))
         ax.set_title("Range of values by layer")
@@ -241,30 +241,34 @@ def dimensions(
     """
     store = store_of(store)
     name = store.layers[-1] if layer is None else store.layers[store.group_of(layer)]
-    found = measured(store, name, selection=Selection(tokens))[name] if stats is None else stats
+    layer_stats = measured(store, name, selection=Selection(tokens))[name] if stats is None else stats
     if table:
         return table_of(
-            dimension=np.arange(len(found.mean)),
-            mean=found.mean,
-            std=np.sqrt(found.variance),
-            min=found.min,
-            max=found.max,
-            nan=found.nan,
-            infinite=found.inf,
+            dimension=np.arange(len(layer_stats.mean)),
+            mean=layer_stats.mean,
+            std=np.sqrt(layer_stats.variance),
+            min=layer_stats.min,
+            max=layer_stats.max,
+            nan=layer_stats.nan,
+            infinite=layer_stats.inf,
         )
     with style_unless(ax):
         ax = axes(ax)
         with np.errstate(all="ignore"):
-            largest = np.maximum(np.abs(found.min), np.abs(found.max))
-            lines = {"largest |value|": largest, "std": np.sqrt(found.variance), "|mean|": np.abs(found.mean)}
+            largest = np.maximum(np.abs(layer_stats.min), np.abs(layer_stats.max))
+            lines = {
+                "largest |value|": largest,
+                "std": np.sqrt(layer_stats.variance),
+                "|mean|": np.abs(layer_stats.mean),
+            }
         for i, (what, values) in enumerate(lines.items()):
-            at, shown = thinned(np.where(np.isfinite(values) & (values > 0), values, np.nan))
-            ax.plot(at, shown, color=f"C{i}", linewidth=0.8, label=what)
+            positions, shown = thinned(np.where(np.isfinite(values) & (values > 0), values, np.nan))
+            ax.plot(positions, shown, color=f"C{i}", linewidth=0.8, label=what)
         finite = np.where(np.isfinite(largest), largest, -1)
-        named: list[int] = []
+        peaks: list[int] = []
         for d in np.argsort(-finite, kind="stable")[:_OUTLIERS]:
-            if finite[d] > 0 and all(abs(d - other) > _APART * len(finite) for other in named):
-                named.append(int(d))
+            if finite[d] > 0 and all(abs(d - peak) > _APART * len(finite) for peak in peaks):
+                peaks.append(int(d))
                 ax.annotate(str(d), (d, finite[d]), xytext=(2, 2), textcoords="offset points", fontsize=7)
         log(ax, "y")
         top = float(finite.max(initial=0))
@@ -285,9 +289,9 @@ def thinned(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.
     if step <= 1:
         return np.arange(len(values)), values
     padded = np.append(values, np.full(-len(values) % step, np.nan)).reshape(-1, step)
-    place = np.argmax(np.where(np.isnan(padded), -np.inf, padded), axis=1)
-    at = place + step * np.arange(len(padded))
-    return at, padded[np.arange(len(padded)), place]
+    offsets = np.argmax(np.where(np.isnan(padded), -np.inf, padded), axis=1)
+    positions = offsets + step * np.arange(len(padded))
+    return positions, padded[np.arange(len(padded)), offsets]
 
 
 def shuffle(
@@ -332,16 +336,16 @@ def shuffle(
         if len(read) >= batches:
             break
     stream.close()
-    found = distances(read)
+    gaps = distances(read)
     n = sum(len(examples) for examples, _ in read)
     rng = np.random.default_rng(seed)
-    random = np.abs(rng.integers(0, max(n, 1), len(found)) - rng.integers(0, max(n, 1), len(found)))
+    random = np.abs(rng.integers(0, max(n, 1), len(gaps)) - rng.integers(0, max(n, 1), len(gaps)))
     if table:
-        return table_of(distance=found, random=random)
+        return table_of(distance=gaps, random=random)
     with style_unless(ax):
         ax = axes(ax)
         edges = np.geomspace(1, max(n, 2), 41)
-        ax.hist(np.maximum(found, 1), edges, color="C0", alpha=0.85, label=f"stream, shuffle={order!r}")
+        ax.hist(np.maximum(gaps, 1), edges, color="C0", alpha=0.85, label=f"stream, shuffle={order!r}")
         ax.hist(np.maximum(random, 1), edges, color="C1", histtype="step", label="uniformly random order")
         log(ax, "x")
         ax.set_xlabel("distance in the stream, in rows")

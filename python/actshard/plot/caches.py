@@ -26,20 +26,20 @@ def lengths(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     found = look_of(found)
-    some = found.lengths
-    most = int(some.max(initial=1))
+    token_counts = found.lengths
+    most = int(token_counts.max(initial=1))
     # Whole numbers; wide bins for long documents.
     edges = np.unique(np.round(np.geomspace(1, most + 1, 41)).astype(np.int64))
     edges = np.append([0], edges)
-    counts, _ = np.histogram(some, edges)
+    counts, _ = np.histogram(token_counts, edges)
     if table:
         return table_of(low=edges[:-1], high=edges[1:], documents=counts)
     with style_unless(ax):
         ax = axes(ax)
         ax.stairs(counts[1:], edges[1:], fill=True, color="C0", alpha=0.85)
         log(ax, "x")
-        if some.size:
-            middle = float(np.median(some))
+        if token_counts.size:
+            middle = float(np.median(token_counts))
             ax.axvline(max(middle, 1), color="C1", linewidth=1, linestyle="--", label=f"median {middle:,.0f}")
             ax.legend()
         empty = f" ({int(counts[0]):,} empty)" if counts[0] else ""
@@ -99,12 +99,12 @@ def packing(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
         )
     with style_unless(ax):
         ax = axes(ax)
-        at = np.arange(len(fills))
+        ticks = np.arange(len(fills))
         shares = np.array([100 * x.fill for x in fills]), np.array([100 * x.cut / max(found.tokens, 1) for x in fills])
         for i, (what, values) in enumerate(zip(("positions with tokens", "tokens cut off"), shares, strict=True)):
-            bars = ax.bar(at + 0.4 * i - 0.2, np.nan_to_num(values), width=0.38, color=f"C{i}", label=what)
+            bars = ax.bar(ticks + 0.4 * i - 0.2, np.nan_to_num(values), width=0.38, color=f"C{i}", label=what)
             ax.bar_label(bars, [f"{x:.0f}" if np.isfinite(x) else "" for x in values], fontsize=7)
-        ax.set_xticks(at, [f"{x.length:,}" for x in fills])
+        ax.set_xticks(ticks, [f"{x.length:,}" for x in fills])
         ax.set_ylim(0, 112)
         ax.set_xlabel("tokens per example")
         ax.set_ylabel("percent")

@@ -59,27 +59,37 @@ def norms(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    made = known(store, layers, stats, tokens)
-    mean = np.array([x.mean_norm for x in made.values()])
-    values = np.array([x.norms.quantile(list(QUANTILES.values())) for x in made.values()]).reshape(-1, len(QUANTILES))
-    some = dict(zip(QUANTILES, values.T, strict=True))
+    stats_by_layer = known(store, layers, stats, tokens)
+    mean = np.array([x.mean_norm for x in stats_by_layer.values()])
+    values = np.array([x.norms.quantile(list(QUANTILES.values())) for x in stats_by_layer.values()]).reshape(
+        -1, len(QUANTILES)
+    )
+    quantiles = dict(zip(QUANTILES, values.T, strict=True))
     if table:
-        return table_of(layer=list(made), rows=[x.rows for x in made.values()], mean_norm=mean, **some)
+        return table_of(
+            layer=list(stats_by_layer), rows=[x.rows for x in stats_by_layer.values()], mean_norm=mean, **quantiles
+        )
     with style_unless(ax):
         ax = axes(ax)
-        at = np.arange(len(made))
-        if len(made) == 1:  # a band of one layer would have no width
-            ax.vlines(at, some["p1"], some["p99"], color="C0", alpha=0.3, linewidth=8, label="1 % to 99 %")
-            ax.vlines(at, some["p25"], some["p75"], color="C0", alpha=0.5, linewidth=8, label="25 % to 75 %")
+        ticks = np.arange(len(stats_by_layer))
+        if len(stats_by_layer) == 1:  # a band of one layer would have no width
+            ax.vlines(ticks, quantiles["p1"], quantiles["p99"], color="C0", alpha=0.3, linewidth=8, label="1 % to 99 %")
+            ax.vlines(
+                ticks, quantiles["p25"], quantiles["p75"], color="C0", alpha=0.5, linewidth=8, label="25 % to 75 %"
+            )
         else:
-            ax.fill_between(at, some["p1"], some["p99"], color="C0", alpha=0.15, linewidth=0, label="1 % to 99 %")
-            ax.fill_between(at, some["p25"], some["p75"], color="C0", alpha=0.3, linewidth=0, label="25 % to 75 %")
-        ax.plot(at, some["median"], marker="o", markersize=3.5, color="C0", label="median")
-        ax.plot(at, mean, marker="x", markersize=4, linestyle="--", linewidth=1, color="C1", label="mean")
-        name_layers(ax, list(made))
+            ax.fill_between(
+                ticks, quantiles["p1"], quantiles["p99"], color="C0", alpha=0.15, linewidth=0, label="1 % to 99 %"
+            )
+            ax.fill_between(
+                ticks, quantiles["p25"], quantiles["p75"], color="C0", alpha=0.3, linewidth=0, label="25 % to 75 %"
+            )
+        ax.plot(ticks, quantiles["median"], marker="o", markersize=3.5, color="C0", label="median")
+        ax.plot(ticks, mean, marker="x", markersize=4, linestyle="--", linewidth=1, color="C1", label="mean")
+        name_layers(ax, list(stats_by_layer))
         ax.set_ylabel("L2 norm of a row")
         ax.set_title("Norms by layer")
-        scaled(ax, np.concatenate([some["p1"], some["p99"], mean]))
+        scaled(ax, np.concatenate([quantiles["p1"], quantiles["p99"], mean]))
         below(ax, ncols=4)
         return ax
 
@@ -110,28 +120,30 @@ def histogram(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    made = _some(store, layers, stats, tokens)
+    stats_by_layer = _some(store, layers, stats, tokens)
     if table:
-        found = {layer: x.norms for layer, x in made.items()}
+        norms_by_layer = {layer: x.norms for layer, x in stats_by_layer.items()}
         return table_of(
-            layer=[layer for layer, x in found.items() for _ in x.counts],
-            low=np.concatenate([x.edges[:-1] for x in found.values()]),
-            high=np.concatenate([x.edges[1:] for x in found.values()]),
-            rows=np.concatenate([x.counts for x in found.values()]),
-            density=np.concatenate([density(x.edges, x.counts) for x in found.values()]),
+            layer=[layer for layer, x in norms_by_layer.items() for _ in x.counts],
+            low=np.concatenate([x.edges[:-1] for x in norms_by_layer.values()]),
+            high=np.concatenate([x.edges[1:] for x in norms_by_layer.values()]),
+            rows=np.concatenate([x.counts for x in norms_by_layer.values()]),
+            density=np.concatenate([density(x.edges, x.counts) for x in norms_by_layer.values()]),
         )
     with style_unless(ax):
         ax = axes(ax)
-        drawn = {layer: made[layer] for layer in list(made)[:_LINES]}
+        drawn = {layer: stats_by_layer[layer] for layer in list(stats_by_layer)[:_LINES]}
         names, _ = labels(list(drawn), 20)
         shift = least_shift([x.norms for x in drawn.values()])
         least = np.inf
         for i, x in enumerate(drawn.values()):
             edges, rows = bars(x.norms, shift)
-            one = len(drawn) == 1
+            is_single = len(drawn) == 1
             high = density(edges, rows)
             least = min(least, high[high > 0].min(initial=np.inf))
-            ax.stairs(high, edges, color=f"C{i}", fill=one, alpha=0.85 if one else 1, label=f"layer {names[i]}")
+            ax.stairs(
+                high, edges, color=f"C{i}", fill=is_single, alpha=0.85 if is_single else 1, label=f"layer {names[i]}"
+            )
         if len(drawn) == 1 and next(iter(drawn.values())).norms.rows:
             for i, (name, q) in enumerate((("median", 0.5), ("99.9 %", 0.999)), 1):
                 norm = float(next(iter(drawn.values())).norms.quantile(q))
@@ -149,24 +161,24 @@ def histogram(
         return ax
 
 
-def least_shift(found: Sequence[Norms]) -> int:
+def least_shift(all_bins: Sequence[Norms]) -> int:
     """How many bits are cut from the numbers of bins, so that few bars are left of all bins together."""
-    numbers = np.concatenate([_numbers(x)[0] for x in found])
+    numbers = np.concatenate([_numbers(x)[0] for x in all_bins])
     shift = 0
     while numbers.size and (numbers.max() >> shift) - (numbers.min() >> shift) >= _BARS:
         shift += 1
     return shift
 
 
-def _numbers(found: Norms) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _numbers(bins: Norms) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers of bins with rows, without that of norm 0, and their rows. Edges of bins are floats with few bits."""
-    some = (found.counts > 0) & (found.edges[:-1] > 0)
-    return found.edges[:-1][some].view(np.int64) >> _LOW_BITS, found.counts[some]
+    mask = (bins.counts > 0) & (bins.edges[:-1] > 0)
+    return bins.edges[:-1][mask].view(np.int64) >> _LOW_BITS, bins.counts[mask]
 
 
-def bars(found: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def bars(bins: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Edges and rows of bars, each of ``2**shift`` bins. Rows of norm 0 are left out."""
-    numbers, counts = _numbers(found)
+    numbers, counts = _numbers(bins)
     if not numbers.size:
         return np.array([1.0, 2.0]), np.zeros(1, np.int64)
     wide = numbers >> shift
@@ -179,8 +191,8 @@ def bars(found: Norms, shift: int) -> tuple[NDArray[np.float64], NDArray[np.int6
 def density(edges: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """Rows divided by the widths of their bins, at most 1e300."""
     with np.errstate(over="ignore"):
-        made: NDArray[np.float64] = np.minimum(rows / np.diff(edges), _MOST)
-    return made
+        densities: NDArray[np.float64] = np.minimum(rows / np.diff(edges), _MOST)
+    return densities
 
 
 def positions(
@@ -209,22 +221,25 @@ def positions(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    made = _some(store, layers, stats, tokens)
+    stats_by_layer = _some(store, layers, stats, tokens)
     if table:
-        found = {layer: x.norms_by_position for layer, x in made.items()}
+        positions_by_layer = {layer: x.norms_by_position for layer, x in stats_by_layer.items()}
         return table_of(
-            layer=[layer for layer, x in found.items() for _ in x.first],
-            first=np.concatenate([x.first for x in found.values()]),
-            end=np.concatenate([x.end for x in found.values()]),
-            rows=np.concatenate([x.rows for x in found.values()]),
-            mean_norm=np.concatenate([x.mean for x in found.values()]),
-            **{name: np.concatenate([x.quantile(q) for x in found.values()]) for name, q in POSITION_QUANTILES.items()},
+            layer=[layer for layer, x in positions_by_layer.items() for _ in x.first],
+            first=np.concatenate([x.first for x in positions_by_layer.values()]),
+            end=np.concatenate([x.end for x in positions_by_layer.values()]),
+            rows=np.concatenate([x.rows for x in positions_by_layer.values()]),
+            mean_norm=np.concatenate([x.mean for x in positions_by_layer.values()]),
+            **{
+                name: np.concatenate([x.quantile(q) for x in positions_by_layer.values()])
+                for name, q in POSITION_QUANTILES.items()
+            },
         )
     with style_unless(ax):
         ax = axes(ax)
         drawn, most = [], 0
-        names, _ = labels(list(made)[:_LINES], 20)
-        for i, x in enumerate(list(made.values())[:_LINES]):
+        names, _ = labels(list(stats_by_layer)[:_LINES], 20)
+        for i, x in enumerate(list(stats_by_layer.values())[:_LINES]):
             by = x.norms_by_position
             middle = (by.first + by.end - 1) / 2
             few = len(middle) <= _MARKED
@@ -237,7 +252,7 @@ def positions(
                 label=f"layer {names[i]}",
             )
             drawn.append(by.mean)
-            if len(made) <= _BANDS:
+            if len(stats_by_layer) <= _BANDS:
                 low, high = by.quantile((POSITION_QUANTILES["p5"], POSITION_QUANTILES["p95"]))
                 name = "5 % to 95 %" if i == 0 else None
                 ax.fill_between(middle, low, high, color=f"C{i}", alpha=0.15, linewidth=0, label=name)

@@ -17,36 +17,36 @@ PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
 """A token cache to plot."""
 
 
-def store_of(given: Any) -> Store:
+def store_of(source: Any) -> Store:
     """Returns the store, or opens the dataset at a path or URL.
 
     Raises:
         ArgumentTypeError: the argument has another type.
         Errors of :func:`actshard.open`.
     """
-    if isinstance(given, Store):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return open(given)
+    if isinstance(source, Store):
+        return source
+    if isinstance(source, str | os.PathLike):
+        return open(source)
     also = ""
-    if isinstance(given, TokenCache | CacheLook):
+    if isinstance(source, TokenCache | CacheLook):
         also = ". Token caches have the plots lengths, frequency and packing"
-    elif hasattr(given, "as_store"):
+    elif hasattr(source, "as_store"):
         also = ". Pass its as_store()"
-    raise ArgumentTypeError(f"store: expected an open store or a path, found {type(given).__name__}{also}")
+    raise ArgumentTypeError(f"store: expected an open store or a path, found {type(source).__name__}{also}")
 
 
-def look_of(given: Any) -> CacheLook:
+def look_of(source: Any) -> CacheLook:
     """Returns what was counted in a token cache; counts it if the cache or its path or URL is given.
 
     Raises:
         ArgumentTypeError: the argument has another type.
         Errors of :func:`actshard.tokens.open_cache` and :func:`actshard.tokens.looking.look`.
     """
-    if isinstance(given, CacheLook):
-        return given
-    if isinstance(given, TokenCache):
-        return look(given)
-    if isinstance(given, str | os.PathLike):
-        return look(open_cache(given))
-    raise ArgumentTypeError(f"found: expected a token cache, its path or look(cache), found {type(given).__name__}")
+    if isinstance(source, CacheLook):
+        return source
+    if isinstance(source, TokenCache):
+        return look(source)
+    if isinstance(source, str | os.PathLike):
+        return look(open_cache(source))
+    raise ArgumentTypeError(f"found: expected a token cache, its path or look(cache), found {type(source).__name__}")

@@ -57,14 +57,16 @@ def spectrum(
         names = spread(store.layers) if layers is None else several(layers)
         spectra = {store.layers[store.group_of(name)]: store.spectrum(name, tokens=tokens) for name in names}
     if table:
-        each = list(spectra.values())
+        layer_spectra = list(spectra.values())
         empty = [np.zeros(0)]
         return table_of(
             layer=[name for name, x in spectra.items() for _ in x.eigenvalues],
-            direction=np.concatenate([np.arange(1, len(x.eigenvalues) + 1) for x in each] + [np.zeros(0, np.int64)]),
-            eigenvalue=np.concatenate([x.eigenvalues for x in each] + empty),
-            explained=np.concatenate([x.explained for x in each] + empty),
-            cumulative=np.concatenate([np.cumsum(x.explained) for x in each] + empty),
+            direction=np.concatenate(
+                [np.arange(1, len(x.eigenvalues) + 1) for x in layer_spectra] + [np.zeros(0, np.int64)]
+            ),
+            eigenvalue=np.concatenate([x.eigenvalues for x in layer_spectra] + empty),
+            explained=np.concatenate([x.explained for x in layer_spectra] + empty),
+            cumulative=np.concatenate([np.cumsum(x.explained) for x in layer_spectra] + empty),
         )
     with style_unless(ax):
         ax = axes(ax)
@@ -110,12 +112,12 @@ def similarity(
         Matplotlib axes, or a ``pyarrow.Table``.
     """
     store = store_of(store)
-    seen = store.similarity(layers, tokens=tokens) if found is None else found
+    layer_similarity = store.similarity(layers, tokens=tokens) if found is None else found
     if table:
-        return _similar(seen)
+        return _similar(layer_similarity)
     with style_unless(ax):
         ax = axes(ax)
-        values = seen.cka
+        values = layer_similarity.cka
         finite = values[np.isfinite(values)]
         # Cells of few colours and not an image, so that a page needs none: matplotlib makes images of longer colour bars.
         image = ax.pcolormesh(
@@ -128,11 +130,11 @@ def similarity(
             edgecolors="face",
             linewidth=0.4,  # without edges, lines of the background are seen between cells
         )
-        name_layers(ax, list(seen.other_layers))
-        name_layers(ax, list(seen.layers), horizontal=False)
+        name_layers(ax, list(layer_similarity.other_layers))
+        name_layers(ax, list(layer_similarity.layers), horizontal=False)
         # Whole cells at the edges.
-        ax.set_xlim(-0.5, len(seen.other_layers) - 0.5)
-        ax.set_ylim(len(seen.layers) - 0.5, -0.5)
+        ax.set_xlim(-0.5, len(layer_similarity.other_layers) - 0.5)
+        ax.set_ylim(len(layer_similarity.layers) - 0.5, -0.5)
         ax.grid(visible=False)
         if max(values.shape, default=0) <= _WRITTEN:
             for i, j in np.argwhere(np.isfinite(values)).tolist():
@@ -151,19 +153,19 @@ def similarity(
         return ax
 
 
-def _similar(seen: Similarity) -> Any:
-    n, m = seen.cka.shape
-    names = [(one, other) for one in seen.layers for other in seen.other_layers]
+def _similar(layer_similarity: Similarity) -> Any:
+    n, m = layer_similarity.cka.shape
+    names = [(layer, other_layer) for layer in layer_similarity.layers for other_layer in layer_similarity.other_layers]
     mixed = len({type(x) for pair in names for x in pair}) > 1
     columns: dict[str, Any] = {
-        "layer": [str(one) if mixed else one for one, _ in names],
-        "other_layer": [str(other) if mixed else other for _, other in names],
-        "cka": seen.cka.reshape(n * m),
+        "layer": [str(layer) if mixed else layer for layer, _ in names],
+        "other_layer": [str(other_layer) if mixed else other_layer for _, other_layer in names],
+        "cka": layer_similarity.cka.reshape(n * m),
     }
-    said = seen.as_dict()
+    values = layer_similarity.as_dict()
     for name in ("cosine", "mean_cosine"):
-        if said[name] is not None:
-            columns[name] = getattr(seen, name).reshape(n * m)
+        if values[name] is not None:
+            columns[name] = getattr(layer_similarity, name).reshape(n * m)
     return table_of(**columns)
 
 
@@ -209,9 +211,9 @@ def separability(
         )
     with style_unless(ax):
         ax = axes(ax)
-        at = np.arange(len(found.layers))
+        positions = np.arange(len(found.layers))
         ax.errorbar(
-            at,
+            positions,
             found.accuracy,
             np.minimum([found.error] * 2, [found.accuracy, 1 - found.accuracy]),  # an accuracy is from 0 to 1
             marker="o",
@@ -248,12 +250,12 @@ def named_label(store: Store) -> Any:
     Raises:
         NotStoredError: the dataset has none.
     """
-    found = label_of(store)
-    if found is None:
-        listed = ", ".join(map(repr, store.contents.column_names)) or "none"
+    default_label = label_of(store)
+    if default_label is None:
+        names = ", ".join(map(repr, store.contents.column_names)) or "none"
         raise NotStoredError(
             f"label: expected labels of tokens, one of the columns {', '.join(_LABELS)}, or the name of another; "
-            f"found {listed:.300}",
+            f"found {names:.300}",
             path=store.path,
         )
-    return found
+    return default_label

@@ -187,11 +187,11 @@ def save(ax: Any, file: Path) -> None:
     """
     check_name(file, FORMATS, "out")
     kind = file.suffix.lower()
-    made = io.BytesIO()
+    buffer = io.BytesIO()
     # Without the version and the date.
     none = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
-    ax.figure.savefig(made, format=kind[1:], metadata=none)
-    write_bytes(file, made.getvalue())
+    ax.figure.savefig(buffer, format=kind[1:], metadata=none)
+    write_bytes(file, buffer.getvalue())
 
 
 _IDS = re.compile(r'\b(id="|href="#|url\(#)')
@@ -205,15 +205,15 @@ def inline(ax: Any, name: str, title: str) -> str:
         name: a prefix of ids; each figure of a page has its own.
         title: text for screen readers, as escaped HTML.
     """
-    made = io.StringIO()
-    ax.figure.savefig(made, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = made.getvalue()
+    buffer = io.StringIO()
+    ax.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
     text = text[text.index("<svg") :]  # after the XML declaration and the document type, which names a URL
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     head, rest = text.split(">", 1)
     box = re.search(r'viewBox="([\d. ]+)"', head)
     assert box is not None, head
-    rest = _IDS.sub(lambda found: f"{found[1]}{name}-", rest.replace("xlink:href=", "href="))
+    rest = _IDS.sub(lambda match: f"{match[1]}{name}-", rest.replace("xlink:href=", "href="))
     for mark, colour in _PAGE.items():
         rest = rest.replace(mark, colour)
     return f'<svg viewBox="{box[1]}" role="img" aria-label="{title}">{rest.strip()}'

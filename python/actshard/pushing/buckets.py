@@ -62,16 +62,16 @@ class Bucket:
             ExistsError: the destination contains other objects.
         """
         state = self._state()
-        begun = state is not None and state.get("dataset") == self.ship.identity
-        replaces = begun and bool(state and state.get("replaces"))
+        is_resumed = state is not None and state.get("dataset") == self.ship.identity
+        replaces = is_resumed and bool(state and state.get("replaces"))
         right = self._right()
-        others = self._foreign(state if begun else None)
-        finished = state is None and not others and self._is_this(right)
-        if not finished and (others or not begun):
-            found = [*others, *(key for key in self.mine if key in self.there and key != self.start + CARD)]
-            replaces = state is not None or bool(found)
+        foreign_keys = self._foreign(state if is_resumed else None)
+        finished = state is None and not foreign_keys and self._is_this(right)
+        if not finished and (foreign_keys or not is_resumed):
+            conflicts = [*foreign_keys, *(key for key in self.mine if key in self.there and key != self.start + CARD)]
+            replaces = state is not None or bool(conflicts)
             if replaces:
-                self._refuse_unless_overwrite(state is not None and not begun, found)
+                self._refuse_unless_overwrite(state is not None and not is_resumed, conflicts)
             self._mark(replaces, over=state is not None)
             right = self._right()
         card = self.start + CARD
@@ -94,8 +94,8 @@ class Bucket:
                 key = self.start + file.name
                 size = self.there.get(key)
                 digest = self.ship.digests[file.name]
-                known = key in self.digests  # its digest was requested before, and differs
-                jobs.append((str(file.path), key, number > 0 and size is None, None if known else size, digest))
+                is_known = key in self.digests  # its digest was requested before, and differs
+                jobs.append((str(file.path), key, number > 0 and size is None, None if is_known else size, digest))
             if number == 0 and self.ship.card is not None and card not in self.there:
                 jobs.append((self.ship.card, card, False, None, None))
             sizes = [file.size for file in sent] + [len(self.ship.card or b"")] * (len(jobs) - len(sent))
@@ -111,12 +111,12 @@ class Bucket:
         if self.ship.card is None or card not in self.there:
             return False
         data = self.native.read(card, 0, _CARD_BYTES)
-        made = self._digests([card])[card] == hashlib.sha256(data).hexdigest()
-        return made and data.startswith(f"---\n{LICENSE}\n".encode())
+        is_unchanged = self._digests([card])[card] == hashlib.sha256(data).hexdigest()
+        return is_unchanged and data.startswith(f"---\n{LICENSE}\n".encode())
 
     def _list(self) -> None:
         try:
-            listed = self.native.everything()
+            objects = self.native.everything()
         except FileAccessError as error:
             if re.search(r"\b40[13]\b", error.detail):
                 error.detail += (
@@ -124,20 +124,20 @@ class Bucket:
                 )
                 error.args = (error.detail,)
             raise
-        self.there = {key: size for key, size, _ in listed}
-        self._etags = {key: etag for key, _, etag in listed}
+        self.there = {key: size for key, size, _ in objects}
+        self._etags = {key: etag for key, _, etag in objects}
 
     def _right(self) -> set[str]:
         """Keys of the dataset's objects that already have the right bytes. Requests digests of objects of equal size."""
-        found = [key for key, (size, _) in self.mine.items() if self.there.get(key) == size]
-        self.digests = self._digests(found)
-        return {key for key in found if self.digests[key] == self.mine[key][1]}
+        keys = [key for key, (size, _) in self.mine.items() if self.there.get(key) == size]
+        self.digests = self._digests(keys)
+        return {key for key in keys if self.digests[key] == self.mine[key][1]}
 
     def _digests(self, keys: list[str]) -> dict[str, str | None]:
-        new = [key for key in keys if not self._etags.get(key) or (key, self._etags[key]) not in self._asked]
-        made = dict(zip(new, self.native.digests(new), strict=True))
-        self._asked |= {(key, self._etags[key]): digest for key, digest in made.items() if self._etags.get(key)}
-        return {key: made[key] if key in made else self._asked[key, self._etags[key]] for key in keys}
+        unknown_keys = [key for key in keys if not self._etags.get(key) or (key, self._etags[key]) not in self._asked]
+        digests = dict(zip(unknown_keys, self.native.digests(unknown_keys), strict=True))
+        self._asked |= {(key, self._etags[key]): digest for key, digest in digests.items() if self._etags.get(key)}
+        return {key: digests[key] if key in digests else self._asked[key, self._etags[key]] for key in keys}
 
     def _others(self) -> list[str]:
         """Keys of objects that are not part of the dataset."""
@@ -164,18 +164,18 @@ class Bucket:
             return None
         try:
             self.text = self.native.read(self.marker, 0, _MARKER_BYTES)
-            found = json.loads(self.text)
+            state = json.loads(self.text)
         except ValueError:
-            found = None
-        return found if isinstance(found, dict) else {}
+            state = None
+        return state if isinstance(state, dict) else {}
 
     def _foreign(self, state: dict[str, object] | None) -> list[str]:
         """Keys of objects that are not part of the dataset, except those that the unfinished push would remove."""
         removes = state.get("removes") if state is not None else None
-        known = removes if isinstance(removes, dict) else {}
-        return [key for key in self._others() if known.get(key[len(self.start) :]) != self.there[key]]
+        removals = removes if isinstance(removes, dict) else {}
+        return [key for key in self._others() if removals.get(key[len(self.start) :]) != self.there[key]]
 
-    def _refuse_unless_overwrite(self, unfinished: bool, others: list[str]) -> None:
+    def _refuse_unless_overwrite(self, unfinished: bool, keys: list[str]) -> None:
         if self.overwrite:
             if not self.start:
                 raise ArgumentError(
@@ -184,9 +184,9 @@ class Bucket:
                 )
             return
         what = "an unfinished upload of another dataset" if unfinished else "other objects"
-        named = f" ({others[0][len(self.start) :]})" if others else ""
+        suffix = f" ({keys[0][len(self.start) :]})" if keys else ""
         raise ExistsError(
-            f"contains {what}{named}. Choose another URL, or, after any other upload to it has ended, pass overwrite=True "
+            f"contains {what}{suffix}. Choose another URL, or, after any other upload to it has ended, pass overwrite=True "
             "(--overwrite), which removes everything below it.",
             path=self.root,
         )
@@ -210,16 +210,16 @@ class Bucket:
             self.native.remove([self.marker])
             self._refuse_unless_overwrite(False, sorted(after.keys() - before.keys()))
 
-    def _check_marker(self, taken: bool) -> None:
+    def _check_marker(self, is_replacement: bool) -> None:
         """Raises ExistsError if another push has begun here. Called before the manifest is written.
 
-        ``taken``: a dataset was replaced, whose push may still run, so objects are checked too.
+        ``is_replacement``: a dataset was replaced, whose push may still run, so objects are checked too.
         """
         wrong = self.native.digests([self.marker]) != [hashlib.sha256(self.text).hexdigest()] and (
             self.marker not in {key for key, *_ in self.native.everything()}
             or self.native.read(self.marker, 0, _MARKER_BYTES) != self.text
         )
-        if taken and not wrong:
+        if is_replacement and not wrong:
             self._list()
             right = self._right()
             data = [key for key in self.mine if key not in self.manifest]
@@ -237,14 +237,14 @@ class Bucket:
 
         If a dataset is replaced, also removes all its other objects: each could be taken for a chunk that this dataset lacks.
         """
-        whole = self.mine.keys() - self.manifest.keys() <= right
-        wrong = {key for key in self.manifest if key in self.there and not (whole and key in right)}
+        is_complete = self.mine.keys() - self.manifest.keys() <= right
+        wrong = {key for key in self.manifest if key in self.there and not (is_complete and key in right)}
         if replaces:
             patterns = [
                 f"/{p}" for name in [*formats.names(), *formats.of_tokens()] for p in formats.get(name).manifest
             ]
-            other = {key for key in self.there if key not in self.mine and key != self.marker}
-            wrong |= {key for key in other if any(fnmatchcase(f"/{key}", f"*{p}") for p in patterns)}
+            other_keys = {key for key in self.there if key not in self.mine and key != self.marker}
+            wrong |= {key for key in other_keys if any(fnmatchcase(f"/{key}", f"*{p}") for p in patterns)}
         self.native.remove(sorted(wrong))
         if replaces:
             rest = {key for key in self.there if key not in self.mine and key != self.marker} - wrong
@@ -257,14 +257,14 @@ class Bucket:
     def _send(self, jobs: list[Job], sizes: list[int], progress: Bytes | None) -> None:
         before = self._done
         report = None if progress is None else lambda done: progress(before + done)
-        for (_, key, *_), size, made in zip(jobs, sizes, self.native.upload(jobs, report), strict=True):
-            if made == "refused":
+        for (_, key, *_), size, outcome in zip(jobs, sizes, self.native.upload(jobs, report), strict=True):
+            if outcome == "refused":
                 raise ExistsError(
                     "another process wrote a different object during the upload. Choose another URL, or wait for that process.",
                     path=Location(self.root.storage, key),
                 )
             self._done += size
-            if made == "sent" and key in self.mine:
+            if outcome == "sent" and key in self.mine:
                 self.sent_files += 1
                 self.sent_bytes += size
         if progress is not None:

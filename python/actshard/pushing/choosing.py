@@ -51,10 +51,10 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
         ArgumentError: such a link without ``links``, a link to a folder above it, a broken link, a device, or a name that objects
             cannot have.
     """
-    made = _Choice(folder, dataset, links)
+    choice = _Choice(folder, dataset, links)
     with boundary(folder, "list"):
-        made.visit(folder, "")
-    for file in made.files:
+        choice.visit(folder, "")
+    for file in choice.files:
         try:
             file.name.encode()
         except UnicodeEncodeError:
@@ -63,7 +63,7 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
             raise ArgumentError(
                 "expected a file name without control characters, which objects cannot have", path=file.path
             )
-    return made.files, tuple(made.left_out)
+    return choice.files, tuple(choice.left_out)
 
 
 class _Choice:
@@ -78,30 +78,32 @@ class _Choice:
         self.inside: set[tuple[int, int]] = set()
         self.named: set[str] | None = None
 
-    def visit(self, at: Path, above: str) -> None:
+    def visit(self, folder: Path, prefix: str) -> None:
         """Adds the files below a folder."""
-        state = at.stat()
+        state = folder.stat()
         if (state.st_dev, state.st_ino) in self.inside:
-            raise ArgumentError("a link leads back to a folder above it", path=at)
+            raise ArgumentError("a link leads back to a folder above it", path=folder)
         self.inside.add((state.st_dev, state.st_ino))
-        with os.scandir(at) as entries:
-            listed = sorted(entries, key=lambda entry: entry.name)
-        for entry in listed:
-            name = above + entry.name
+        with os.scandir(folder) as entries:
+            sorted_entries = sorted(entries, key=lambda entry: entry.name)
+        for entry in sorted_entries:
+            name = prefix + entry.name
             if entry.name in _OF_WRITERS or (entry.name.startswith(".") and entry.name.endswith(".part")):
                 continue
             if _is_hidden(entry.name) and not self._is_wanted(entry, name):
                 self.left_out.append(f"{name}/" if entry.is_dir(follow_symlinks=False) else name)
                 continue
             if entry.is_symlink():
-                self._check_link(at / entry.name)
+                self._check_link(folder / entry.name)
             if entry.is_dir():
-                self.visit(at / entry.name, f"{name}/")
+                self.visit(folder / entry.name, f"{name}/")
             elif entry.is_file():
-                found = entry.stat()
-                self.files.append(LocalFile(name, at / entry.name, found.st_size, found.st_mtime_ns))
+                status = entry.stat()
+                self.files.append(LocalFile(name, folder / entry.name, status.st_size, status.st_mtime_ns))
             else:
-                raise ArgumentError("expected files and folders, found a broken link or a device", path=at / entry.name)
+                raise ArgumentError(
+                    "expected files and folders, found a broken link or a device", path=folder / entry.name
+                )
         self.inside.remove((state.st_dev, state.st_ino))
 
     def _is_wanted(self, entry: os.DirEntry[str], name: str) -> bool:
@@ -111,8 +113,10 @@ class _Choice:
             return False
         if self.named is None:
             self.named = _named(self.folder / self.start)
-        within = f"/{name[len(self.start) :]}/"
-        return any(f"/{text}/" in within or (entry.is_dir() and f"/{text}/".startswith(within)) for text in self.named)
+        subpath = f"/{name[len(self.start) :]}/"
+        return any(
+            f"/{text}/" in subpath or (entry.is_dir() and f"/{text}/".startswith(subpath)) for text in self.named
+        )
 
     def _check_link(self, path: Path) -> None:
         target = os.path.realpath(path)
@@ -131,14 +135,14 @@ def _is_hidden(name: str) -> bool:
 
 def _named(folder: Path) -> set[str]:
     """Texts of a dataset's metadata that contain the name of a hidden file."""
-    found: set[str] = set()
+    texts: set[str] = set()
     for path in [*folder.glob("*.json"), folder / ".zmetadata"]:
         try:
             if path.is_file() and path.stat().st_size <= _MOST_METADATA:
-                found.update(_texts(parse_json(path.read_bytes().decode(), "metadata")))
+                texts.update(_texts(parse_json(path.read_bytes().decode(), "metadata")))
         except (ActshardError, ValueError):
             continue
-    return {text for text in found if any(_is_hidden(part) for part in text.split("/") if part not in ("", ".", ".."))}
+    return {text for text in texts if any(_is_hidden(part) for part in text.split("/") if part not in ("", ".", ".."))}
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -53,39 +53,47 @@ def push_to_hub(
     assert isinstance(root.storage, Remote)
     native = root.storage.native
     start = f"{native.root}/" if native.root else ""
-    named = _URL.fullmatch(native.text(""))
-    if named is None:
+    match = _URL.fullmatch(native.text(""))
+    if match is None:
         raise ArgumentError("expected hf://datasets/ORG/NAME[@BRANCH][/PATH]", path=root)
-    repository, branch = named[1], named[2] or "main"
-    given = {str(name).lower(): value for name, value in options.items()}
+    repository, branch = match[1], match[2] or "main"
+    lowercase_options = {str(name).lower(): value for name, value in options.items()}
     api = HfApi(
-        endpoint=given.get("endpoint") or given.get("endpoint_url"),
-        token=given.get("token") or given.get("hf_token"),
+        endpoint=lowercase_options.get("endpoint") or lowercase_options.get("endpoint_url"),
+        token=lowercase_options.get("token") or lowercase_options.get("hf_token"),
         library_name="actshard",
     )
     _check_numbers(root, ship)
     parent = _parent(api, root, repository, branch, private)
-    there = _there(native)
+    remote_files = _there(native)
     mine = {start + file.name: file for file in ship.files}
-    kept = {start + CARD, ".gitattributes"}
-    others = [key for key in there if key.startswith(start) and key not in mine and key not in kept]
+    protected_keys = {start + CARD, ".gitattributes"}
+    other_keys = [
+        key for key in remote_files if key.startswith(start) and key not in mine and key not in protected_keys
+    ]
     right = {
-        key for key, file in mine.items() if key in there and _is_right(file, ship.digests[file.name], *there[key])
+        key
+        for key, file in mine.items()
+        if key in remote_files and _is_right(file, ship.digests[file.name], *remote_files[key])
     }
-    wrong = [key for key in mine if key in there and key not in right and key not in kept]
-    if not overwrite and (others or wrong):
+    wrong = [key for key in mine if key in remote_files and key not in right and key not in protected_keys]
+    if not overwrite and (other_keys or wrong):
         raise ExistsError(
-            f"contains other files ({[*others, *wrong][0][len(start) :]}). Choose another URL, or pass overwrite=True "
+            f"contains other files ({[*other_keys, *wrong][0][len(start) :]}). Choose another URL, or pass overwrite=True "
             "(--overwrite), which removes everything below it.",
             path=root,
         )
-    new = {key: f for key, f in mine.items() if key not in right and (overwrite or key not in kept or key not in there)}
-    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in new.items()]
-    for (key, file), operation in zip(new.items(), operations, strict=True):
+    uploads = {
+        key: f
+        for key, f in mine.items()
+        if key not in right and (overwrite or key not in protected_keys or key not in remote_files)
+    }
+    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
+    for (key, file), operation in zip(uploads.items(), operations, strict=True):
         _check_digest(operation, ship.digests[file.name], root.joinpath(key[len(start) :]))
-    if ship.card is not None and start + CARD not in there:
+    if ship.card is not None and start + CARD not in remote_files:
         operations.append(CommitOperationAdd(start + CARD, ship.card))
-    operations += [CommitOperationDelete(key) for key in others]
+    operations += [CommitOperationDelete(key) for key in other_keys]
     progress(0)
     ship.check_unchanged()
     if operations:
@@ -99,7 +107,7 @@ def push_to_hub(
                 parent_commit=parent,
             )
     progress(sum(file.size for file in ship.files))
-    return len(new), sum(file.size for file in new.values())
+    return len(uploads), sum(file.size for file in uploads.values())
 
 
 def _check_numbers(root: Location, ship: Shipment) -> None:
@@ -120,8 +128,8 @@ def _parent(api: Any, root: Location, repository: str, branch: str, private: boo
     passed = ("RepositoryNotFoundError", "RevisionNotFoundError")
     try:
         with _explained(root, passed):
-            found: str = api.dataset_info(repository, revision=branch).sha
-            return found
+            commit: str = api.dataset_info(repository, revision=branch).sha
+            return commit
     except Exception as error:
         missing = type(error).__name__
         if missing not in passed:
@@ -134,8 +142,8 @@ def _parent(api: Any, root: Location, repository: str, branch: str, private: boo
         )
     with _explained(root):
         api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
-        made: str = api.dataset_info(repository, revision=branch).sha
-        return made
+        new_commit: str = api.dataset_info(repository, revision=branch).sha
+        return new_commit
 
 
 def _there(native: _native.RemoteStore) -> dict[str, tuple[int, str]]:
@@ -158,11 +166,11 @@ def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
     return oid == git.hexdigest()
 
 
-def _check_digest(operation: Any, digest: str, place: Location) -> None:
+def _check_digest(operation: Any, digest: str, location: Location) -> None:
     """Raises FormatError if a file changed after it was verified."""
-    found = getattr(getattr(operation, "upload_info", None), "sha256", None)
-    if found is not None and found.hex() != digest:
-        raise FormatError("changed while it was uploaded: push again", path=place)
+    uploaded_digest = getattr(getattr(operation, "upload_info", None), "sha256", None)
+    if uploaded_digest is not None and uploaded_digest.hex() != digest:
+        raise FormatError("changed while it was uploaded: push again", path=location)
 
 
 _SECRETS = (

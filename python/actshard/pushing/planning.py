@@ -58,8 +58,8 @@ class Shipment:
     @property
     def identity(self) -> str:
         """Identifies the dataset: a digest of the names, sizes and digests of all files."""
-        listed = sorted((file.name, file.size, self.digests[file.name]) for file in self.files)
-        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+        entries = sorted((file.name, file.size, self.digests[file.name]) for file in self.files)
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
     @property
     def sums(self) -> dict[str, str]:
@@ -68,9 +68,9 @@ class Shipment:
 
     def check_unchanged(self) -> None:
         """Raises FormatError if files changed since they were verified. Called before the manifest is written."""
-        found = {file.name: file for file in choose(self.folder, self.dataset, self.links)[0]}
-        wrong = next((file for file in self.files if found.pop(file.name, None) != file), None)
-        wrong = wrong or next(iter(found.values()), None)
+        current_files = {file.name: file for file in choose(self.folder, self.dataset, self.links)[0]}
+        wrong = next((file for file in self.files if current_files.pop(file.name, None) != file), None)
+        wrong = wrong or next(iter(current_files.values()), None)
         if wrong is not None:
             raise FormatError("changed while the dataset was uploaded: push again", path=wrong.path)
 
@@ -87,8 +87,8 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
         UnfinishedError: the dataset is not finished.
     """
     root = existing(folder)
-    at, format = find_any(root)
-    dataset = at.relative_to(root)
+    location, format = find_any(root)
+    dataset = location.relative_to(root)
     dataset = "" if dataset == "." else dataset
     files, left_out = choose(root.local, dataset, links)  # before verification, so that later changes are detected
     if check:
@@ -102,7 +102,7 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     stages = _stages(files, dataset, formats.get(format).manifest)
     digests = {file.name: _digest(file.path) for stage in stages for file in stage}
     has_card = any(file.name == CARD for file in stages[0])
-    card = None if has_card else _card(at, format, stages, url)
+    card = None if has_card else _card(location, format, stages, url)
     return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages), left_out, links)
 
 
@@ -139,14 +139,14 @@ def _notes(stages: tuple[tuple[LocalFile, ...], ...]) -> tuple[str, ...]:
 _CATEGORIES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
 
 
-def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], url: str) -> bytes:
+def _card(location: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], url: str) -> bytes:
     """A dataset card with the hub's YAML header, without a license, which the user adds."""
-    known = formats.get(format)
-    tags = ["actshard", known.holds, format]
-    rows = [("format", known.description or format)]
+    dataset_format = formats.get(format)
+    tags = ["actshard", dataset_format.holds, format]
+    rows = [("format", dataset_format.description or format)]
     lines = []
-    if known.holds == "activations":
-        store = open_quietly(at.place, format, "pread")
+    if dataset_format.holds == "activations":
+        store = open_quietly(location.place, format, "pread")
         count = store.num_examples
         lines = ["size_categories:", f"- {next((text for most, text in _CATEGORIES if count < most), '10M<n<100M')}"]
         rows += [
@@ -163,7 +163,7 @@ def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], 
     rows.append(("bytes", f"{size:,}"))
     header = ["---", LICENSE, "tags:"]
     header += [f"- {tag}" for tag in tags] + lines + ["---"]
-    title = (at.name or "dataset").replace("\n", " ")
+    title = (location.name or "dataset").replace("\n", " ")
     cells = [f"| {name} | {text.replace('|', '/')} |" for name, text in rows]
     body = [
         "",

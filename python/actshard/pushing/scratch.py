@@ -47,13 +47,13 @@ class Scratch:
         folder: the folder of the dataset; the last name of the URL.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None, above: Any, what: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None, parent: Any, what: str) -> None:
         self.root, self.options = Location.of_any(url, options), options
         self.url = url
         if not isinstance(self.root.storage, Remote) or not self.root.lists:
             raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=self.root)
         self.native = self.root.storage.native
-        self.above = Path(tempfile.gettempdir()) if above is None else _arguments.local_path(above, "scratch")
+        self.above = Path(tempfile.gettempdir()) if parent is None else _arguments.local_path(parent, "scratch")
         identity = f"{os.getuid()}\n{self.root}\n{self.native.origin()}\n{what}"
         self._own = self.above / f"actshard-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
         self.folder = self._own / (self.root.name or "dataset")
@@ -77,10 +77,10 @@ class Scratch:
         if exist_ok or str(self.root).startswith("hf://"):
             return  # a repository may not exist yet
         start = f"{self.native.root}/" if self.native.root else ""
-        found = [key for key, *_ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
-        if found and not any(key.endswith(PUSHING) for key in found):
+        keys = [key for key, *_ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
+        if keys and not any(key.endswith(PUSHING) for key in keys):
             remedy = "Choose another URL, or pass exist_ok=True (--exist-ok) if a dataset there is the result of the same call"
-            raise ExistsError(f"contains other objects ({found[0][len(start) :]}). {remedy}", path=self.root)
+            raise ExistsError(f"contains other objects ({keys[0][len(start) :]}). {remedy}", path=self.root)
 
     def make(self) -> None:
         """Creates the folder, for this user alone.
@@ -93,8 +93,8 @@ class Scratch:
             self.above.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 self._own.mkdir(mode=0o700)
-            found = self._own.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            status = self._own.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ArgumentError(
                 f"scratch: expected a private folder of this user named {self._own.name}, or none, found something else. Remove "
                 "it, or choose another scratch folder",
@@ -110,8 +110,8 @@ class Scratch:
 
     def place_of(self, path: Path) -> Path:
         """The URL of a path in the folder, as users see it."""
-        below = path.relative_to(self.folder).as_posix()
-        return self.root.place if below == "." else self.root.joinpath(below).place
+        subpath = path.relative_to(self.folder).as_posix()
+        return self.root.place if subpath == "." else self.root.joinpath(subpath).place
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -119,20 +119,22 @@ class Scratch:
         try:
             yield
         except ActshardError as error:
-            own = os.fspath(self._own)
+            own_path = os.fspath(self._own)
             # str(): errors of the upload have remote locations, for which os.fspath raises an error
-            inside = error.path is not None and str(error.path).startswith(own)
-            if inside:
+            is_inside = error.path is not None and str(error.path).startswith(own_path)
+            if is_inside:
                 error.path = self.root.place
-            detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own, str(self.root))
-            if inside and isinstance(error, ExistsError):
+            detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own_path, str(self.root))
+            if is_inside and isinstance(error, ExistsError):
                 # The advice is for a local folder. After a URL it would mean to remove the destination.
                 detail = _ADVICE.sub("", detail)
-                detail = f"the unfinished result of an earlier call is in {own} and may be removed. There: {detail}"
-            if inside and isinstance(error, DiskFullError):
+                detail = (
+                    f"the unfinished result of an earlier call is in {own_path} and may be removed. There: {detail}"
+                )
+            if is_inside and isinstance(error, DiskFullError):
                 detail += f" (in the scratch folder {self.above}; pass scratch= to use another)"
             error.detail, error.args = detail, (detail,)
-            if isinstance(error, OSError) and error.filename is not None and str(error.filename).startswith(own):
+            if isinstance(error, OSError) and error.filename is not None and str(error.filename).startswith(own_path):
                 error.filename = str(self.root)
             raise
 

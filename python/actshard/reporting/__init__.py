@@ -132,7 +132,7 @@ class WrittenReport:
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
         names = ("severity", "where", "kind", "text", "do", "code")
-        findings = [{name: getattr(each, name) for name in names} for each in self.findings]
+        findings = [{name: getattr(finding, name) for name in names} for finding in self.findings]
         return {
             "path": str(self.path),
             "bytes": self.bytes,
@@ -153,9 +153,9 @@ def written(
     examples: int,
     tokenizer: Any,
     progress: Tell | None,
-    **given: Any,
+    **options: Any,
 ) -> WrittenReport:
-    """See :func:`report`. ``given``: the options of :func:`actshard.open`, and ``deep``."""
+    """See :func:`report`. ``options``: the options of :func:`actshard.open`, and ``deep``."""
     library()
     render = _template()
     file = _arguments.local_path(out, "out")
@@ -166,25 +166,25 @@ def written(
     decode = load_tokenizer(tokenizer) if tokenizer is not None else None
     began = time.monotonic()
     if isinstance(path, Store):
-        if any(value is not None for name, value in given.items() if name != "deep"):
+        if any(value is not None for name, value in options.items() if name != "deep"):
             raise ArgumentError("format, storage_options, cache, layout: expected none of them with an open store")
         page = activations.page_of(path, layers, (selection, rows), count, decode, tell)
-        given = {"deep": given["deep"]}
+        options = {"deep": options["deep"]}
     else:
-        page = _of_path(path, given, layers, (selection, rows), count, decode, tell)
+        page = _of_path(path, options, layers, (selection, rows), count, decode, tell)
     with page.timed("check of the files"):
-        check = verify(path, progress=tell, **given)
+        check = verify(path, progress=tell, **options)
         page.verified(check)
     seconds = time.monotonic() - began
     page.took.append(("other", seconds - sum(part for _, part in page.took)))
-    made = render(page=page, steps=steps(), few=FEW_COLUMNS, **_made_at(seconds)).encode("utf-8", "replace")
-    write_bytes(Path(file), made)
-    return WrittenReport(Path(file), len(made), time.monotonic() - began, page.layers, page.sorted_advice(), check)
+    html = render(page=page, steps=steps(), few=FEW_COLUMNS, **_made_at(seconds)).encode("utf-8", "replace")
+    write_bytes(Path(file), html)
+    return WrittenReport(Path(file), len(html), time.monotonic() - began, page.layers, page.sorted_advice(), check)
 
 
 def _of_path(
     path: Any,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     layers: Any,
     selected: ReportedRows,
     count: int,
@@ -192,14 +192,16 @@ def _of_path(
     tell: Tell,
 ) -> Page:
     began = time.monotonic()
-    at = existing_anywhere(path, given["storage_options"], given["cache"])
+    location = existing_anywhere(path, options["storage_options"], options["cache"])
     try:
-        held = None if given["layout"] is not None else token_cache_at(at, given["format"])
-        store = open_quietly(at, given["format"], "auto", layout=given["layout"]) if held is None else None
+        cache = None if options["layout"] is not None else token_cache_at(location, options["format"])
+        store = open_quietly(location, options["format"], "auto", layout=options["layout"]) if cache is None else None
     except UnknownFormatError:
         raise
     except OF_DATA as error:
-        page = Page(cut(at.place.name or at.place, 80), "damaged dataset", [("path", cut(at.place, 200))])
+        page = Page(
+            cut(location.place.name or location.place, 80), "damaged dataset", [("path", cut(location.place, 200))]
+        )
         page.damaged("cannot be opened", error)
         return page
     opening = ("opening", time.monotonic() - began)
@@ -207,17 +209,17 @@ def _of_path(
         page = activations.page_of(store, layers, selected, count, decode, tell)
         page.took.insert(0, opening)
         return page
-    assert held is not None
+    assert cache is not None
     if layers is not None:
-        raise ArgumentError("layers: a token cache has no layers. Leave layers= out.", path=held.path)
+        raise ArgumentError("layers: a token cache has no layers. Leave layers= out.", path=cache.path)
     if selected[1] is not None:
-        raise ArgumentError("rows: a token cache has no rows of layers to sample. Leave rows= out.", path=held.path)
+        raise ArgumentError("rows: a token cache has no rows of layers to sample. Leave rows= out.", path=cache.path)
     if not selected[0].is_default:
-        raise ArgumentError("tokens: a report of a token cache covers all tokens. Leave tokens= out.", path=held.path)
+        raise ArgumentError("tokens: a report of a token cache covers all tokens. Leave tokens= out.", path=cache.path)
     try:
-        page = caches.page_of(held, count, decode, tell)
+        page = caches.page_of(cache, count, decode, tell)
     except OF_DATA as error:
-        page = Page(cut(held.path.name or held.path, 80), "token cache", [("path", cut(held.path, 200))])
+        page = Page(cut(cache.path.name or cache.path, 80), "token cache", [("path", cut(cache.path, 200))])
         page.damaged("cannot be read", error)
     page.took.insert(0, opening)
     return page
@@ -233,8 +235,8 @@ def _template() -> Callable[..., str]:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made: Callable[..., str] = environment.get_template("page.html").render
-    return made
+    template: Callable[..., str] = environment.get_template("page.html").render
+    return template
 
 
 def _made_at(seconds: float) -> dict[str, Any]:

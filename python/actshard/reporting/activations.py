@@ -49,37 +49,37 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
         page.advice.append(Advice("note", "dataset", "contains no hidden states: there is nothing to plot."))
         return page
     names = tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers)))
-    kept: dict[Layer, Stats] = {}
+    saved_stats: dict[Layer, Stats] = {}
     try:
         with page.timed("statistics"):
-            found = _readable(page, store, names, selected, kept, tell)
+            stats_by_layer = _readable(page, store, names, selected, saved_stats, tell)
     except DtypeError as error:  # such as float8 without scales
         page.advice.append(Advice("note", "dataset", f"has no statistics: {cut(error.detail)}."))
         return page
-    if not found:
+    if not stats_by_layer:
         return page
-    page.layers = list(found)
+    page.layers = list(stats_by_layer)
     if rows is not None:
         text = f"statistics are of a sample of at most {rows:,} rows of each layer: rare NaN values and large rows may be missing."
         page.advice.append(Advice("note", "dataset", text))
-    page.advice += advice_of(found)
+    page.advice += advice_of(stats_by_layer)
     page.advice += [Advice("warning", "dataset", cut(text)) for text in store.warnings]
     with page.timed("plots"):
-        _draw(page, store, found)
+        _draw(page, store, stats_by_layer)
     with page.timed("samples"):
-        sampled.add(page, store, found, selection, tell)
+        sampled.add(page, store, stats_by_layer, selection, tell)
     with page.timed("tables and texts"):
-        page.grids.append(("Layers", _LAYERS, _table(found)))
-        page.grids += _massive(store, found, decode)
-        repeated = _repeated(page, store, found, tell)
-        page.samples, page.samples_of = _samples(store, found, count, decode, tell)
+        page.grids.append(("Layers", _LAYERS, _table(stats_by_layer)))
+        page.grids += _massive(store, stats_by_layer, decode)
+        repeated = _repeated(page, store, stats_by_layer, tell)
+        page.samples, page.samples_of = _samples(store, stats_by_layer, count, decode, tell)
     which = "all" if rows is None else f"a sample of at most {rows:,} rows of each layer:"
-    total = sum(stats.rows for stats in found.values())
+    total = sum(stats.rows for stats in stats_by_layer.values())
     page.how = [
         (
             "statistics",
-            f"{which} {many(total, 'row')} of {many(len(found), 'layer')}, tokens {selection.tokens!r}{_left_out(selection)}; sums "
-            f"in float64{_kept(kept, found)}",
+            f"{which} {many(total, 'row')} of {many(len(stats_by_layer), 'layer')}, tokens {selection.tokens!r}"
+            f"{_left_out(selection)}; sums in float64{_kept(saved_stats, stats_by_layer)}",
         ),
         ("gamma", "|mean| / |std| over all columns (arXiv 2605.31518); infinite if no column varies"),
         ("norms", "histogram with 128 bins for each power of two: quantiles are within 1/256 of a row's norm"),
@@ -98,43 +98,45 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
 
 
 def _readable(
-    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, kept: dict[Layer, Stats], tell: Any
+    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, saved_stats: dict[Layer, Stats], tell: Any
 ) -> dict[Layer, Stats]:
-    """The statistics of the layers that can be read. Adds the errors of the others, and to ``kept`` those that were saved."""
+    """The statistics of the layers that can be read. Adds the errors of the others, and saved ones to ``saved_stats``."""
     selection, rows = selected
-    found: dict[Layer, Stats] = {}
+    stats_by_layer: dict[Layer, Stats] = {}
     errors: dict[str, tuple[ActshardError, list[Layer]]] = {}
     for number, name in enumerate(names):
 
-        def told(what: str, done: int, total: int, before: int = number) -> None:
+        def report_progress(what: str, done: int, total: int, before: int = number) -> None:
             tell(what, before * total + done, len(names) * total)
 
         try:
-            known = kept_of(store, [name], selection) if rows is None else {}
-            kept |= known
-            found |= measured(store, name, selection=selection, rows=rows, kept=known, progress=told)
+            layer_stats = kept_of(store, [name], selection) if rows is None else {}
+            saved_stats |= layer_stats
+            stats_by_layer |= measured(
+                store, name, selection=selection, rows=rows, saved_stats=layer_stats, progress=report_progress
+            )
         except OF_DATA as error:
             errors.setdefault(str(error), (error, []))[1].append(name)
     for first, layers in errors.values():
-        if not found:
+        if not stats_by_layer:
             page.damaged("cannot be read", first)
             break
         where = f"{'layer' if len(layers) == 1 else 'layers'} {cut(listing(layers), 80)}"
         page.damaged("cannot be read, the report covers the other layers", first, where)
-    return found
+    return stats_by_layer
 
 
 def _left_out(selection: Selection) -> str:
     """The arguments that leave out rows of these tokens."""
     masks = ["ignore_labels"] * bool(selection.ignore_labels) + ["keep"] * (selection.keep is not None)
     limits = [f"{name}={getattr(selection, name)!r}" for name in ("max_norm", "min_token") if getattr(selection, name)]
-    return "".join(f", {each}" for each in (*masks, *limits))
+    return "".join(f", {text}" for text in (*masks, *limits))
 
 
-def _kept(kept: Measured, found: Measured) -> str:
-    if not kept:
+def _kept(saved_stats: Measured, stats_by_layer: Measured) -> str:
+    if not saved_stats:
         return ""
-    which = "all" if len(kept) == len(found) else many(len(kept), "layer")
+    which = "all" if len(saved_stats) == len(stats_by_layer) else many(len(saved_stats), "layer")
     return f"; {which} read from files that actshard stats --save kept, and the dataset's files are unchanged since"
 
 
@@ -158,16 +160,16 @@ def _facts(store: Store) -> Iterator[tuple[str, str]]:
     yield "path", cut(about["path"], 200)
 
 
-def _draw(page: Page, store: Store, found: Measured) -> None:
-    chosen = {layer: found[layer] for layer in spread(list(found))}
-    if len(found) > 1:
-        page.plot("norms", "Norms by layer", lambda: plot.norms(store, stats=found))
+def _draw(page: Page, store: Store, stats_by_layer: Measured) -> None:
+    chosen = {layer: stats_by_layer[layer] for layer in spread(list(stats_by_layer))}
+    if len(stats_by_layer) > 1:
+        page.plot("norms", "Norms by layer", lambda: plot.norms(store, stats=stats_by_layer))
     page.plot("histogram", "Histogram of norms", lambda: plot.histogram(store, stats=chosen))
     if any(len(stats.norms_by_position.first) > 1 for stats in chosen.values()):
         page.plot("positions", "Norm by position", lambda: plot.positions(store, stats=chosen))
-    if len(found) > 1:
-        page.plot("gamma", "Gamma by layer", lambda: plot.gamma(store, stats=found))
-    page.plot("ranges", "Range of values by layer", lambda: plot.ranges(store, stats=found))
+    if len(stats_by_layer) > 1:
+        page.plot("gamma", "Gamma by layer", lambda: plot.gamma(store, stats=stats_by_layer))
+    page.plot("ranges", "Range of values by layer", lambda: plot.ranges(store, stats=stats_by_layer))
     for layer, stats in chosen.items():
         page.plot(
             "dimensions",
@@ -183,11 +185,11 @@ _LAYERS = (
 )
 
 
-def _table(found: Measured) -> Grid:
+def _table(stats_by_layer: Measured) -> Grid:
     columns = ["layer", "rows", "mean norm", "median", "99.9 %", "gamma", "std", "min", "max", "zeros"]
     columns += ["repeated", "massive rows", "massive dims", "constant dims", "NaN", "infinite"]
     rows = []
-    for layer, stats in list(found.items())[:MOST_ROWS]:
+    for layer, stats in list(stats_by_layer.items())[:MOST_ROWS]:
         variance = stats.variance[np.isfinite(stats.variance)]
         values = max(stats.rows * len(stats.zeros), 1)
         rows.append(
@@ -210,7 +212,7 @@ def _table(found: Measured) -> Grid:
                 f"{int(stats.inf.sum()):,}",
             ]
         )
-    return Grid(columns, rows, max(len(found) - MOST_ROWS, 0))
+    return Grid(columns, rows, max(len(stats_by_layer) - MOST_ROWS, 0))
 
 
 def _gamma(stats: Stats) -> str:
@@ -222,33 +224,35 @@ def _gamma(stats: Stats) -> str:
 
 def _massive_rows(stats: Stats) -> int:
     """The number of massive rows. All are counted; ``stats.massive_rows`` are at most 16."""
-    kept = len(stats.massive_rows)
+    count = len(stats.massive_rows)
     bound = MASSIVE * stats.norms.median
-    return max(kept, int(stats.norms.counts[stats.norms.edges[:-1] > bound].sum())) if kept else 0
+    return max(count, int(stats.norms.counts[stats.norms.edges[:-1] > bound].sum())) if count else 0
 
 
-def _massive(store: Store, found: Measured, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:
+def _massive(store: Store, stats_by_layer: Measured, decode: Tokenizer | None) -> Iterator[tuple[str, str, Grid]]:
     """Tables of massive dimensions and tokens."""
     cells = [
         [
             cut(plain(layer), 60),
-            str(each.column),
-            figure(each.magnitude),
-            f"{each.magnitude / median:,.0f}",
-            f"{each.example:,}",
-            f"{each.token:,}",
+            str(entry.column),
+            figure(entry.magnitude),
+            f"{entry.magnitude / median:,.0f}",
+            f"{entry.example:,}",
+            f"{entry.token:,}",
         ]
-        for layer, stats in found.items()
+        for layer, stats in stats_by_layer.items()
         for median in [float(np.median(stats.rms)) if stats.rows else 0.0]
-        for each in stats.massive_columns
+        for entry in stats.massive_columns
     ]
     if cells:
         columns = ["layer", "dimension", "largest magnitude", "times the median", "example", "token"]
         text = "Dimensions whose largest magnitude is over 100 times the median dimension's root mean square, and where it is."
         yield "Massive dimensions", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0))
-    some = dict([(layer, stats) for layer, stats in found.items() if stats.massive_rows][:MOST_MASSIVE])
+    massive_stats = dict(
+        [(layer, stats) for layer, stats in stats_by_layer.items() if stats.massive_rows][:MOST_MASSIVE]
+    )
     try:
-        rows = massive_rows(store, some, tokenizer=decode)
+        rows = massive_rows(store, massive_stats, tokenizer=decode)
     except OF_DATA:  # columns of texts; verify names the damage
         return
     if rows:
@@ -271,10 +275,12 @@ def _massive(store: Store, found: Measured, decode: Tokenizer | None) -> Iterato
         yield "Massive tokens", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0), (0, 5, 6))
 
 
-def _repeated(page: Page, store: Store, found: Measured, tell: Any) -> Repeated | None:
+def _repeated(page: Page, store: Store, stats_by_layer: Measured, tell: Any) -> Repeated | None:
     """Adds repeated examples."""
     try:
-        repeated = repeated_examples(store, found, progress=lambda done, total: tell("repeated examples", done, total))
+        repeated = repeated_examples(
+            store, stats_by_layer, progress=lambda done, total: tell("repeated examples", done, total)
+        )
         texts = [text_of(store, earlier) for _, earlier in repeated.pairs] if repeated is not None else []
     except OF_DATA:  # verify names the damage
         return None
@@ -290,39 +296,43 @@ def _repeated(page: Page, store: Store, found: Measured, tell: Any) -> Repeated 
 
 
 def _samples(
-    store: Store, found: Measured, count: int, decode: Tokenizer | None, tell: Any
+    store: Store, stats_by_layer: Measured, count: int, decode: Tokenizer | None, tell: Any
 ) -> tuple[list[ShownExample], str]:
     """Evenly spaced examples in the last of the layers, and a description of the unit of their norms."""
     n = min(count, store.num_examples)
-    layer, stats = list(found.items())[-1]
-    seen: list[Examined] = []
+    layer, stats = list(stats_by_layer.items())[-1]
+    inspections: list[Examined] = []
     for i in range(n):
         tell("texts", i, n)
         try:
-            seen.append(examine(store, i * store.num_examples // n, layer, tokenizer=decode, largest=1))
+            inspections.append(examine(store, i * store.num_examples // n, layer, tokenizer=decode, largest=1))
         except (NotStoredError, *OF_DATA):  # examples may lack a layer; verify names the damage
             continue
-    pooled = all(len(one) <= 1 for one in seen)
+    pooled = all(len(inspection) <= 1 for inspection in inspections)
     divisor = "the layer's mean norm" if pooled else "the example's median"
-    made = [_sample(one, stats.mean_norm if pooled else one.median) for one in seen]
-    return made, f"layer {cut(plain(layer), 60)}; norm of a token divided by {divisor}"
+    samples = [_sample(inspection, stats.mean_norm if pooled else inspection.median) for inspection in inspections]
+    return samples, f"layer {cut(plain(layer), 60)}; norm of a token divided by {divisor}"
 
 
-def _sample(found: Examined, divisor: float) -> ShownExample:
+def _sample(inspection: Examined, divisor: float) -> ShownExample:
     words = []
-    for i in range(min(len(found), MOST_TOKENS)):
-        if found.pieces is not None:
-            text = cut(found.pieces[i], 40)
-        elif len(found) == 1 and found.text is not None:
-            text = cut(found.text)
+    for i in range(min(len(inspection), MOST_TOKENS)):
+        if inspection.pieces is not None:
+            text = cut(inspection.pieces[i], 40)
+        elif len(inspection) == 1 and inspection.text is not None:
+            text = cut(inspection.text)
         else:
-            text = str(i if found.ids is None else found.ids[i])
-        norm = float(found.norms[i])
-        largest = f", dimension {found.dimensions[i, 0]}: {found.values[i, 0]:.3g}" if found.values.shape[1] else ""
+            text = str(i if inspection.ids is None else inspection.ids[i])
+        norm = float(inspection.norms[i])
+        largest = (
+            f", dimension {inspection.dimensions[i, 0]}: {inspection.values[i, 0]:.3g}"
+            if inspection.values.shape[1]
+            else ""
+        )
         title = f"token {i}: norm {norm:.4g}{largest}"
         words.append(Word(text, colour_of(norm, divisor), title))
-    shown = cut(found.text or "") if found.pieces is None and len(found) != 1 else ""
-    what = "norm" if len(found) == 1 else "median norm"
-    median = f", {what} {found.median:.4g}" if np.isfinite(found.median) else ""
-    tokens = many(len(found), "token")
-    return ShownExample(f"example {found.example:,}: {tokens}{median}", shown, words, len(found) - len(words))
+    shown = cut(inspection.text or "") if inspection.pieces is None and len(inspection) != 1 else ""
+    what = "norm" if len(inspection) == 1 else "median norm"
+    median = f", {what} {inspection.median:.4g}" if np.isfinite(inspection.median) else ""
+    tokens = many(len(inspection), "token")
+    return ShownExample(f"example {inspection.example:,}: {tokens}{median}", shown, words, len(inspection) - len(words))

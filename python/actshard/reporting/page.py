@@ -69,10 +69,10 @@ class Grid:
 
     def full(self) -> Grid:
         """The table without columns whose cells are all empty."""
-        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        texts = tuple(new for new, i in enumerate(kept) if i in self.texts)
-        return Grid([self.columns[i] for i in kept], rows, self.more, texts)
+        columns = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
+        rows = [[row[i] for i in columns] for row in self.rows]
+        texts = tuple(position for position, i in enumerate(columns) if i in self.texts)
+        return Grid([self.columns[i] for i in columns], rows, self.more, texts)
 
 
 @dataclass
@@ -118,16 +118,16 @@ class Page:
 
     def sorted_advice(self) -> list[Advice]:
         """The advice, worst first, in the order in which it was found."""
-        return sorted(self.advice, key=lambda found: _SEVERITIES.index(found.severity))[:MOST_FINDINGS]
+        return sorted(self.advice, key=lambda advice: _SEVERITIES.index(advice.severity))[:MOST_FINDINGS]
 
     def verified(self, report: Report) -> None:
         """Adds verify's findings."""
-        found = sorted(report.findings, key=lambda one: _SEVERITIES.index(one.severity))
-        rows = [[x.severity, x.code, _where(x, report), cut(_said(x)), cut(x.remedy)] for x in found[:MOST_ROWS]]
+        findings = sorted(report.findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+        rows = [[x.severity, x.code, _where(x, report), cut(_said(x)), cut(x.remedy)] for x in findings[:MOST_ROWS]]
         if rows:
-            more = max(len(found) - MOST_ROWS, 0)
-            self.checks = Grid(["severity", "code", "where", "found", "what to do"], rows, more, (0, 1, 2, 3, 4)).full()
-        counts = {what: sum(x.severity == what for x in found) for what in _SEVERITIES}
+            rest = max(len(findings) - MOST_ROWS, 0)
+            self.checks = Grid(["severity", "code", "where", "found", "what to do"], rows, rest, (0, 1, 2, 3, 4)).full()
+        counts = {what: sum(x.severity == what for x in findings) for what in _SEVERITIES}
         amounts = ", ".join(counted(n, what) for what, n in report.checked.items())
         depth = "every value" if report.deep else "files and metadata"
         verdict = ", ".join(many(n, what) for what, n in counts.items() if n) or "No problems"
@@ -145,14 +145,14 @@ class Page:
             )
 
 
-def _where(found: Finding, report: Report) -> str:
+def _where(finding: Finding, report: Report) -> str:
     """A finding's file, below the dataset's path, and the place in it."""
-    file = str(found.path).removeprefix(str(report.path)).lstrip("/")
-    return cut(", ".join(x for x in (file, found.place) if x), 120)
+    file = str(finding.path).removeprefix(str(report.path)).lstrip("/")
+    return cut(", ".join(x for x in (file, finding.place) if x), 120)
 
 
-def _said(found: Finding) -> str:
-    return f"expected {found.expected}, found {found.found}" if found.expected else found.found
+def _said(finding: Finding) -> str:
+    return f"expected {finding.expected}, found {finding.found}" if finding.expected else finding.found
 
 
 def colour_of(norm: float, median: float) -> int:

@@ -23,9 +23,9 @@ _NOT = (ArgumentError, DtypeError, NotStoredError, MissingFileError, *OF_DATA)
 """Errors of datasets of which there is no such sample: verify names damage."""
 
 
-def add(page: Page, store: Store, found: Measured, selection: Selection, tell: Any) -> None:
+def add(page: Page, store: Store, stats_by_layer: Measured, selection: Selection, tell: Any) -> None:
     """Adds the plots, where single rows can be read without much else."""
-    names = [layer for layer, stats in found.items() if stats.rows > 1]
+    names = [layer for layer, stats in stats_by_layer.items() if stats.rows > 1]
     if not names:
         return
     if store.contents.units is not None or not Location.at(store.path).is_local:
@@ -41,10 +41,10 @@ def add(page: Page, store: Store, found: Measured, selection: Selection, tell: A
 
 
 def _spectra(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
-    made = {}
+    spectra = {}
     for layer in spread(names):
         try:
-            made[layer] = store.spectrum(
+            spectra[layer] = store.spectrum(
                 layer,
                 rows=ROWS,
                 progress=lambda done, total: tell("spectrum", done, total),
@@ -52,19 +52,17 @@ def _spectra(page: Page, store: Store, names: list[Any], selection: Selection, t
             )
         except _NOT:
             continue
-    some = {layer: x for layer, x in made.items() if x.rows > 1 and np.nansum(x.explained) > 0}
-    if some:
-        one = next(iter(some.values()))
-        page.plot("spectrum", "Spectrum", lambda: plot.spectrum(store, spectra=some))
-        text = (
-            f"{one.rows:,} of {one.total:,} rows; effective rank is exp of the entropy of the shares, at most the rows"
-        )
+    nonzero_spectra = {layer: x for layer, x in spectra.items() if x.rows > 1 and np.nansum(x.explained) > 0}
+    if nonzero_spectra:
+        spectrum = next(iter(nonzero_spectra.values()))
+        page.plot("spectrum", "Spectrum", lambda: plot.spectrum(store, spectra=nonzero_spectra))
+        text = f"{spectrum.rows:,} of {spectrum.total:,} rows; effective rank is exp of the entropy of the shares, at most the rows"
         page.how_sampled.append(("spectrum", text))
 
 
 def _similarity(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
     try:
-        found = store.similarity(
+        similarity = store.similarity(
             compared(names),
             rows=ROWS,
             progress=lambda done, total: tell("similarity", done, total),
@@ -72,15 +70,18 @@ def _similarity(page: Page, store: Store, names: list[Any], selection: Selection
         )
     except _NOT:  # such as layers with other tokens
         return
-    if np.isfinite(found.cka).any():
-        page.plot("similarity", "Similarity of layers", lambda: plot.similarity(store, found=found))
-        text = f"debiased linear CKA of {found.rows:,} of {found.total:,} rows: 1 for layers equal up to rotation and scale"
+    if np.isfinite(similarity.cka).any():
+        page.plot("similarity", "Similarity of layers", lambda: plot.similarity(store, found=similarity))
+        text = (
+            f"debiased linear CKA of {similarity.rows:,} of {similarity.total:,} rows: 1 for layers equal up to rotation "
+            "and scale"
+        )
         page.how_sampled.append(("similarity", text))
 
 
 def _separability(page: Page, store: Store, label: Any, names: list[Any], selection: Selection, tell: Any) -> None:
     try:
-        found = store.separability(
+        separability = store.separability(
             label,
             names,
             examples=EXAMPLES,
@@ -89,18 +90,18 @@ def _separability(page: Page, store: Store, label: Any, names: list[Any], select
         )
     except _NOT:  # values that are no classes
         return
-    if np.isfinite(found.accuracy).any():
+    if np.isfinite(separability.accuracy).any():
         page.plot(
             "separability",
             "Linear separability of the label",
-            lambda: plot.separability(store, found=found),
+            lambda: plot.separability(store, found=separability),
             "Bars: standard error from the number of held-out rows, within 0 and 1. One right and one wrong row are added to each "
             "class, so it is not 0 where all are right.",
         )
-        fitted, tested = int(found.train.sum()), int(found.test.sum())
-        if found.pool == "token":
+        fitted, tested = int(separability.train.sum()), int(separability.test.sum())
+        if separability.pool == "token":
             rows = f"{fitted:,} tokens, balanced accuracy on {tested:,} tokens of other examples"
         else:
             rows = f"the last tokens of {fitted:,} examples, balanced accuracy on {tested:,} others"
-        text = f"ridge classifier on {rows}, {len(found.classes)} classes; bars are standard errors"
+        text = f"ridge classifier on {rows}, {len(separability.classes)} classes; bars are standard errors"
         page.how_sampled.append(("separability", text))

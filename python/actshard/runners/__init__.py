@@ -73,31 +73,33 @@ def run(
     retries = _arguments.whole(retries, "retries", 0, _MOST_RETRIES)
     _arguments.check_progress(progress)
     engine = _engine(on, options)
-    wanted = None if tasks is None else _numbers(plan, tasks)
-    for again in reversed(range(retries + 1)):
-        left = [task for task in plan.left() if wanted is None or task in wanted]
-        if not left:
+    task_numbers = None if tasks is None else _numbers(plan, tasks)
+    for retries_left in reversed(range(retries + 1)):
+        pending = [task for task in plan.left() if task_numbers is None or task in task_numbers]
+        if not pending:
             break
         # Before the last round, a failure does not stop other tasks.
-        errors = _round(plan, engine, left, keep_going=keep_going or again > 0, progress=progress, options=options)
-        if errors and not again:
+        errors = _round(
+            plan, engine, pending, keep_going=keep_going or retries_left > 0, progress=progress, options=options
+        )
+        if errors and not retries_left:
             raise failures(plan, errors)
-    if wanted is not None:
+    if task_numbers is not None:
         return None
     return plan.commit() if commit else plan.status()
 
 
 def _numbers(plan: Plan, tasks: Iterable[int]) -> set[int]:
-    made = {_arguments.whole(task, "tasks", 0) for task in tasks}
-    if made and max(made) >= len(plan):
-        raise OutOfRangeError(f"tasks: expected 0 to {len(plan) - 1}, found {max(made)}")
-    return made
+    numbers = {_arguments.whole(task, "tasks", 0) for task in tasks}
+    if numbers and max(numbers) >= len(plan):
+        raise OutOfRangeError(f"tasks: expected 0 to {len(plan) - 1}, found {max(numbers)}")
+    return numbers
 
 
 def _round(
     plan: Plan,
     engine: Engine,
-    left: Sequence[int],
+    pending: Sequence[int],
     *,
     keep_going: bool,
     progress: Callable[[int, int, int], object] | None,
@@ -105,18 +107,18 @@ def _round(
 ) -> dict[int, ActshardError]:
     """Runs tasks once. Returns the errors of tasks that are not done; tasks may be done in spite of a reported error."""
     errors: dict[int, ActshardError] = {}
-    done, size = len(plan) - len(left), 0
+    done_count, size = len(plan) - len(pending), 0
 
     def heard(outcome: Said) -> None:
-        nonlocal done, size
+        nonlocal done_count, size
         if "error" in outcome:
             errors[outcome["task"]] = from_plain(dict(outcome))
             return
-        done, size = done + 1, size + outcome["bytes"]
+        done_count, size = done_count + 1, size + outcome["bytes"]
         if progress is not None:
-            progress(done, len(plan), size)
+            progress(done_count, len(plan), size)
 
-    engine.execute(plan, left, heard, keep_going=keep_going, **options)
+    engine.execute(plan, pending, heard, keep_going=keep_going, **options)
     undone = set(plan.left()) if errors else set()
     return {task: error for task, error in errors.items() if task in undone}
 
@@ -132,7 +134,7 @@ def _engine(on: str, options: dict[str, Any]) -> Engine:
     engine, names = _options_of(on)
     for name in options:
         if names is not None and name not in names:
-            having = [f"on={other!r}" for other in ENGINES if name in (_options_of(other)[1] or ())]
+            having = [f"on={engine_name!r}" for engine_name in ENGINES if name in (_options_of(engine_name)[1] or ())]
             elsewhere = f"; it is an option of {' and '.join(having)}" if having else ""
             raise ArgumentError(f"{name}: expected an option of on={on!r}: {', '.join(names)}{elsewhere}")
     return engine
@@ -141,7 +143,7 @@ def _engine(on: str, options: dict[str, Any]) -> Engine:
 def _options_of(on: str) -> tuple[Engine, list[str] | None]:
     """Returns an engine and the names of its options; None if it accepts any."""
     engine: Engine = importlib.import_module(f"actshard.runners.{on}")
-    taken = inspect.signature(engine.execute).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    parameters = inspect.signature(engine.execute).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return engine, None
-    return engine, list(taken)[4:]
+    return engine, list(parameters)[4:]

@@ -29,15 +29,15 @@ class Capacity:
         self,
         look: Callable[[], Sequence[Mapping[str, float]]],
         needed: Mapping[str, float],
-        asked: int | None,
+        limit: int | None,
         *,
         spare: bool,
     ) -> None:
-        """``look`` returns the machines, or an empty list if they are unknown. ``asked`` is a number given by the caller.
+        """``look`` returns the machines, or an empty list if they are unknown. ``limit`` is a number given by the caller.
 
         With ``spare``, twice as many tasks are sent as fit, so that no machine waits for work.
         """
-        self._look, self._needed, self._asked, self._times = look, needed, asked, 1 + spare
+        self._look, self._needed, self._asked, self._times = look, needed, limit, 1 + spare
         self._looked, self._found = -math.inf, 0
 
     def tasks(self) -> int:

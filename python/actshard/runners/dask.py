@@ -43,7 +43,7 @@ def execute(
     """
     size = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
     needed = {"threads": 1, "memory": size, **(resources or {})}
-    asked = None if in_flight is None else _arguments.whole(in_flight, "in_flight", 1, capacity.MOST_IN_FLIGHT)
+    limit = None if in_flight is None else _arguments.whole(in_flight, "in_flight", 1, capacity.MOST_IN_FLIGHT)
     try:
         import distributed
     except ImportError as error:
@@ -58,7 +58,7 @@ def execute(
             capacity.check("Dask", workers, needed, memory is None)
         # Dask does not schedule by memory: if memory limits the tasks, no spare tasks are sent.
         short = any(worker["threads"] * size > worker["memory"] for worker in workers)
-        free = capacity.Capacity(lambda: _workers(client), needed, asked, spare=not short)
+        free = capacity.Capacity(lambda: _workers(client), needed, limit, spare=not short)
         file = plan_file(plan)
         ended = distributed.as_completed(loop=client.loop)
 
@@ -101,7 +101,7 @@ def _workers(client: Any) -> list[dict[str, float]]:
     """Resources of the workers, by names of options."""
     # Newer versions return only a few workers without n_workers=-1; older versions lack the argument.
     every = {"n_workers": -1} if "n_workers" in inspect.signature(client.scheduler_info).parameters else {}
-    found = client.scheduler_info(**every)["workers"].values()
+    workers = client.scheduler_info(**every)["workers"].values()
     return [
-        {"threads": w["nthreads"], "memory": w["memory_limit"] or math.inf, **w.get("resources", {})} for w in found
+        {"threads": w["nthreads"], "memory": w["memory_limit"] or math.inf, **w.get("resources", {})} for w in workers
     ]

@@ -51,8 +51,8 @@ def execute(
     """
     size = plan.predicted.memory if memory is None else _arguments.size(memory, "memory")
     needed = {"cpus": _amount(cpus, "cpus"), "gpus": _amount(gpus, "gpus"), "memory": size}
-    asked = None if in_flight is None else _arguments.whole(in_flight, "in_flight", 1, capacity.MOST_IN_FLIGHT)
-    again = _arguments.whole(restarts, "restarts", 0, 1000)
+    limit = None if in_flight is None else _arguments.whole(in_flight, "in_flight", 1, capacity.MOST_IN_FLIGHT)
+    max_retries = _arguments.whole(restarts, "restarts", 0, 1000)
     elastic = _arguments.switch(autoscaling, "autoscaling")
     try:
         import ray
@@ -63,10 +63,10 @@ def execute(
     needed |= (ray_options or {}).get("resources") or {}
     if not elastic:
         capacity.check("Ray", _nodes(ray), needed, memory is None)
-    options = {"num_cpus": cpus, "num_gpus": gpus, "memory": size, "max_retries": again, **(ray_options or {})}
+    options = {"num_cpus": cpus, "num_gpus": gpus, "memory": size, "max_retries": max_retries, **(ray_options or {})}
     function = ray.remote(**options)(outcomes_at)
     file, threads = plan_file(plan), max(1, int(cpus))
-    free = capacity.Capacity(lambda: [] if elastic else _nodes(ray), needed, asked, spare=True)
+    free = capacity.Capacity(lambda: [] if elastic else _nodes(ray), needed, limit, spare=True)
     waiting = list(reversed(tasks))
     sent: dict[Any, int] = {}
     try:

@@ -82,7 +82,7 @@ def execute(
         "name": name,
     }
     if real:
-        own = {
+        job_options = {
             "mem": f"{megabytes}M",
             "partition": partition,
             "account": account,
@@ -91,7 +91,7 @@ def execute(
         }
         # Since Slurm 22.05, srun does not inherit --cpus-per-task from its job.
         setup = [f"export SRUN_CPUS_PER_TASK={cpus} ACTSHARD_NUM_THREADS={cpus}", *options.get("slurm_setup", ())]
-        options = {**{f"slurm_{n}": value for n, value in own.items()}, **options, "slurm_setup": setup}
+        options = {**{f"slurm_{n}": value for n, value in job_options.items()}, **options, "slurm_setup": setup}
     file, folder = plan_file(plan), _arguments.local_path(logs, "logs") if logs else plan.work / "logs"
     shares = [list(tasks[i::count]) for i in range(count)]
     try:
@@ -109,26 +109,26 @@ def execute(
         squeue.clear(name)
 
 
-def _wait(plan: Plan, left: dict[Any, list[int]], heard: Heard, keep_going: bool, queue: squeue.Queue | None) -> None:
+def _wait(plan: Plan, jobs: dict[Any, list[int]], heard: Heard, keep_going: bool, queue: squeue.Queue | None) -> None:
     """Waits until all elements have ended, or without ``keep_going`` until one has failed; then cancels the others."""
     try:
-        while left:
-            over = {} if queue is None else queue.lost(job.job_id for job in left)
+        while jobs:
+            over = {} if queue is None else queue.lost(job.job_id for job in jobs)
             ended = [
-                job for job in left if job.job_id in over or (job.paths.result_pickle.exists() if queue else job.done())
+                job for job in jobs if job.job_id in over or (job.paths.result_pickle.exists() if queue else job.done())
             ]
             for job in ended:
-                outcomes = _outcomes(plan, job, left.pop(job), over.get(job.job_id))
-                for each in outcomes:
-                    heard(each)
-                if any("error" in each for each in outcomes) and not keep_going:
+                outcomes = _outcomes(plan, job, jobs.pop(job), over.get(job.job_id))
+                for outcome in outcomes:
+                    heard(outcome)
+                if any("error" in outcome for outcome in outcomes) and not keep_going:
                     return
             if not ended:
                 sleep(_POLL_SECONDS)
     finally:
-        if left and queue is not None:
+        if jobs and queue is not None:
             queue.cancel()
-        for job in left if queue is None else ():
+        for job in jobs if queue is None else ():
             job.cancel(check=False)
 
 
@@ -142,8 +142,8 @@ def _outcomes(plan: Plan, job: Any, share: list[int], state: str | None) -> list
     state = state or "FAILED"
     last = (job.stderr() or "").strip().rpartition("\n")[2]
     why = f"element {job.job_id} of the array ended as {state}{_HINTS.get(state, '')}; its log {job.paths.stderr}: {last:.300}"
-    done = plan.book.done()
+    done_tasks = plan.book.done()
     return [
-        {"task": task, "bytes": 0} if task in done else lost(task, LostWorkerError(why, path=plan.work))
+        {"task": task, "bytes": 0} if task in done_tasks else lost(task, LostWorkerError(why, path=plan.work))
         for task in share
     ]

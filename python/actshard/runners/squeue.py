@@ -43,12 +43,12 @@ class Queue:
         if now - self._asked < ASK_SECONDS:
             return {}
         self._asked = now
-        found = _states("--jobs", self._array)
-        if found is None:
+        states = _states("--jobs", self._array)
+        if states is None:
             return {}
-        over = {each: found.get(each, GONE) for each in self._ids if found.get(each, "CANCELLED") in _OVER}
+        over = {job_id: states.get(job_id, GONE) for job_id in self._ids if states.get(job_id, "CANCELLED") in _OVER}
         before, self._over = self._over, over
-        return {each: over[each] for each in ids if each in over and each in before}
+        return {job_id: over[job_id] for job_id in ids if job_id in over and job_id in before}
 
     def cancel(self) -> None:
         """Cancels the array."""
@@ -79,23 +79,23 @@ def clear(name: str) -> None:
     _slurm("scancel", "--quiet", "--user", str(os.getuid()), "--name", name)
     limit = time.monotonic() + _LEAVE_SECONDS
     while time.monotonic() < limit:
-        found = _states("--user", str(os.getuid()), "--name", name)
-        if found is not None and all(state in _OVER for state in found.values()):
+        states = _states("--user", str(os.getuid()), "--name", name)
+        if states is not None and all(state in _OVER for state in states.values()):
             return
         time.sleep(1.0)
 
 
 def _states(*which: str) -> dict[str, str] | None:
     """States by element, such as ``{"17_3": "RUNNING"}``; None if Slurm does not answer."""
-    done = _slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i %T", *which)
-    if done is None or (done.returncode != 0 and "Invalid job id" not in done.stderr):
+    process = _slurm("squeue", "--noheader", "--array", "--states=all", "--format=%i %T", *which)
+    if process is None or (process.returncode != 0 and "Invalid job id" not in process.stderr):
         return None
-    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if len(line.split()) == 2)
+    return dict(line.split(maxsplit=1) for line in process.stdout.splitlines() if len(line.split()) == 2)
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str] | None:
     # Without the variables in which users set filters and formats.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SCANCEL_"))}
     try:
         return subprocess.run(
             words,
@@ -103,7 +103,7 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str] | None:
             capture_output=True,
             text=True,
             timeout=_ANSWER_SECONDS,
-            env=own,
+            env=environment,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -74,12 +74,12 @@ def exact(store: Readable) -> np.dtype[Any]:
     return np.dtype(np.float64 if wide else np.float32)
 
 
-def blocks(store: Readable, layer: Layer, at: Places) -> Iterator[tuple[int, NDArray[Any]]]:
+def blocks(store: Readable, layer: Layer, places: Places) -> Iterator[tuple[int, NDArray[Any]]]:
     """The rows of a sample in blocks ``(b, d_model)``, each with the number of its first row."""
     dtype = exact(store)
     step = max(1, _BLOCK // max(1, store.d_model * dtype.itemsize))
-    for start in range(0, len(at), step):
-        part = at[start : start + step]
+    for start in range(0, len(places), step):
+        part = places[start : start + step]
         yield start, store.gather(layer, part.examples, part.tokens, dtype=dtype)
 
 
@@ -101,5 +101,5 @@ def number(value: float) -> float | None:
 
 def numbers(values: NDArray[Any]) -> list[Any]:
     """JSON values of an array of one or two dimensions."""
-    listed: list[Any] = values.tolist()
-    return [[number(x) for x in row] if isinstance(row, list) else number(row) for row in listed]
+    plain_values: list[Any] = values.tolist()
+    return [[number(x) for x in row] if isinstance(row, list) else number(row) for row in plain_values]

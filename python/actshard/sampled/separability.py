@@ -146,30 +146,32 @@ def separability_of(
     rows = selection.resolve(store, names) if names else SelectedRows((0, 0), store.num_examples)
     what = label if isinstance(label, str) else ""
     if table is None:
-        at = sample(rows.last(), count, seed)
-        values = values_of(store, label, at.examples)
+        places = sample(rows.last(), count, seed)
+        values = values_of(store, label, places.examples)
     else:
-        at, pool = sample(rows, count, seed), "token"
-        if (at.tokens < store.special_tokens).any():
+        places, pool = sample(rows, count, seed), "token"
+        if (places.tokens < store.special_tokens).any():
             raise ArgumentError(f"tokens: special tokens have no labels, found {selection.tokens!r}")
-        values = _plain(table[at.examples, at.tokens - store.special_tokens].tolist())
-    sampled = min(count, store.num_examples if table is None else at.total)
+        values = _plain(table[places.examples, places.tokens - store.special_tokens].tolist())
+    sampled = min(count, store.num_examples if table is None else places.total)
     classes, codes = _classes(store, values, what, "tokens" if pool == "token" else "examples")
     split = (
-        _split(codes, float(test), seed) if table is None else _split_examples(codes, at.examples, float(test), seed)
+        _split(codes, float(test), seed)
+        if table is None
+        else _split_examples(codes, places.examples, float(test), seed)
     )
     classes, codes, split = _with_both(classes, codes, split)
     used = np.flatnonzero(split >= 0)
-    at, codes, held_out = at[used], codes[used], split[used] == 1
+    places, codes, held_out = places[used], codes[used], split[used] == 1
     scores = np.full((2, len(names)), np.nan)
     bad = np.zeros(len(names), np.int64)
     for i, name in enumerate(names):
-        features = _features(store, name, at, pool, rows)
+        features = _features(store, name, places, pool, rows)
         fine = np.isfinite(features).all(axis=1)
         bad[i] = len(fine) - np.count_nonzero(fine)
         scores[:, i] = _score(features[fine], codes[fine], held_out[fine], len(classes))
         if progress is not None:
-            progress((i + 1) * len(at), len(at) * len(names))
+            progress((i + 1) * len(places), len(places) * len(names))
     return Separability(
         layers=names,
         label=what,
@@ -179,9 +181,9 @@ def separability_of(
         accuracy=scores[0],
         error=scores[1],
         not_finite=bad,
-        unlabelled=sampled - len(at),
-        examples=len(at),
-        total=store.num_examples if table is None else at.total,
+        unlabelled=sampled - len(places),
+        examples=len(places),
+        total=store.num_examples if table is None else places.total,
         pool=pool,
         seed=seed,
     )
@@ -196,8 +198,8 @@ def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[
             raise ArgumentTypeError(f"label: expected a column's name or one value per example, found {label!r:.80}")
         if len(label) != store.num_examples:
             raise ArgumentError(f"label: expected {store.num_examples} values, one per example, found {len(label)}")
-        listed = label.to_pylist() if hasattr(label, "to_pylist") else list(label)
-        column = [listed[i] for i in examples.tolist()]
+        labels = label.to_pylist() if hasattr(label, "to_pylist") else list(label)
+        column = [labels[i] for i in examples.tolist()]
     return _plain(column)
 
 
@@ -252,14 +254,14 @@ def _classes(store: Readable, values: list[Any], label: str, what: str) -> tuple
 
 def _split(codes: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]:
     """1 for held-out examples, 0 for those to fit, -1 for those without class: the share of each class, at least one of each."""
-    made = np.full(len(codes), -1, np.int8)
+    sides = np.full(len(codes), -1, np.int8)
     order = np.argsort(scrambled(len(codes), f"separability:{seed}"), kind="stable")
     for code in range(int(codes.max(initial=-1)) + 1):
         members = order[codes[order] == code]
         n = min(max(round(test * len(members)), 1), len(members) - 1)
-        made[members[:n]] = 1
-        made[members[n:]] = 0
-    return made
+        sides[members[:n]] = 1
+        sides[members[n:]] = 0
+    return sides
 
 
 def _split_examples(codes: NDArray[np.int64], examples: NDArray[np.int64], test: float, seed: int) -> NDArray[np.int8]:
@@ -278,40 +280,40 @@ def _with_both(
     """Leaves out classes without members to fit, or without held-out ones."""
     n = len(classes)
     counts = [np.bincount(codes[split == side], minlength=n) for side in (0, 1)]
-    kept = np.flatnonzero((counts[0] > 0) & (counts[1] > 0))
-    if len(kept) < 2:
+    common_classes = np.flatnonzero((counts[0] > 0) & (counts[1] > 0))
+    if len(common_classes) < 2:
         raise ArgumentError(
             "label: expected two classes with both training and held-out examples, found "
-            f"{len(kept)}. Classes of tokens must occur in several examples."
+            f"{len(common_classes)}. Classes of tokens must occur in several examples."
         )
     number = np.full(n + 1, -1, np.int64)  # the last entry is that of code -1
-    number[kept] = np.arange(len(kept))
+    number[common_classes] = np.arange(len(common_classes))
     codes = number[codes]
-    return tuple(classes[i] for i in kept), codes, np.where(codes >= 0, split, np.int8(-1)).astype(np.int8)
+    return tuple(classes[i] for i in common_classes), codes, np.where(codes >= 0, split, np.int8(-1)).astype(np.int8)
 
 
-def _features(store: Readable, layer: Layer, at: Places, pool: str, rows: SelectedRows) -> NDArray[Any]:
+def _features(store: Readable, layer: Layer, places: Places, pool: str, rows: SelectedRows) -> NDArray[Any]:
     """A row per place, ``(n, d_model)``: the token's own, or the mean of the example's selected rows."""
-    made = np.empty((len(at), store.d_model), np.float64 if pool == "mean" else exact(store))
+    features = np.empty((len(places), store.d_model), np.float64 if pool == "mean" else exact(store))
     if pool != "mean":
-        for start, block in blocks(store, layer, at):
-            made[start : start + len(block)] = block
-        return made
-    firsts, ends = rows.before[at.examples], rows.before[at.examples + 1]
+        for start, block in blocks(store, layer, places):
+            features[start : start + len(block)] = block
+        return features
+    firsts, ends = rows.before[places.examples], rows.before[places.examples + 1]
     for part in _whole_examples(ends - firsts):
         counts = (ends - firsts)[part]
         offsets = np.cumsum(counts) - counts
-        own = np.arange(int(counts.sum())) - np.repeat(offsets - firsts[part], counts)
+        row_numbers = np.arange(int(counts.sum())) - np.repeat(offsets - firsts[part], counts)
         sums = np.zeros((len(counts), store.d_model))
         owner = np.repeat(np.arange(len(counts)), counts)
-        every = Places(*rows.locate(own), 0)
+        every = Places(*rows.locate(row_numbers), 0)
         with np.errstate(over="ignore", invalid="ignore"):
             for start, block in blocks(store, layer, every):
                 theirs = owner[start : start + len(block)]
                 cuts = np.flatnonzero(np.diff(theirs, prepend=-1))
                 sums[theirs[cuts]] += np.add.reduceat(block, cuts, axis=0, dtype=np.float64)
-            made[part] = sums / counts[:, None]
-    return made
+            features[part] = sums / counts[:, None]
+    return features
 
 
 def _whole_examples(counts: NDArray[np.int64]) -> Iterator[slice]:
@@ -332,8 +334,8 @@ def _score(
     if not (fitted.all() and tested.all()):
         return float("nan"), float("nan")
     wide = np.ldexp(rows.astype(np.float64), -exponent(rows))
-    said = predicted(wide[~held_out], codes[~held_out], wide[held_out], classes)
-    right = np.bincount(codes[held_out][said == codes[held_out]], minlength=classes)
+    predictions = predicted(wide[~held_out], codes[~held_out], wide[held_out], classes)
+    right = np.bincount(codes[held_out][predictions == codes[held_out]], minlength=classes)
     share = (right + 1) / (tested + 2)
     return float((right / tested).mean()), float(np.sqrt((share * (1 - share) / tested).sum()) / classes)
 
@@ -347,10 +349,10 @@ def predicted(
     centred = train - mean
     deviation = np.sqrt(weights @ centred**2)
     # A column that is constant up to rounding has no information, and its deviation would amplify rounding errors.
-    some = deviation > 1e-12 * (np.abs(mean) + deviation.max(initial=0))
-    if not some.any():
+    varying = deviation > 1e-12 * (np.abs(mean) + deviation.max(initial=0))
+    if not varying.any():
         return np.zeros(len(test), np.int64)
-    x, z = centred[:, some] / deviation[some], (test[:, some] - mean[some]) / deviation[some]
+    x, z = centred[:, varying] / deviation[varying], (test[:, varying] - mean[varying]) / deviation[varying]
     targets = np.where(codes[:, None] == np.arange(classes), 1.0, -1.0)
     middle = weights @ targets
     root = np.sqrt(weights)[:, None]
@@ -374,8 +376,8 @@ def predicted(
     size = float(values.sum()) / max(len(values), 1)
     best, least = _PENALTIES[-1] * size, np.inf
     for penalty in _PENALTIES * size:
-        left = 1 - (float((values / (values + penalty)).sum()) + 1) / n  # one more for the mean
-        error = float(((y - x @ solve(penalty)) ** 2).sum()) / left**2 if left > 0 else np.inf
+        residual_share = 1 - (float((values / (values + penalty)).sum()) + 1) / n  # one more for the mean
+        error = float(((y - x @ solve(penalty)) ** 2).sum()) / residual_share**2 if residual_share > 0 else np.inf
         if error < least:
             best, least = penalty, error
     return np.asarray(np.argmax(z @ solve(best) + middle, axis=1))

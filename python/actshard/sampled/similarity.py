@@ -94,13 +94,13 @@ class Similarity:
         """
         return self._of_equal_widths(self._mean_cosine)
 
-    def _of_equal_widths(self, found: NDArray[np.float64] | None) -> NDArray[np.float64]:
-        if found is None:
+    def _of_equal_widths(self, matrix: NDArray[np.float64] | None) -> NDArray[np.float64]:
+        if matrix is None:
             raise NotStoredError(
                 f"cosine: expected rows of equal length, found d_model {self._widths[0]} and {self._widths[1]}. Use cka, which "
                 "compares how tokens lie relative to each other."
             )
-        return found
+        return matrix
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: numbers, and lists for arrays. NaN is None, and so are cosines if ``d_model`` differs."""
@@ -148,13 +148,13 @@ def similarity_of(
     selected = selection.resolve(store, mine) if mine else SelectedRows((0, 0), store.num_examples)
     if other is not None and mine and theirs:
         _check_same(store, mine, other, theirs)
-    at = sample(selected, count, seed)
+    places = sample(selected, count, seed)
     sources: list[_Pair] = [(store, name) for name in mine]
     if other is not None:
         sources += [(other, name) for name in theirs]
     sums = Compared(sources)
-    for batch in minibatches(len(at), seed):
-        sums.add(at[batch], lambda done: progress is not None and progress(done, len(at) * len(sources)))
+    for batch in minibatches(len(places), seed):
+        sums.add(places[batch], lambda done: progress is not None and progress(done, len(places) * len(sources)))
     n, first = len(mine), 0 if other is None else len(mine)
     cosine, means = sums.cosines()
     part = slice(0, n), slice(first, first + len(theirs))
@@ -164,7 +164,7 @@ def similarity_of(
         rows=sums.rows,
         left_out=sums.left_out,
         not_finite=sums.not_finite[:n].copy(),
-        total=at.total,
+        total=places.total,
         seed=seed,
         cka=np.ascontiguousarray(sums.cka()[part]),
         _cosine=None if cosine is None else np.ascontiguousarray(cosine[part]),
@@ -223,51 +223,51 @@ class Compared:
         # Of rows divided by a power of two, whose exponent follows.
         self._means: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
 
-    def add(self, at: Places, tell: Any) -> None:
+    def add(self, places: Places, tell: Any) -> None:
         """Adds a minibatch."""
-        held, finite = [], np.ones(len(at), np.bool_)
+        layer_rows, finite = [], np.ones(len(places), np.bool_)
         for i, (store, layer) in enumerate(self._sources):
-            rows = store.gather(layer, at.examples, at.tokens, dtype=exact(store))
+            rows = store.gather(layer, places.examples, places.tokens, dtype=exact(store))
             fine = np.isfinite(rows).all(axis=1)
-            self.not_finite[i] += len(at) - np.count_nonzero(fine)
+            self.not_finite[i] += len(places) - np.count_nonzero(fine)
             finite &= fine
-            held.append(rows)
-            self._read += len(at)
+            layer_rows.append(rows)
+            self._read += len(places)
             tell(self._read)
         n = int(np.count_nonzero(finite))
-        self.left_out += len(at) - n
+        self.left_out += len(places) - n
         self.rows += n
         if not n:
             return
-        whole, spreads = np.zeros((2, len(held)), np.int64)
+        exponents, spreads = np.zeros((2, len(layer_rows)), np.int64)
         units, products, sums = [], [], []
-        for i, rows in enumerate(held):
+        for i, rows in enumerate(layer_rows):
             wide = rows[finite].astype(np.float64)
-            whole[i] = exponent(wide)
-            wide = np.ldexp(wide, -int(whole[i]))
+            exponents[i] = exponent(wide)
+            wide = np.ldexp(wide, -int(exponents[i]))
             sums.append(wide.sum(axis=0))
             if self._same_width:
                 units.append(_unit(wide).astype(rows.dtype))
             if n >= _LEAST:
-                found, power = _products(wide)
-                products.append(found)
-                spreads[i] = whole[i] + power
-            held[i] = rows[:0]  # frees the layer
+                product, power = _products(wide)
+                products.append(product)
+                spreads[i] = exponents[i] + power
+            layer_rows[i] = rows[:0]  # frees the layer
         if self._same_width:
             self._add_cosines(units)
-            self._means.append((np.array(sums), whole))
+            self._means.append((np.array(sums), exponents))
         if products:
             stacked = np.array(products)
             # Weighted by rows: the last batches have one row less.
             self._hsic.append((stacked @ stacked.T * (2 / (n - 3)), spreads))
 
     def _add_cosines(self, units: list[NDArray[Any]]) -> None:
-        some = [np.any(x != 0, axis=1) for x in units]
-        for i, one in enumerate(units):
+        nonzero = [np.any(x != 0, axis=1) for x in units]
+        for i, unit in enumerate(units):
             for j in range(i, len(units)):
-                total = float(np.einsum("nd,nd->", one, units[j], dtype=np.float64))
+                total = float(np.einsum("nd,nd->", unit, units[j], dtype=np.float64))
                 self._cosines[i, j] += total
-                self._counted[i, j] += np.count_nonzero(some[i] & some[j])
+                self._counted[i, j] += np.count_nonzero(nonzero[i] & nonzero[j])
 
     def cka(self) -> NDArray[np.float64]:
         """The matrix of all sources."""
@@ -279,12 +279,12 @@ class Compared:
         for hsic, powers in self._hsic:
             down = 2 * np.minimum(powers - top, 0)
             total += np.ldexp(hsic, down[:, None] + down[None, :])
-        own = np.diag(total).copy()
-        own = np.where(own > _ZERO, own, np.nan)
-        made = total / np.sqrt(own[:, None] * own[None, :])
-        made = (made + made.T) / 2
-        made[np.diag_indices(n)] = np.where(np.isfinite(own), 1.0, np.nan)
-        return np.asarray(np.clip(made, -1, 1))
+        diagonal = np.diag(total).copy()
+        diagonal = np.where(diagonal > _ZERO, diagonal, np.nan)
+        matrix = total / np.sqrt(diagonal[:, None] * diagonal[None, :])
+        matrix = (matrix + matrix.T) / 2
+        matrix[np.diag_indices(n)] = np.where(np.isfinite(diagonal), 1.0, np.nan)
+        return np.asarray(np.clip(matrix, -1, 1))
 
     def cosines(self) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
         """Mean cosines of rows, and cosines of mean rows; None for rows of different lengths."""
@@ -299,11 +299,11 @@ class Compared:
         top = np.max([powers for _, powers in self._means], axis=0)
         mean = sum(np.ldexp(sums, np.minimum(powers - top, 0)[:, None]) for sums, powers in self._means)
         unit = _unit(np.asarray(mean))
-        made = unit @ unit.T
+        matrix = unit @ unit.T
         zero = ~unit.any(axis=1)
-        made[zero] = np.nan
-        made[:, zero] = np.nan
-        return np.clip(rows, -1, 1), np.clip(made, -1, 1)
+        matrix[zero] = np.nan
+        matrix[:, zero] = np.nan
+        return np.clip(rows, -1, 1), np.clip(matrix, -1, 1)
 
 
 def _products(rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:

@@ -126,17 +126,17 @@ def spectrum_of(
     name = store.layers[store.group_of(layer)]
     count, most, seed = count_of(rows, "rows"), count_of(directions, "directions", 0), _arguments.whole(seed, "seed")
     store.check_open()
-    at = sample(selection.resolve(store, [name]), count, seed)
-    found = _finite(store, name, at, progress)
-    mean, values, vectors, power = decomposed(found, most)
+    places = sample(selection.resolve(store, [name]), count, seed)
+    finite_rows = _finite(store, name, places, progress)
+    mean, values, vectors, power = decomposed(finite_rows, most)
     top = float(values.sum())
     with np.errstate(over="ignore", under="ignore"):
         variances = np.ldexp(values, 2 * power)
     return Spectrum(
         layer=name,
-        rows=len(found),
-        left_out=len(at) - len(found),
-        total=at.total,
+        rows=len(finite_rows),
+        left_out=len(places) - len(finite_rows),
+        total=places.total,
         seed=seed,
         d_model=store.d_model,
         mean=mean,
@@ -146,17 +146,17 @@ def spectrum_of(
     )
 
 
-def _finite(store: Readable, layer: Layer, at: Places, progress: RowsRead | None) -> NDArray[Any]:
+def _finite(store: Readable, layer: Layer, places: Places, progress: RowsRead | None) -> NDArray[Any]:
     """The rows of a sample without NaN and infinite values, ``(n, d_model)``, float32 or float64."""
-    made = np.empty((len(at), store.d_model), exact(store))
+    finite_rows = np.empty((len(places), store.d_model), exact(store))
     used = 0
-    for start, block in blocks(store, layer, at):
+    for start, block in blocks(store, layer, places):
         fine = block[np.isfinite(block).all(axis=1)]
-        made[used : used + len(fine)] = fine
+        finite_rows[used : used + len(fine)] = fine
         used += len(fine)
         if progress is not None:
-            progress(start + len(block), len(at))
-    return made[:used]
+            progress(start + len(block), len(places))
+    return finite_rows[:used]
 
 
 def decomposed(
@@ -192,11 +192,15 @@ def decomposed(
     size = float(np.abs(mean).max(initial=0))
     noise = np.finfo(np.float64).eps * max(n, d) * max(float(values[0]) if len(values) else 0.0, size * size * 1e-13)
     values = np.where(values > noise, values, 0.0)
-    kept = vectors[:, : min(most, int(np.count_nonzero(values)))]
-    found = kept.T if d <= n else kept.T @ wide
-    found = found / np.linalg.norm(found, axis=1, keepdims=True)
-    largest = found[np.arange(len(found)), np.abs(found).argmax(axis=1)] if found.size else np.ones(len(found))
-    return np.ldexp(mean, power), values, found * np.sign(largest)[:, None], power
+    leading = vectors[:, : min(most, int(np.count_nonzero(values)))]
+    directions = leading.T if d <= n else leading.T @ wide
+    directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    largest = (
+        directions[np.arange(len(directions)), np.abs(directions).argmax(axis=1)]
+        if directions.size
+        else np.ones(len(directions))
+    )
+    return np.ldexp(mean, power), values, directions * np.sign(largest)[:, None], power
 
 
 def _parts(n: int, d: int) -> list[slice]:

@@ -115,7 +115,7 @@ def _layers(layers: Any) -> tuple[Layer, ...] | None:
 
 def _staged(
     source: Location,
-    again: Callable[[], Location],
+    reopen: Callable[[], Location],
     target: Path,
     layers: tuple[Layer, ...] | None,
     check: bool,
@@ -129,68 +129,68 @@ def _staged(
     )
     work = staging_folder(target)
     look(target).refuse("staging")
-    listed = None
+    listing = None
     if check and not offline:
-        listed = list_files(source)
-    if not work.exists() and (done := complete(source, target, layers, listed)) is not None:
+        listing = list_files(source)
+    if not work.exists() and (complete_copy := complete(source, target, layers, listing)) is not None:
         LOG.info("%s: already staged at %s", source, target)
-        return done
+        return complete_copy
     make_folder(target.parent)
     with turn(work) as waited:
         look(target).refuse("staging")  # a plan may have begun in the meantime
         recover(target, work / "new", work / "old")
-        done = complete(source, target, layers, listed)
-        if done is None and (waited or listed is None):
+        complete_copy = complete(source, target, layers, listing)
+        if complete_copy is None and (waited or listing is None):
             # Another process may have staged a newer state than the listing of this one.
-            source = again()
-            listed = list_files(source)
-            done = complete(source, target, layers, listed)
-        LOG.info("%s: %s %s", source, "staging to" if done is None else "another process staged it to", target)
-        if done is None:
-            assert listed is not None
+            source = reopen()
+            listing = list_files(source)
+            complete_copy = complete(source, target, layers, listing)
+        LOG.info("%s: %s %s", source, "staging to" if complete_copy is None else "another process staged it to", target)
+        if complete_copy is None:
+            assert listing is not None
             check_target(source, target, layers)
             tell = progress or (lambda what, n, total: None)
-            done = _download(source, listed, target, work, layers, tell, again)
+            complete_copy = _download(source, listing, target, work, layers, tell, reopen)
         for name in ("new", "parts", "plan.json"):
             remove(work / name)
-        return done
+        return complete_copy
 
 
 def _download(
     source: Location,
-    listed: Listed,
+    listing: Listed,
     target: Path,
     work: Path,
     layers: tuple[Layer, ...] | None,
     tell: StageProgress,
-    again: Callable[[], Location],
+    reopen: Callable[[], Location],
 ) -> Staged:
-    place, name, marker = find_source(source, listed, layers)
-    inside, wanted = marker.inside, marker.listed
+    location, name, marker = find_source(source, listing, layers)
+    subfolder, entries = marker.inside, marker.listed
     old = read_marker(work / "plan.json")
-    if old is None or not is_same(old, source, layers) or (old.below, old.inside) != (marker.below, inside):
+    if old is None or not is_same(old, source, layers) or (old.below, old.inside) != (marker.below, subfolder):
         remove(work / "new")
         old = None
     remove(work / "parts")
     if layers is not None:
-        return _convert(place, name, marker, old, target, work, tell)
-    base = work / "new" / inside
-    keep(base, wanted, old)
-    unchecked = link(base, wanted, target, source)
-    missing = {n: size for n, (size, _) in wanted.items() if size_of(f"{base}/{n}") != size}
-    LOG.info("%s: reading %d of %d files; the copy has the others", source, len(missing), len(wanted))
+        return _convert(location, name, marker, old, target, work, tell)
+    base = work / "new" / subfolder
+    keep(base, entries, old)
+    unchecked = link(base, entries, target, source)
+    missing = {n: size for n, (size, _) in entries.items() if size_of(f"{base}/{n}") != size}
+    LOG.info("%s: reading %d of %d files; the copy has the others", source, len(missing), len(entries))
     check_space(target, sum(missing.values()))
     write_marker(work / "plan.json", marker)
-    copy(place, missing, base, work / "parts", tell)
+    copy(location, missing, base, work / "parts", tell)
     if str(source).startswith("hf://"):
         check_digests(base, {n: version for n, (_, version) in unchecked.items()})
-    check_versions(again, base, marker.below, {n: wanted[n] for n in missing})
-    formats.get(name).check_copy(base, place, wanted)
-    files = {n: size for n, (size, _) in wanted.items()}
+    check_versions(reopen, base, marker.below, {n: entries[n] for n in missing})
+    formats.get(name).check_copy(base, location, entries)
+    files = {n: size for n, (size, _) in entries.items()}
     return put(marker, files, sum(missing.values()), target, work / "new", work / "old")
 
 
-def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | None) -> tuple[Location, str, Marker]:
+def find_source(source: Location, listing: Listed, layers: tuple[Layer, ...] | None) -> tuple[Location, str, Marker]:
     """Returns the location and format of the dataset at or below a source, and the marker for its copy.
 
     Raises:
@@ -198,51 +198,55 @@ def find_source(source: Location, listed: Listed, layers: tuple[Layer, ...] | No
         ArgumentError, UnsupportedError: ``layers`` of a dataset whose layers cannot be copied.
         Errors of :func:`actshard.open`.
     """
-    place, name = find_any(source)
-    look(place).refuse(
+    location, name = find_any(source)
+    look(location).refuse(
         "uploading", "half copied"
     )  # a token cache's ledger is uploaded last, but an earlier one may exist
-    below = place.relative_to(source)
-    wanted = within(listed, below)
-    if not wanted:
-        raise NotAFileError("expected the folder of a dataset, found a file", path=place)
+    subpath = location.relative_to(source)
+    files = within(listing, subpath)
+    if not files:
+        raise NotAFileError("expected the folder of a dataset, found a file", path=location)
     if layers is not None and name == of_tokens():
-        raise ArgumentError("layers: a token cache has no layers", path=place)
+        raise ArgumentError("layers: a token cache has no layers", path=location)
     if layers is not None and name not in formats.written():
-        raise UnsupportedError(f"layers: actshard does not write {name}. Stage all layers, or convert", path=place)
-    known = formats.get(name)
-    inside = place.name if known.writes and known.target().names_itself else ""
+        raise UnsupportedError(f"layers: actshard does not write {name}. Stage all layers, or convert", path=location)
+    dataset_format = formats.get(name)
+    subfolder = location.name if dataset_format.writes and dataset_format.target().names_itself else ""
     marker = Marker(
-        str(source), revision_of(source), None if layers is None else list(layers), below, inside, wanted, {}, []
+        str(source), revision_of(source), None if layers is None else list(layers), subpath, subfolder, files, {}, []
     )
-    return place, name, replace(marker, origin=origin_of(source))
+    return location, name, replace(marker, origin=origin_of(source))
 
 
 def _convert(
-    place: Location, name: str, marker: Marker, old: Marker | None, target: Path, work: Path, tell: StageProgress
+    location: Location, name: str, marker: Marker, old: Marker | None, target: Path, work: Path, tell: StageProgress
 ) -> Staged:
     """Writes a dataset of some layers, in the same format."""
-    new, layers = work / "new", marker.layers
+    new_copy, layers = work / "new", marker.layers
     if old is None or old.listed != marker.listed:
-        remove(new)
-    before = received(place)
-    store = open_quietly(place, name, "auto", "160MiB")
+        remove(new_copy)
+    before = received(location)
+    store = open_quietly(location, name, "auto", "160MiB")
     for layer in layers or ():
         store.group_of(layer)
     counts = store.token_counts if store.contents.counts_are_cheap else None
     if counts is not None:
         check_space(target, int(counts.sum()) * len(layers or ()) * store.d_model * store.dtype.itemsize)
     write_marker(work / "plan.json", marker)
-    done = convert(
-        store, new, name, layers=layers, resume=True, progress=lambda n, total, _: tell("examples", n, total)
+    conversion = convert(
+        store, new_copy, name, layers=layers, resume=True, progress=lambda n, total, _: tell("examples", n, total)
     )
-    fetched = received(place) - before if place.is_remote else None
-    return put_layers(marker, done, fetched, target, new, work / "old")
+    fetched = received(location) - before if location.is_remote else None
+    return put_layers(marker, conversion, fetched, target, new_copy, work / "old")
 
 
-def put_layers(marker: Marker, done: Conversion, fetched: int | None, target: Path, new: Path, old: Path) -> Staged:
-    """As :func:`put`, for a dataset of some layers that was converted into ``new``. ``fetched=None``: the size of the result."""
-    inside = done.path.relative_to(new).as_posix()
-    files = {f: size for f, (size, _) in list_files(Location.of(done.path)).items()}
-    made = replace(marker, inside="" if inside == "." else inside, losses=[str(loss) for loss in done.losses])
-    return put(made, files, sum(files.values()) if fetched is None else fetched, target, new, old)
+def put_layers(
+    marker: Marker, conversion: Conversion, fetched: int | None, target: Path, new_copy: Path, old_copy: Path
+) -> Staged:
+    """As :func:`put`, for a dataset of some layers converted into ``new_copy``. ``fetched=None``: the size of the result."""
+    subfolder = conversion.path.relative_to(new_copy).as_posix()
+    files = {f: size for f, (size, _) in list_files(Location.of(conversion.path)).items()}
+    new_marker = replace(
+        marker, inside="" if subfolder == "." else subfolder, losses=[str(loss) for loss in conversion.losses]
+    )
+    return put(new_marker, files, sum(files.values()) if fetched is None else fetched, target, new_copy, old_copy)

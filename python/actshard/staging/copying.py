@@ -34,56 +34,54 @@ _Range = tuple[str, Path, int, int, bool]
 """Name, temporary file, offset, length, and whether it is the file's last range."""
 
 
-def keep(base: Path, wanted: Listed, plan: Marker | None) -> None:
+def keep(base: Path, files: Listed, plan: Marker | None) -> None:
     """Removes from an interrupted copy all files whose version differs from the source's."""
     if plan is None:
         remove(base)
     for folder, _, names in os.walk(base):
         for name in names:
             path = Path(folder) / name
-            known = path.relative_to(base).as_posix()
-            if plan is None or known not in wanted or plan.listed.get(known) != wanted[known]:
+            relative_name = path.relative_to(base).as_posix()
+            if plan is None or relative_name not in files or plan.listed.get(relative_name) != files[relative_name]:
                 remove(path)
 
 
-def link(base: Path, wanted: Listed, target: Path, source: Location) -> Listed:
+def link(base: Path, files: Listed, target: Path, source: Location) -> Listed:
     """Hard-links unchanged files from the copy to be replaced. Files are replaced, never modified, so both copies may be open.
 
     Returns the other files, which must be checked: also those that an interrupted call copied.
     """
-    others = dict(wanted)
-    for name, near in unchanged(wanted, target, source).items():
+    remaining = dict(files)
+    for name, near in unchanged(files, target, source).items():
         far = base / name
         if not far.exists():
             make_folder(far.parent)
             with contextlib.suppress(OSError):
                 os.link(near, far)
-                del others[name]
-    return others
+                del remaining[name]
+    return remaining
 
 
-def unchanged(wanted: Listed, target: Path, source: Location) -> dict[str, str]:
+def unchanged(files: Listed, target: Path, source: Location) -> dict[str, str]:
     """Maps names to paths of files of an existing copy that equal the source's and were not modified since."""
     marker = read_marker(target / STAGED)
     if marker is None or not is_same(marker, source, None):
         return {}
     return {
         name: f"{target}/{marker.inside}/{name}"
-        for name, entry in wanted.items()
+        for name, entry in files.items()
         if marker.listed.get(name) == entry and marker.is_as_staged(target, name)
     }
 
 
-def check_space(target: Path, wanted: int) -> None:
-    """Raises DiskFullError unless ``wanted`` bytes are free."""
+def check_space(target: Path, size: int) -> None:
+    """Raises DiskFullError unless ``size`` bytes are free."""
     free = shutil.disk_usage(target.parent).free
-    if wanted and wanted + min(_SLACK, wanted) > free:
-        raise DiskFullError(
-            f"needs {wanted:,} bytes, {free:,} are free on this disk. Choose another folder", path=target
-        )
+    if size and size + min(_SLACK, size) > free:
+        raise DiskFullError(f"needs {size:,} bytes, {free:,} are free on this disk. Choose another folder", path=target)
 
 
-def copy(place: Location, missing: Mapping[str, int], base: Path, parts: Path, tell: StageProgress) -> None:
+def copy(location: Location, missing: Mapping[str, int], base: Path, parts: Path, tell: StageProgress) -> None:
     """Downloads files, each under a temporary name until it is complete."""
     total, done = sum(missing.values()), 0
     folders = {base, *((base / name).parent for name in missing)}
@@ -92,7 +90,7 @@ def copy(place: Location, missing: Mapping[str, int], base: Path, parts: Path, t
     parts.mkdir(parents=True, exist_ok=True)
     tell("bytes", 0, total)
     for batch in _batches(missing, parts):
-        ranges: Any = [(place / name, part, at, length) for name, part, at, length, _ in batch]
+        ranges: Any = [(location / name, part, offset, length) for name, part, offset, length, _ in batch]
         _native.copy_ranges(ranges)
         # Synced before renaming: a later call only checks the file's size.
         _native.sync_files(list(dict.fromkeys(part for _, part, *_ in batch)))
@@ -106,10 +104,10 @@ def copy(place: Location, missing: Mapping[str, int], base: Path, parts: Path, t
 def _batches(missing: Mapping[str, int], parts: Path) -> Iterator[list[_Range]]:
     batch: list[_Range] = []
     size = 0
-    for number, (name, whole) in enumerate(missing.items()):
-        for at in range(0, max(whole, 1), _PIECE):
-            length = min(_PIECE, whole - at)
-            batch.append((name, parts / str(number), at, length, at + length == whole))
+    for number, (name, file_size) in enumerate(missing.items()):
+        for offset in range(0, max(file_size, 1), _PIECE):
+            length = min(_PIECE, file_size - offset)
+            batch.append((name, parts / str(number), offset, length, offset + length == file_size))
             size += length
             if size >= _BATCH or len(batch) >= _FILES:
                 yield batch
@@ -126,20 +124,20 @@ def most_in_memory(sizes: Sequence[int]) -> int:
     return sum(pieces[:_AT_ONCE])
 
 
-def check_versions(again: Callable[[], Location], base: Path, below: str, copied: Listed) -> None:
+def check_versions(reopen: Callable[[], Location], base: Path, subpath: str, copied: Listed) -> None:
     """Compares files with a new listing if reading does not detect a replacement: local files, and empty files."""
-    source = again()
+    source = reopen()
     if str(source).startswith("hf://"):  # all files are of one commit
         return
-    asked = {n: entry for n, entry in copied.items() if source.is_local or entry[0] == 0}
-    if not asked:
+    entries = {n: entry for n, entry in copied.items() if source.is_local or entry[0] == 0}
+    if not entries:
         return
-    found = within(list_files(source), below)
-    wrong = [name for name, entry in asked.items() if found.get(name) != entry]
+    current = within(list_files(source), subpath)
+    wrong = [name for name, entry in entries.items() if current.get(name) != entry]
     for name in wrong:
         remove(base / name)
     if wrong:
-        raise FormatError("was replaced while it was staged. Stage again", path=source / below / wrong[0])
+        raise FormatError("was replaced while it was staged. Stage again", path=source / subpath / wrong[0])
 
 
 def check_digests(base: Path, tags: Mapping[str, str]) -> None:

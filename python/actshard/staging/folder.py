@@ -28,9 +28,9 @@ def target_of(folder: Any) -> Path:
     """Checks the user's ``folder`` and returns its path. Environment variables are expanded."""
     if isinstance(folder, str):
         folder = os.path.expandvars(folder)
-        left = re.search(r"\$(?:\w+|\{[^}]*\})", folder)
-        if left:
-            raise ArgumentError(f"folder: expected an environment variable, found none named {left.group()}")
+        match = re.search(r"\$(?:\w+|\{[^}]*\})", folder)
+        if match:
+            raise ArgumentError(f"folder: expected an environment variable, found none named {match.group()}")
     path = _arguments.local_path(folder, "folder")
     if not path.name:
         raise ArgumentError("folder: expected a folder below /, found /")
@@ -79,64 +79,64 @@ def leave(work: Path) -> None:
             _release(lock, work)
 
 
-def recover(target: Path, new: Path, old: Path) -> None:
+def recover(target: Path, new_copy: Path, old_copy: Path) -> None:
     """Finishes or undoes a replacement that was interrupted between its two renames; see :func:`put`."""
-    if old.exists() and not target.exists():
-        (new if (new / STAGED).exists() else old).replace(target)
-    _discard(old, target)
+    if old_copy.exists() and not target.exists():
+        (new_copy if (new_copy / STAGED).exists() else old_copy).replace(target)
+    _discard(old_copy, target)
 
 
 def _others(folder: Path) -> list[str]:
     """Files and links in a copy that were not staged, relative to it."""
     marker = read_marker(folder / STAGED)
     staged = {STAGED, *(posixpath.join(marker.inside, name) for name in marker.files)} if marker else set()
-    found = []
-    for at, folders, names in os.walk(folder, onerror=_refuse):
-        links = [name for name in folders if os.path.islink(os.path.join(at, name))]  # noqa: PTH114, PTH118 -- walk gives texts
-        below = os.path.relpath(at, folder)
-        found += [os.path.normpath(os.path.join(below, name)) for name in (*names, *links)]  # noqa: PTH118 -- walk gives texts
-    return sorted(name for name in found if name not in staged)
+    paths = []
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118 -- walk gives texts
+        subpath = os.path.relpath(parent, folder)
+        paths += [os.path.normpath(os.path.join(subpath, name)) for name in (*names, *links)]  # noqa: PTH118 -- walk gives texts
+    return sorted(name for name in paths if name not in staged)
 
 
 def _refuse(error: OSError) -> None:
     raise error
 
 
-def _discard(old: Path, target: Path) -> None:
+def _discard(old_copy: Path, target: Path) -> None:
     """Removes a replaced copy. Moves the user's files to the new copy; files that cannot be moved are kept next to it."""
-    if not os.path.lexists(old):
+    if not os.path.lexists(old_copy):
         return
-    others = _others(old)
+    user_files = _others(old_copy)
     if (
-        others and read_marker(old / STAGED) is not None
+        user_files and read_marker(old_copy / STAGED) is not None
     ):  # otherwise files of the old copy could be mistaken for the user's
-        for name in others:
-            place = target / name
-            if not os.path.lexists(place):
+        for name in user_files:
+            destination = target / name
+            if not os.path.lexists(destination):
                 with contextlib.suppress(OSError):
-                    make_folder(place.parent)
-                    (old / name).rename(place)
-        others = _others(old)
-    if others:
+                    make_folder(destination.parent)
+                    (old_copy / name).rename(destination)
+        user_files = _others(old_copy)
+    if user_files:
         number = next(n for n in itertools.count(1) if not os.path.lexists(_kept(target, n)))
-        old.rename(_kept(target, number))
+        old_copy.rename(_kept(target, number))
         return
-    for path in old.iterdir():
+    for path in old_copy.iterdir():
         if path.name != STAGED:  # last: without it, what a kill leaves would be taken for the user's files
             remove(path)
-    remove(old)
+    remove(old_copy)
 
 
 def _kept(target: Path, number: int) -> Path:
     return target.with_name(f".{target.name}.actshard-kept-{number}")
 
 
-def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, listed: Listed | None) -> Staged | None:
-    """Returns the copy in the folder if it is complete and equals ``listed`` (None: not compared); else None."""
+def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, files: Listed | None) -> Staged | None:
+    """Returns the copy in the folder if it is complete and equals ``files`` (None: not compared); else None."""
     marker = read_marker(target / STAGED)
     if marker is None or not is_same(marker, source, layers) or not marker.is_whole(target):
         return None
-    if listed is not None and (within(listed, marker.below) != marker.listed or marker.changed(target)):
+    if files is not None and (within(files, marker.below) != marker.listed or marker.changed(target)):
         return None
     return marker.result(target)
 
@@ -145,8 +145,8 @@ def is_same(marker: Marker, source: Location, layers: tuple[Layer, ...] | None) 
     """Whether a marker describes a copy of this source and these layers."""
     origin = origin_of(source)
     elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
-    named = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
-    return named and not elsewhere
+    is_same_request = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
+    return is_same_request and not elsewhere
 
 
 def check_target(source: Location, target: Path, layers: tuple[Layer, ...] | None) -> None:
@@ -180,32 +180,34 @@ def _is_working_folder(target: Path) -> bool:
         return False
 
 
-def _check_others(new: Path, target: Path) -> None:
+def _check_others(new_copy: Path, target: Path) -> None:
     """Raises ExistsError if the user's files in the folder cannot be moved to the new copy."""
-    others, marker = _others(target), read_marker(target / STAGED)
-    if others and marker is None:
+    user_files, marker = _others(target), read_marker(target / STAGED)
+    if user_files and marker is None:
         raise ExistsError("contains files that were not staged. Choose another folder", path=target)
     edited = (
-        [] if marker is None else [name for name in marker.changed(target) if not _are_equal(marker, name, new, target)]
+        []
+        if marker is None
+        else [name for name in marker.changed(target) if not _are_equal(marker, name, new_copy, target)]
     )
     if edited:
-        listed = ", ".join(edited[:20]) + (f" and {len(edited) - 20} more" if len(edited) > 20 else "")
+        file_list = ", ".join(edited[:20]) + (f" and {len(edited) - 20} more" if len(edited) > 20 else "")
         raise ExistsError(
-            f"contains files that were changed after they were staged: {listed}. Move them away to have them staged again, or "
+            f"contains files that were changed after they were staged: {file_list}. Move them away to have them staged again, or "
             "choose another folder",
             path=target,
         )
-    taken = [name for name in others if any(_is_taken(new, name, above) for above in (name, *_above(name)))]
-    if taken:
-        listed = ", ".join(taken[:20]) + (f" and {len(taken) - 20} more" if len(taken) > 20 else "")
+    conflicts = [name for name in user_files if any(_is_taken(new_copy, name, path) for path in (name, *_above(name)))]
+    if conflicts:
+        file_list = ", ".join(conflicts[:20]) + (f" and {len(conflicts) - 20} more" if len(conflicts) > 20 else "")
         raise ExistsError(
-            f"contains your own files with names that the new copy needs: {listed}. Move them, or choose another folder",
+            f"contains your own files with names that the new copy needs: {file_list}. Move them, or choose another folder",
             path=target,
         )
 
 
-def _are_equal(marker: Marker, name: str, new: Path, target: Path) -> bool:
-    near, far = target / marker.inside / name, new / marker.inside / name
+def _are_equal(marker: Marker, name: str, new_copy: Path, target: Path) -> bool:
+    near, far = target / marker.inside / name, new_copy / marker.inside / name
     return near.is_file() and far.is_file() and filecmp.cmp(near, far, shallow=False)
 
 
@@ -216,8 +218,8 @@ def _check_sound(copy: Path, source: str, target: Path) -> None:
         return
     before = read_marker(target / STAGED)
     older = target if before is None else target / before.inside
-    known = {(error.code, os.path.relpath(error.path, older)) for error in verify(older, progress=None).errors}
-    errors = [error for error in errors if (error.code, os.path.relpath(error.path, copy)) not in known]
+    old_errors = {(error.code, os.path.relpath(error.path, older)) for error in verify(older, progress=None).errors}
+    errors = [error for error in errors if (error.code, os.path.relpath(error.path, copy)) not in old_errors]
     if errors:
         raise FormatError(
             f"the source is damaged now, so the older copy is kept: {str(errors[0]).replace(os.fspath(copy), source)}. Stage again "
@@ -226,30 +228,32 @@ def _check_sound(copy: Path, source: str, target: Path) -> None:
         )
 
 
-def _is_taken(new: Path, name: str, above: str) -> bool:
+def _is_taken(new_copy: Path, name: str, path: str) -> bool:
     """Whether the new copy contains ``name``, or a file with the name of a folder that ``name`` needs."""
     return (
-        os.path.lexists(new / above) if name == above else os.path.lexists(new / above) and not (new / above).is_dir()
+        os.path.lexists(new_copy / path)
+        if name == path
+        else os.path.lexists(new_copy / path) and not (new_copy / path).is_dir()
     )
 
 
 def _above(name: str) -> list[str]:
-    return [str(above) for above in PurePosixPath(name).parents][:-1]
+    return [str(parent) for parent in PurePosixPath(name).parents][:-1]
 
 
-def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new: Path, old: Path) -> Staged:
-    """Renames ``new`` to the target. An older copy is first renamed to ``old``, and then removed."""
-    times = {name: state_of(f"{new}/{marker.inside}/{name}")[1] or 0 for name in files}
-    made = replace(marker, files=files, times=times)
-    if not made.is_whole(new):
+def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new_copy: Path, old_copy: Path) -> Staged:
+    """Renames ``new_copy`` to the target. An older copy is first renamed to ``old_copy``, and then removed."""
+    times = {name: state_of(f"{new_copy}/{marker.inside}/{name}")[1] or 0 for name in files}
+    new_marker = replace(marker, files=files, times=times)
+    if not new_marker.is_whole(new_copy):
         raise FormatError("expected a complete copy, found files that are missing. Stage again", path=target)
-    write_marker(new / STAGED, made)
-    sync_tree(new)
+    write_marker(new_copy / STAGED, new_marker)
+    sync_tree(new_copy)
     if target.exists():
-        _check_others(new, target)
-        _check_sound(new / marker.inside, marker.source, target)
-        target.replace(old)
-    new.replace(target)
-    _discard(old, target)
+        _check_others(new_copy, target)
+        _check_sound(new_copy / marker.inside, marker.source, target)
+        target.replace(old_copy)
+    new_copy.replace(target)
+    _discard(old_copy, target)
     sync_folders([target.parent])
-    return made.result(target, fetched)
+    return new_marker.result(target, fetched)

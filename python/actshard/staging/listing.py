@@ -17,33 +17,33 @@ def list_files(source: Location) -> Listed:
     with boundary(source, "list"):
         if source.kind() == "file":
             raise NotAFileError("expected the folder of a dataset, found a file", path=source)
-        found: Listed = {}
+        files: Listed = {}
         if source.exists():
-            _walk(source, "", found, 0)
-    if not found:
+            _walk(source, "", files, 0)
+    if not files:
         raise MissingFileError("expected a dataset, found nothing", path=source)
-    return found
+    return files
 
 
-def _walk(folder: Location, above: str, found: Listed, depth: int) -> None:
+def _walk(folder: Location, prefix: str, files: Listed, depth: int) -> None:
     if depth > _DEEPEST:
         raise FormatError(f"expected at most {_DEEPEST} levels of folders", path=folder)
     for entry in folder.entries():
         if entry.name.startswith(".actshard") and entry.name != RECORD:  # working files of writers; markers of copies
             continue
-        below, name = folder / entry.name, f"{above}{entry.name}"
+        child, name = folder / entry.name, f"{prefix}{entry.name}"
         if entry.kind == "folder":
-            _walk(below, f"{name}/", found, depth + 1)
+            _walk(child, f"{name}/", files, depth + 1)
         elif entry.kind == "file":
-            state = below.stat()
-            found[name] = (state.size, state.version)
+            state = child.stat()
+            files[name] = (state.size, state.version)
 
 
-def within(listed: Listed, below: str) -> Listed:
+def within(listing: Listed, subpath: str) -> Listed:
     """The part of a listing below a folder."""
-    if below == ".":
-        return listed
-    return {name[len(below) + 1 :]: entry for name, entry in listed.items() if name.startswith(f"{below}/")}
+    if subpath == ".":
+        return listing
+    return {name[len(subpath) + 1 :]: entry for name, entry in listing.items() if name.startswith(f"{subpath}/")}
 
 
 def revision_of(source: Location) -> str | None:

@@ -91,16 +91,16 @@ class Marker:
 def read_marker(path: Path) -> Marker | None:
     """Reads a marker or plan; None if there is none, or if it is damaged."""
     try:
-        made = json.loads(path.read_bytes())
-        if made.pop("actshard") != _VERSION:
+        fields = json.loads(path.read_bytes())
+        if fields.pop("actshard") != _VERSION:
             return None
-        made["listed"] = {name: (int(size), str(tag)) for name, (size, tag) in made["listed"].items()}
-        made["files"] = {str(name): int(size) for name, size in made["files"].items()}
-        made["losses"] = [str(loss) for loss in made["losses"]]
-        made["times"] = {str(name): int(time) for name, time in made.get("times", {}).items()}
-        if not all(isinstance(made[name], str) for name in ("source", "below", "inside")):
+        fields["listed"] = {name: (int(size), str(tag)) for name, (size, tag) in fields["listed"].items()}
+        fields["files"] = {str(name): int(size) for name, size in fields["files"].items()}
+        fields["losses"] = [str(loss) for loss in fields["losses"]]
+        fields["times"] = {str(name): int(time) for name, time in fields.get("times", {}).items()}
+        if not all(isinstance(fields[name], str) for name in ("source", "below", "inside")):
             return None
-        return Marker(**made)
+        return Marker(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -123,7 +123,7 @@ def size_of(path: str) -> int:
 def state_of(path: str) -> tuple[int | None, int | None]:
     """Size in bytes and modification time of a file; (None, None) if there is no file."""
     try:
-        found = os.stat(path)  # noqa: PTH116 -- called for each staged file: Path would cost time
+        status = os.stat(path)  # noqa: PTH116 -- called for each staged file: Path would cost time
     except OSError:
         return None, None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

@@ -35,8 +35,8 @@ class _Codes(Mapping[str, tuple[str, str, str]]):
     """Looks codes up lazily, because that loads the formats of other packages."""
 
     def __getitem__(self, code: str) -> tuple[str, str, str]:
-        known = findings()[code]
-        return (known.severity, known.meaning, known.remedy)
+        entry = findings()[code]
+        return (entry.severity, entry.meaning, entry.remedy)
 
     def __iter__(self) -> Iterator[str]:
         return iter(findings())
@@ -131,11 +131,11 @@ def of_path(
     root = existing_anywhere(path, *remote)
     check_format(format)
     if layout is not None:
-        known = format_for_layout(root, format, layout)
-        format = format if names_layers(layout) else known
-        if known is not None:
+        format_name = format_for_layout(root, format, layout)
+        format = format if names_layers(layout) else format_name
+        if format_name is not None:
             try:
-                layout = formats.get(known).read_layout(layout)
+                layout = formats.get(format_name).read_layout(layout)
             except ArgumentError:
                 raise
             except ActshardError:
@@ -160,13 +160,13 @@ def format_for_layout(root: Location, format: str | None, layout: Any) -> str | 
     """
     if format is None and not names_layers(layout):
         format = formats.described()
-    known = format
-    if known is None:
+    format_name = format
+    if format_name is None:
         with contextlib.suppress(ActshardError):  # the check reports it
-            known = find(root)[1]
-    if known is not None and not formats.get(known).takes(layout):
-        raise ArgumentError(f"layout: {known} datasets describe themselves; leave it out")
-    return known
+            format_name = find(root)[1]
+    if format_name is not None and not formats.get(format_name).takes(layout):
+        raise ArgumentError(f"layout: {format_name} datasets describe themselves; leave it out")
+    return format_name
 
 
 def _describes(layout: Any) -> bool:
@@ -177,10 +177,10 @@ def _of_parts(store: Store, deep: bool, progress: Callable[[str, int, int], obje
     """One report about all parts of a joined store or a pair, each with its own paths and numbering."""
     report = Report(store.path, store.format, deep)
     for part in (store.contents.whole or store.contents).parts:
-        found = verify(part, deep=deep, progress=progress)
-        for finding in found.findings:
+        part_report = verify(part, deep=deep, progress=progress)
+        for finding in part_report.findings:
             report.add(finding.code, finding.path, finding.found, finding.expected, finding.place)
-        for what, n in found.checked.items():
+        for what, n in part_report.checked.items():
             report.count(what, n)
     return report
 
@@ -201,15 +201,15 @@ def _check(
     root, format = dataset
     report.path, report.format = root.place, format
     root.list_below()
-    known = formats.get(format)
-    if report.layout is not None and not known.takes(report.layout):
+    dataset_format = formats.get(format)
+    if report.layout is not None and not dataset_format.takes(report.layout):
         raise ArgumentError(f"layout: {format} datasets describe themselves; leave it out", path=root)
-    if known.holds == "tokens":
-        known.check(root.place, report, tell)
+    if dataset_format.holds == "tokens":
+        dataset_format.check(root.place, report, tell)
         return
     with report.noting(root):
-        report.layout = None if report.layout is None else known.read_layout(report.layout)
-        known.check(root.place, report, tell)
+        report.layout = None if report.layout is None else dataset_format.read_layout(report.layout)
+        dataset_format.check(root.place, report, tell)
     try:
         store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)
     except ActshardError as error:
@@ -220,22 +220,22 @@ def _check(
     report.count("examples", store.num_examples)
     with report.noting(root), warnings.catch_warnings():
         warnings.simplefilter("ignore", ActshardWarning)  # the format's check reports lines that are missing
-        if report.deep or not known.checks_columns:
-            _read_columns(store.contents.whole or store.contents, whole=report.deep)
+        if report.deep or not dataset_format.checks_columns:
+            _read_columns(store.contents.whole or store.contents, all_rows=report.deep)
     if report.deep and store.layers:
         from actshard.verifying.deep import check_values
 
         (values or check_values)(store, report, tell)
 
 
-def _read_columns(contents: Contents, *, whole: bool) -> None:
+def _read_columns(contents: Contents, *, all_rows: bool) -> None:
     """Reads the columns of all examples, or of the first where a format can: its own check may not read them.
 
     Raises:
         FormatError, MissingFileError, ...: a column cannot be read.
     """
     names = list(contents.column_names)
-    if whole:
+    if all_rows:
         batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
         for _ in batches(names):
             pass
@@ -276,5 +276,5 @@ def _find(root: Location) -> tuple[Location, str]:
 def _guess(root: Location) -> tuple[Location, str] | None:
     if root.kind() != "folder" or not root.lists:
         return None
-    found = remaining({entry.name for entry in root.entries()})
-    return (root, found[0]) if found else None
+    format_names = remaining({entry.name for entry in root.entries()})
+    return (root, format_names[0]) if format_names else None

@@ -43,10 +43,10 @@ def scan(
     group = store.group_of(layer)
     progress = partial(_tell, tell, group, len(store.layers))
     try:
-        found: dict[str, Any] = store.rows.scan(group, progress, examples=examples, wide=wide)
+        layer_scan: dict[str, Any] = store.rows.scan(group, progress, examples=examples, wide=wide)
     except ActshardError as error:
         return error
-    return {**found, "digests": (Digest.of(found["hashes"], 0 if examples is None else examples[0]),)}
+    return {**layer_scan, "digests": (Digest.of(layer_scan["hashes"], 0 if examples is None else examples[0]),)}
 
 
 def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
@@ -58,29 +58,29 @@ def joined(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any
     """
     if before is None:
         return {**part, **{key: part[key].copy() for key in ("magnitudes", "differences", "first")}}
-    made = dict(before)
+    totals = dict(before)
     for key in ("rows", "nan", "infinite"):
-        made[key] += part[key]
-    made["digests"] = joined_digests([before["digests"], part["digests"]])
+        totals[key] += part[key]
+    totals["digests"] = joined_digests([before["digests"], part["digests"]])
     for key in ODD:
-        (count, places), (more, others) = before[key], part[key]
-        made[key] = (count + more, [*places, *others][:PLACES])
+        (count, places), (part_count, part_places) = before[key], part[key]
+        totals[key] = (count + part_count, [*places, *part_places][:PLACES])
     if not part["rows"]:
-        return made
+        return totals
     if not before["rows"]:
-        made["first"] = part["first"].copy()
-    made["magnitudes"] |= part["magnitudes"]
-    made["differences"] |= part["differences"]
-    made["differences"] |= part["first"] ^ made["first"]
-    return made
+        totals["first"] = part["first"].copy()
+    totals["magnitudes"] |= part["magnitudes"]
+    totals["differences"] |= part["differences"]
+    totals["differences"] |= part["first"] ^ totals["first"]
+    return totals
 
 
-def first_row(found: dict[str, Any]) -> NDArray[np.uint64]:
+def first_row(layer_scan: dict[str, Any]) -> NDArray[np.uint64]:
     """The bits of the first row of a scan, an integer per column; zeros without rows."""
-    width = len(found["magnitudes"])
-    if not found["rows"]:
+    width = len(layer_scan["magnitudes"])
+    if not layer_scan["rows"]:
         return np.zeros(width, np.uint64)
-    return np.frombuffer(found["first"], f"<u{len(found['first']) // width}").astype(np.uint64)
+    return np.frombuffer(layer_scan["first"], f"<u{len(layer_scan['first']) // width}").astype(np.uint64)
 
 
 def together(all_before: NDArray[np.uint64] | None, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -101,18 +101,18 @@ def add_findings(
     every = hashes
     readable = True
     digests: list[Digest | None] = []
-    for layer, found in zip(store.layers, scans, strict=True):
-        if isinstance(found, ActshardError):
-            report.error(found, store.path)
+    for layer, layer_scan in zip(store.layers, scans, strict=True):
+        if isinstance(layer_scan, ActshardError):
+            report.error(layer_scan, store.path)
             readable = False
             continue
-        report.count("rows", found["rows"])
-        digests += found["digests"] or [None]
-        _rows(store, layer, found, report)
-        if found["rows"]:
-            _columns(store, layer, found, report)
+        report.count("rows", layer_scan["rows"])
+        digests += layer_scan["digests"] or [None]
+        _rows(store, layer, layer_scan, report)
+        if layer_scan["rows"]:
+            _columns(store, layer, layer_scan, report)
         if hashes is None:
-            every = together(every, found["hashes"])
+            every = together(every, layer_scan["hashes"])
     if every is not None and readable:
         _duplicates(store, every, report)
         _compare(store, digests, report)
@@ -120,31 +120,31 @@ def add_findings(
 
 def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> None:
     """Compares files and rows with those that actshard wrote, by checksums and digests in the record of the dataset's request."""
-    place = Location.at(store.path)
+    location = Location.at(store.path)
     if store.contents.whole is not None:
         return  # other examples than those of the files
     try:
-        record = Request.read(place)
+        record = Request.read(location)
     except ActshardError as error:
         report.error(error, store.path)
         return
     if record is None:
         return
-    _compare_files(place, record.checksums or {}, report)
+    _compare_files(location, record.checksums or {}, report)
     if report.layout is not None or record.digests is None:
         return  # other layers than those of the files
     if len(record.digests) != len(digests):
-        report.add("other-rows", place, many(len(digests), "layer"), str(len(record.digests)))
-    for layer, written, found in zip(store.layers, record.digests, digests, strict=False):
-        if found is not None and written != found:
-            what = "the rows of the examples, in another order" if written.total == found.total else "other rows"
-            report.add("other-rows", place, what, "the rows that were written", f"layer {plain(layer)}")
+        report.add("other-rows", location, many(len(digests), "layer"), str(len(record.digests)))
+    for layer, written, digest in zip(store.layers, record.digests, digests, strict=False):
+        if digest is not None and written != digest:
+            what = "the rows of the examples, in another order" if written.total == digest.total else "other rows"
+            report.add("other-rows", location, what, "the rows that were written", f"layer {plain(layer)}")
 
 
-def _compare_files(place: Location, checksums: Mapping[str, str], report: Report) -> None:
+def _compare_files(location: Location, checksums: Mapping[str, str], report: Report) -> None:
     """Compares files of columns, lengths and metadata with those that actshard wrote."""
     for name, expected in checksums.items():
-        file = place.joinpath(*name.split("/"))
+        file = location.joinpath(*name.split("/"))
         with report.noting(file):
             crc = checksum(file) if file.exists() else None
             if crc != expected:
@@ -156,34 +156,36 @@ def _tell(tell: Any, number: int, total: int, rows: int) -> None:
     tell("layers", number, total)
 
 
-def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
+def _rows(store: Store, layer: Layer, layer_scan: dict[str, Any], report: Report) -> None:
     for key, code, what in (
-        ("nan_rows", "nan", many(found["nan"], "NaN value")),
-        ("infinite_rows", "infinite", many(found["infinite"], "infinite value")),
+        ("nan_rows", "nan", many(layer_scan["nan"], "NaN value")),
+        ("infinite_rows", "infinite", many(layer_scan["infinite"], "infinite value")),
         ("zero_rows", "zero-row", "only zeros"),
         ("constant_rows", "constant-row", "one repeated value"),
     ):
-        count, places = found[key]
+        count, places = layer_scan[key]
         if not count:
             continue
         shown = ", ".join(f"({_named(store, e)}, {t})" for e, t in places[:_FEW]) + (", ..." if count > _FEW else "")
         report.add(
             code,
             store.path,
-            f"{count:,} of {many(found['rows'], 'row')} with {what}; (example, token): {shown}",
+            f"{count:,} of {many(layer_scan['rows'], 'row')} with {what}; (example, token): {shown}",
             place=f"layer {plain(layer)}",
         )
 
 
-def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
-    magnitudes, differences = found["magnitudes"], found["differences"]
-    finite = not found["nan"] and not found["infinite"]
-    if finite and found["rows"] > 1 and magnitudes.any() and not differences.any():
-        report.add("constant-layer", store.path, f"all {found['rows']:,} rows are equal", place=f"layer {plain(layer)}")
+def _columns(store: Store, layer: Layer, layer_scan: dict[str, Any], report: Report) -> None:
+    magnitudes, differences = layer_scan["magnitudes"], layer_scan["differences"]
+    finite = not layer_scan["nan"] and not layer_scan["infinite"]
+    if finite and layer_scan["rows"] > 1 and magnitudes.any() and not differences.any():
+        report.add(
+            "constant-layer", store.path, f"all {layer_scan['rows']:,} rows are equal", place=f"layer {plain(layer)}"
+        )
         return
     dead = np.flatnonzero(magnitudes == 0)
-    same = (differences == 0) & (magnitudes != 0) & (found["rows"] > 1)
-    constant = np.flatnonzero(same if finite else same & _are_finite(magnitudes, found["dtype"]))
+    same = (differences == 0) & (magnitudes != 0) & (layer_scan["rows"] > 1)
+    constant = np.flatnonzero(same if finite else same & _are_finite(magnitudes, layer_scan["dtype"]))
     for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):
         if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
             report.add(
@@ -193,7 +195,7 @@ def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) 
                 place=f"layer {plain(layer)}",
             )
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
-    dtype = found["dtype"]
+    dtype = layer_scan["dtype"]
     for narrower, zeros, exceptions in _NARROWER.get(dtype, ()):
         if every and every & ((1 << zeros) - 1) == 0:
             report.add(

@@ -84,16 +84,23 @@ class LmDataConfig(tokens.LmDataConfig):
         batch_size: int | None = None,
     ) -> Any:
         """Returns the training examples of each component; asynchronous datasets, except for :meth:`train_set`."""
-        made = super().train_sets(length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
-        return made if batch_size is not None else {name: Prepared(one) for name, one in made.items()}
+        train_datasets = super().train_sets(length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
+        return (
+            train_datasets
+            if batch_size is not None
+            else {name: Prepared(dataset) for name, dataset in train_datasets.items()}
+        )
 
     def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
         """Returns the validation examples of each component as asynchronous datasets."""
-        return {name: Prepared(one) for name, one in super().validation_sets(length_of(Pos)).items()}
+        return {name: Prepared(dataset) for name, dataset in super().validation_sets(length_of(Pos)).items()}
 
     def tagged_eval_sets(self, Pos: Any) -> list[tuple[Any, list[str]]]:  # noqa: N803 -- Levanter's name
         """Returns the validation examples of each component, with its tags and its name."""
-        return [(one, [*(self.components[name].tags or ()), name]) for name, one in self.validation_sets(Pos).items()]
+        return [
+            (dataset, [*(self.components[name].tags or ()), name])
+            for name, dataset in self.validation_sets(Pos).items()
+        ]
 
     def train_grug_sets(self, *, seq_len: int, initial_batch_size: int | None = None, key: Any = 0) -> Any:
         """:meth:`train_sets` by length instead of axis."""
@@ -115,24 +122,24 @@ class LmDataConfig(tokens.LmDataConfig):
 
     def build_caches(self, split: str) -> dict[str, TreeCache]:
         """Builds the missing caches of a split, and opens all of its caches."""
-        made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
-        found = {}
-        for plan in made:
-            wanted = split != "train" or self._has_weight(plan.component)
-            if wanted:
-                found[plan.component] = TreeCache(plan.cache or open_cache(plan.path))
-        return found
+        plans = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
+        caches = {}
+        for plan in plans:
+            is_needed = split != "train" or self._has_weight(plan.component)
+            if is_needed:
+                caches[plan.component] = TreeCache(plan.cache or open_cache(plan.path))
+        return caches
 
 
 def _batch_size(schedule: Any) -> int:
-    at = getattr(schedule, "batch_size_at_step", None)
-    if at is None:
+    batch_size_at_step = getattr(schedule, "batch_size_at_step", None)
+    if batch_size_at_step is None:
         if isinstance(schedule, bool) or not isinstance(schedule, int | np.integer) or schedule < 1:
             raise ArgumentError(f"batch_schedule: expected a batch size, found {schedule!r}")
         return int(schedule)
     if not isinstance(getattr(schedule, "schedule", 0), int):
         raise ArgumentError("batch_schedule: schedules that change the batch size are not supported")
-    return int(at(0))
+    return int(batch_size_at_step(0))
 
 
 def dataset_for_component(
@@ -145,7 +152,7 @@ def dataset_for_component(
     loss_mask_padding: bool = False,
 ) -> Any:
     """Returns the examples of a component as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
-    form, apart = formats.as_format(component.format), block_cross_document_attention
+    form, block_attention = formats.as_format(component.format), block_cross_document_attention
     if isinstance(form, formats.PrebuiltFormat):
         return PrebuiltLmDataset(
             cache,
@@ -154,20 +161,20 @@ def dataset_for_component(
             loss_weights_key=form.loss_weights_key,
             loss_weight_transform=form.loss_weight_transform,
             eos_id=eos_id,
-            block_cross_document_attention=apart,
+            block_cross_document_attention=block_attention,
         )
     if isinstance(form, formats.TextFormat | formats.SupervisedFormat) and not component.pack:
         weights = WEIGHTS if isinstance(form, formats.SupervisedFormat) else None
         windows = TokenSeqDataset(cache, length_of(Pos), weights)
-        return CausalLmDataset(windows, Pos, eos_id=eos_id, block_cross_document_attention=apart)
-    made = DatasetComponent(format=form, pack=component.pack)
+        return CausalLmDataset(windows, Pos, eos_id=eos_id, block_cross_document_attention=block_attention)
+    dataset_component = DatasetComponent(format=form, pack=component.pack)
     return Prepared(
         tokens.dataset_for_component(
-            made,
+            dataset_component,
             cache_of(cache),
             length_of(Pos),
             eos_id=eos_id,
-            block_cross_document_attention=apart,
+            block_cross_document_attention=block_attention,
             loss_mask_padding=loss_mask_padding,
         )
     )

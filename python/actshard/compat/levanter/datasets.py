@@ -63,17 +63,17 @@ def examples_of(batch: tokens.Batch) -> list[Any]:
     thd = None
     if batch.segment_ids is not None and batch.max_segments is not None:
         thd = (batch.thd_segment_lengths, batch.thd_num_segments)
-    made = []
+    examples = []
     for i in range(len(batch)):
         segments = None if batch.segment_ids is None else (batch.segment_ids[i], batch.segment_ids[i])
         runs = None if thd is None else (thd[0][i], thd[1][i])
         if GrugLmExample is None:
-            made.append(LmExample(batch.tokens[i], batch.loss_weight[i], AttentionMask(True, segments, runs)))
+            examples.append(LmExample(batch.tokens[i], batch.loss_weight[i], AttentionMask(True, segments, runs)))
             continue
         metadata = None if runs is None else ThdSegmentMetadata(segment_lengths=runs[0], num_segments=runs[1])
         mask = GrugAttentionMask(is_causal=True, segment_ids=segments, thd_segment_metadata=metadata)
-        made.append(GrugLmExample(tokens=batch.tokens[i], loss_weight=batch.loss_weight[i], attn_mask=mask))
-    return made
+        examples.append(GrugLmExample(tokens=batch.tokens[i], loss_weight=batch.loss_weight[i], attn_mask=mask))
+    return examples
 
 
 def length_of(position: Any) -> int:
@@ -86,11 +86,11 @@ def length_of(position: Any) -> int:
 
 def _from_start(indices: Sequence[int], most: int) -> list[int]:
     """Checks indices; like Levanter, refuses negative ones."""
-    made = [int(i) for i in indices]
-    for i in made:
+    positions = [int(i) for i in indices]
+    for i in positions:
         if not 0 <= i < most:
             raise OutOfRangeError(f"index {i} is out of range: there are {most}")
-    return made
+    return positions
 
 
 class Dataset(AsyncDataset):
@@ -119,8 +119,8 @@ class Dataset(AsyncDataset):
 
     async def getitem_async(self, index: int) -> Any:
         """Returns one example."""
-        made = await asyncio.to_thread(self._read, _from_start([index], self._count()))
-        return made[0]
+        examples = await asyncio.to_thread(self._read, _from_start([index], self._count()))
+        return examples[0]
 
 
 class TreeCache(Dataset):
@@ -172,14 +172,14 @@ class TreeCache(Dataset):
             raise MissingExtraError(
                 "Levanter's own arrays require Levanter, which is not installed", path=self.cache.path
             ) from error
-        made: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         for name in self.cache.fields:
-            *above, last = name.split("/")
-            place = made
-            for part in above:
-                place = place.setdefault(part, {})
-            place[last] = np.zeros(0, self.cache.dtype(name))
-        return Theirs.load(str(self.cache.path), made)
+            *parents, last = name.split("/")
+            node = tree
+            for part in parents:
+                node = node.setdefault(part, {})
+            node[last] = np.zeros(0, self.cache.dtype(name))
+        return Theirs.load(str(self.cache.path), tree)
 
     def flat_field_num_rows(self, field: str) -> int:
         """Number of rows of a field."""
@@ -222,9 +222,9 @@ class TreeCache(Dataset):
         return await asyncio.to_thread(lambda: [view.elements(int(offset), int(offset) + length) for offset in offsets])
 
 
-def cache_of(given: Any) -> tokens.TokenCache:
+def cache_of(cache: Any) -> tokens.TokenCache:
     """The cache of a :class:`TreeCache`, or the cache itself."""
-    return given.cache if isinstance(given, TreeCache) else given
+    return cache.cache if isinstance(cache, TreeCache) else cache
 
 
 class TokenSeqDataset(Dataset):
@@ -241,11 +241,11 @@ class TokenSeqDataset(Dataset):
 
     def _read(self, indices: Sequence[int]) -> list[Any]:
         starts = self.windows.starts(indices).tolist()
-        made = [{"input_ids": row} for row in self._ranges(self.windows.input_ids_key, starts)]
+        samples = [{"input_ids": row} for row in self._ranges(self.windows.input_ids_key, starts)]
         if self.loss_weights_key is not None:
-            for one, weights in zip(made, self._ranges(self.loss_weights_key, starts), strict=True):
-                one["loss_weights"] = weights
-        return made
+            for sample, weights in zip(samples, self._ranges(self.loss_weights_key, starts), strict=True):
+                sample["loss_weights"] = weights
+        return samples
 
     def _ranges(self, field: str, starts: list[int]) -> list[NDArray[Any]]:
         view = self.windows.cache.view(field)

@@ -35,9 +35,9 @@ def copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path
                 return target
             # Left by a killed process, or by an old release that copied directly into the target.
             copy = target.with_name(f".{target.name}.copying")
-            for left in (copy, target):
-                if left.exists():
-                    shutil.rmtree(left)
+            for folder in (copy, target):
+                if folder.exists():
+                    shutil.rmtree(folder)
             copy.mkdir()
             files = [f for f in source.iterdir() if f.is_file()]
             with concurrent.futures.ThreadPoolExecutor(min(8, len(files)) or 1) as pool:

@@ -101,8 +101,8 @@ class Metadata:
         """
         path = pathlib.Path(shards_dir) / "metadata.json"
         fields = Fields(read_json(path), path)
-        known = [f.name for f in dataclasses.fields(cls)]
-        values = {k: v for k, v in fields.value.items() if k in known}
+        choices = [f.name for f in dataclasses.fields(cls)]
+        values = {k: v for k, v in fields.value.items() if k in choices}
         needed = (f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING)
         if lacking := [name for name in needed if name not in values]:
             raise FormatError(
@@ -119,17 +119,17 @@ class Metadata:
         values["cls_token"] = fields.boolean("cls_token")
         values["layers"] = fields.integers("layers")
         values["dataset"] = pathlib.Path(values["dataset"])
-        known = [agg.value for agg in PixelAgg]
-        if values.get("pixel_agg", known[0]) not in known:
-            raise fields.error("pixel_agg", " or ".join(map(repr, known)))
-        values["pixel_agg"] = PixelAgg(values.get("pixel_agg", known[0]))
+        choices = [agg.value for agg in PixelAgg]
+        if values.get("pixel_agg", choices[0]) not in choices:
+            raise fields.error("pixel_agg", " or ".join(map(repr, choices)))
+        values["pixel_agg"] = PixelAgg(values.get("pixel_agg", choices[0]))
         if not re.fullmatch(r"2\.\d{1,6}(\.\d{1,6})?", values.get("protocol", "2.1")):
             raise UnsupportedError(f"protocol: expected 2.1, found {values['protocol']!r:.50}", path=path)
         return cls(**values)
 
     def _plain(self) -> dict[str, Any]:
-        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return made | {"layers": list(self.layers), "dataset": str(self.dataset), "pixel_agg": self.pixel_agg.value}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return values | {"layers": list(self.layers), "dataset": str(self.dataset), "pixel_agg": self.pixel_agg.value}
 
     def dump(self, shards_root: pathlib.Path | str) -> None:
         """Writes ``metadata.json`` into the folder of this hash below ``shards_root``."""
@@ -226,15 +226,15 @@ class ShardInfo:
         for shard in self.shards:
             path = folder / shard.name
             try:
-                found = Location.at(path).found()
+                stat = Location.at(path).found()
             except ActshardError:
                 wrong["Unreadable"].append(str(path.resolve()))
                 continue
-            if found is None:
+            if stat is None:
                 wrong["Missing"].append(str(path.resolve()))
-            elif found.kind != "file":
+            elif stat.kind != "file":
                 wrong["Not regular"].append(str(path.resolve()))
-            elif found.size == 0:
+            elif stat.size == 0:
                 wrong["Empty"].append(str(path.resolve()))
         problems = [f"{what} files ({len(paths)}): {', '.join(paths)}" for what, paths in wrong.items() if paths]
         if problems:
@@ -254,12 +254,12 @@ def _instead(folder: pathlib.Path) -> str:
     if kind != "folder":
         return f"Expected shard directory at '{where}', but it is not a directory."
     acts = [entry.name for entry in Location.at(folder).entries("acts*.bin")]
-    found = f"Shard directory exists: '{where}'. acts*.bin files found: {len(acts)}."
+    message = f"Shard directory exists: '{where}'. acts*.bin files found: {len(acts)}."
     if not acts:
-        return f"{found} No shard binaries were found. {_AGAIN}"
+        return f"{message} No shard binaries were found. {_AGAIN}"
     shown = ", ".join(acts[:5]) + (", ..." if len(acts) > 5 else "")
-    found += f" Example shard files: {shown}."
-    return f"{found} This looks like an incomplete or older shard layout without shards.json. {_AGAIN}"
+    message += f" Example shard files: {shown}."
+    return f"{message} This looks like an incomplete or older shard layout without shards.json. {_AGAIN}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,5 +311,5 @@ class IndexMap:
     def from_global(self, idx: Any) -> Index:
         """Returns the position of an item."""
         example, token, layer = self.place(idx)
-        shard, inside = divmod(example, self.md.examples_per_shard)
-        return Index(int(idx), example, token - int(self.md.cls_token), shard, inside, layer, token)
+        shard, example_in_shard = divmod(example, self.md.examples_per_shard)
+        return Index(int(idx), example, token - int(self.md.cls_token), shard, example_in_shard, layer, token)

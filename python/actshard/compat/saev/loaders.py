@@ -120,18 +120,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         return len(self.index_map)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        example, token, at = self.index_map.place(i)
-        layer = self.md.layers[at]
-        made = {
+        example, token, layer_position = self.index_map.place(i)
+        layer = self.md.layers[layer_position]
+        sample = {
             "act": self.transform(self._store.gather(layer, example, token)[0]),
             "example_idx": example,
             "token_idx": token - self._cls,
         }
         if self.labels_mmap is not None and token >= self._cls:
-            made["token_label"] = int(self.labels_mmap[example, token - self._cls])
+            sample["token_label"] = int(self.labels_mmap[example, token - self._cls])
         if self.cfg.layer == "all":
-            made["layer"] = layer
-        return made
+            sample["layer"] = layer
+        return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         numbers = np.asarray(indices, np.int64)
@@ -140,29 +140,29 @@ class IndexedDataset(torch.utils.data.Dataset):
             bad = int(numbers[(numbers < 0) | (numbers >= n)][0])
             raise OutOfRangeError(f"Index {bad} out of range for dataset of length {n}")
         m = self.index_map
-        rest, at = np.divmod(numbers, m._layers)
+        rest, layer_positions = np.divmod(numbers, m._layers)
         examples, tokens = np.divmod(rest, m._count)
         tokens = tokens + m._first
         if m.layer == "all":
             rows = np.empty((len(numbers), self.d_model), np.float32)
             for k, layer in enumerate(self.md.layers):
-                part = np.flatnonzero(at == k)
+                part = np.flatnonzero(layer_positions == k)
                 rows[part] = self._store.gather(layer, examples[part], tokens[part])
         else:
             rows = self._store.gather(m.layer, examples, tokens)
         plain = type(self).transform is IndexedDataset.transform
         acts = torch.from_numpy(rows).unbind() if plain else [self.transform(row) for row in rows]
         places = (examples.tolist(), (tokens - self._cls).tolist())
-        made = [{"act": a, "example_idx": e, "token_idx": t} for a, e, t in zip(acts, *places, strict=True)]
+        samples = [{"act": a, "example_idx": e, "token_idx": t} for a, e, t in zip(acts, *places, strict=True)]
         if self.labels_mmap is not None and self.cfg.tokens != "special":
             labels = self.labels_mmap[examples, np.maximum(tokens - self._cls, 0)].tolist()
-            for item, label in zip(made, labels, strict=True):
+            for item, label in zip(samples, labels, strict=True):
                 if item["token_idx"] >= 0:
                     item["token_label"] = label
         if m.layer == "all":
-            for item, k in zip(made, at.tolist(), strict=True):
+            for item, k in zip(samples, layer_positions.tolist(), strict=True):
                 item["layer"] = self.md.layers[k]
-        return made
+        return samples
 
 
 class _Reservoir:
@@ -280,14 +280,14 @@ class OrderedDataLoader(_Loader):
             )
         stream = self._store.stream(cfg.layer, cfg.batch_size, drop_last=cfg.drop_last)
         for batch in self._batches(stream):
-            made = {
+            tensors = {
                 "act": torch.from_numpy(batch.activations),
                 "example_idx": torch.from_numpy(batch.examples),
                 "token_idx": torch.from_numpy(batch.tokens - self._cls),
             }
             if batch.labels is not None:
-                made["token_labels"] = torch.from_numpy(batch.labels.astype(np.int64))
-            yield made
+                tensors["token_labels"] = torch.from_numpy(batch.labels.astype(np.int64))
+            yield tensors
 
 
 class ShuffledDataLoader(_Loader):
@@ -334,14 +334,14 @@ class ShuffledDataLoader(_Loader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._last_reservoir_fill = 1.0 if self.cfg.min_buffer_fill > 0 else None
         for batch in self._batches(self._stream):
-            made = {
+            tensors = {
                 "act": torch.from_numpy(batch.activations),
                 "example_idx": torch.from_numpy(batch.examples.astype(np.int32)),
                 "token_idx": torch.from_numpy((batch.tokens - self._cls).astype(np.int32)),
             }
             if self.cfg.layer == "all":
-                made["layer"] = torch.from_numpy(batch.layers.astype(np.int32))
-            yield made
+                tensors["layer"] = torch.from_numpy(batch.layers.astype(np.int32))
+            yield tensors
 
     def shutdown(self) -> None:
         """Stops reading; may be called at any time. The next loop starts at the first batch."""

@@ -25,14 +25,14 @@ def order_of(store: Store) -> NDArray[np.int64]:
     return np.array(sorted(range(len(files)), key=files.__getitem__), np.int64)
 
 
-def raw_eagle3(one: DraftSample) -> _Sample:
+def raw_eagle3(sample: DraftSample) -> _Sample:
     """Returns the tensors of a SpecForge file: ids and masks ``(S,)``, states ``(1, S, ...)``."""
-    assert one.last is not None, "EAGLE-3 examples are read with their last states"
+    assert sample.last is not None, "EAGLE-3 examples are read with their last states"
     return {
-        "input_ids": tensor(one.ids),
-        "loss_mask": tensor(one.mask),
-        "aux_hidden_state": tensor(one.states)[None],
-        "hidden_state": tensor(one.last)[None],
+        "input_ids": tensor(sample.ids),
+        "loss_mask": tensor(sample.mask),
+        "aux_hidden_state": tensor(sample.states)[None],
+        "hidden_state": tensor(sample.last)[None],
     }
 
 
@@ -94,7 +94,7 @@ class OfflineEagle3Dataset(data.Dataset):
         if bad := [index for index in indices if not -n <= index < n]:
             raise OutOfRangeError(f"index {bad[0]} is out of range: there are {n} samples")
         read = self._examples.read(self._order[np.asarray(indices, np.int64)].tolist(), self.max_len)
-        return [self._made(raw_eagle3(one)) for one in read]
+        return [self._made(raw_eagle3(sample)) for sample in read]
 
     def _made(self, raw: _Sample) -> Any:
         if self.use_usp_preprocess:
@@ -105,14 +105,14 @@ class OfflineEagle3Dataset(data.Dataset):
             )
         loss_mask = raw["loss_mask"][None]
         loss_mask[0, -1:] = 0
-        made = {
+        tensors = {
             "attention_mask": torch.ones_like(loss_mask, dtype=torch.long),
             "loss_mask": loss_mask,
             "target": raw["hidden_state"],
             "hidden_state": raw["aux_hidden_state"],
             "input_ids": raw["input_ids"][None],
         }
-        return self.transform(made) if self.transform else made
+        return self.transform(tensors) if self.transform else tensors
 
 
 def _topology() -> dict[str, int]:
@@ -124,11 +124,11 @@ def _topology() -> dict[str, int]:
             "use_usp_preprocess needs specforge, which is not installed: pip install specforge"
         ) from error
 
-    whole, ring = get_draft_sp_group(), get_sp_ring_group()
+    group, ring = get_draft_sp_group(), get_sp_ring_group()
     distributed = torch.distributed
     return {
-        "sp_rank": distributed.get_rank(whole),
-        "sp_size": distributed.get_world_size(whole),
+        "sp_rank": distributed.get_rank(group),
+        "sp_size": distributed.get_world_size(group),
         "ring_rank": distributed.get_rank(ring),
         "sp_ring_size": distributed.get_world_size(ring),
     }

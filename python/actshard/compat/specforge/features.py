@@ -62,9 +62,16 @@ class StoreFeatures(FeatureStore):
         dtype: DTypeLike | None = None,
     ) -> None:
         store = source if isinstance(source, Store) else actshard.open(source)
-        named = None if last == "last" and last not in store.layers else last
+        last_layer = None if last == "last" and last not in store.layers else last
         self._examples = DraftExamples(
-            store, "int64", "int64", layers=layers, last=named, input_ids=input_ids, loss_mask=loss_mask, dtype=dtype
+            store,
+            "int64",
+            "int64",
+            layers=layers,
+            last=last_layer,
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            dtype=dtype,
         )
         self._order = order_of(store)
         self._leases = itertools.count()
@@ -129,22 +136,22 @@ class StoreFeatures(FeatureStore):
             ArgumentError: the reference is not one of :meth:`refs`, or it requests unknown features.
             As :meth:`actshard.Store.gather`, for a damaged file.
         """
-        uri, wanted = sample_ref.feature_store_uri, list(names or sample_ref.feature_keys)
+        uri, requested_names = sample_ref.feature_store_uri, list(names or sample_ref.feature_keys)
         number = uri.removeprefix(_SCHEME)
         if number == uri or not number.isdecimal():
             raise ArgumentError(f"sample_ref: expected a reference of StoreFeatures.refs(), found {uri!r:.200}")
-        if unknown := sorted(set(wanted) - {"input_ids", "loss_mask", *_STATES, *_LAST}):
+        if unknown := sorted(set(requested_names) - {"input_ids", "loss_mask", *_STATES, *_LAST}):
             raise ArgumentError(f"sample_ref: expected features of SpecForge's files, found {unknown[0]!r:.100}")
-        with_last = bool(set(wanted) & set(_LAST))
-        one = self._examples.read([int(number)], last=with_last)[0]
-        if with_last and one.last is None:
+        with_last = bool(set(requested_names) & set(_LAST))
+        sample = self._examples.read([int(number)], last=with_last)[0]
+        if with_last and sample.last is None:
             raise ArgumentError("sample_ref: requests last hidden states, which the store does not have")
-        arrays = {"input_ids": one.ids, "loss_mask": one.mask} | dict.fromkeys(_STATES, one.states[None])
-        if one.last is not None:
-            arrays |= dict.fromkeys(_LAST, one.last[None])
-        made = {name: tensor(arrays[name]).to(device) for name in wanted}
+        arrays = {"input_ids": sample.ids, "loss_mask": sample.mask} | dict.fromkeys(_STATES, sample.states[None])
+        if sample.last is not None:
+            arrays |= dict.fromkeys(_LAST, sample.last[None])
+        tensors = {name: tensor(arrays[name]).to(device) for name in requested_names}
         handle = FeatureHandle(sample_ref.sample_id, 0, f"{sample_ref.sample_id}:0:{next(self._leases)}")
-        return made, handle
+        return tensors, handle
 
     def put(self, tensors: Any, *, sample_id: str, metadata: Any) -> Any:
         """Not supported: the store is read-only.

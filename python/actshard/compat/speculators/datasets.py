@@ -121,18 +121,18 @@ class ArrowDataset(BaseDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Reads the samples of a batch, in one parallel read."""
         try:
-            found = self._examples.read([self._number(index) for index in indices])
+            samples = self._examples.read([self._number(index) for index in indices])
         except MissingFileError:
             return [self[index] for index in indices]
-        return [_whole(_raw(sample)) for sample in found]
+        return [_whole(_raw(sample)) for sample in samples]
 
 
 def _split(n: int, train_ratio: float, split: str) -> tuple[int, int]:
     """First example and end of a split, computed as in speculators."""
     if not 0.0 < train_ratio <= 1.0:
         raise ArgumentError(f"train_ratio: expected more than 0 and at most 1, found {train_ratio!r}")
-    at = int(n * train_ratio)
-    start, stop = (0, at) if split == "train" else (at, n)
+    boundary = int(n * train_ratio)
+    start, stop = (0, boundary) if split == "train" else (boundary, n)
     if start >= stop:
         raise ArgumentError(f"train_ratio: {train_ratio} of {n} examples leaves none for the split {split!r}")
     return start, stop

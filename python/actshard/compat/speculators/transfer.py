@@ -122,9 +122,9 @@ class StoreBackend(HiddenStatesBackend):
         import actshard
 
         store = actshard.open(args.actshard_store or data_path)
-        named = {str(layer): layer for layer in store.layers}
-        asked = [args.actshard_last, *(args.actshard_layers or "").split(",")]
-        last, *layers = [named.get(name.strip(), name.strip()) for name in asked]
+        layer_by_name = {str(layer): layer for layer in store.layers}
+        names = [args.actshard_last, *(args.actshard_layers or "").split(",")]
+        last, *layers = [layer_by_name.get(name.strip(), name.strip()) for name in names]
         return StoreTransfer(store, layers=None if args.actshard_layers is None else layers, last=last)
 
     @staticmethod
@@ -172,10 +172,10 @@ def write_rows(
         raise ArgumentError("store: expected at least one example, found none", path=examples.store.path)
     parts = []
     for first in range(0, len(examples), _AT_ONCE):
-        held = examples.tokens(range(first, min(first + _AT_ONCE, len(examples))))
-        ends = np.cumsum([0, *(len(ids) for ids, _ in held)])
+        pairs = examples.tokens(range(first, min(first + _AT_ONCE, len(examples))))
+        ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)])
         columns = {
-            name: pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate([pair[k] for pair in held])))
+            name: pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate([pair[k] for pair in pairs])))
             for k, name in enumerate(("input_ids", "loss_mask"))
         }
         parts.append(pa.table(columns))
