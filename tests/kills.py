@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saev": {"max_tokens_per_shard": 5 * 2 * 6},
     "lmprobe": {"shard_bytes": 12_000, "storage": "full_sequence"},
     "zarr": {},
+    "zarr 3": {"version": 3, "shard_bytes": 12_000},
     "pickle": {"shard_bytes": 20_000},
     "hf_arrow": {"shard_bytes": 12_000},
     "npy": {},
@@ -44,9 +45,14 @@ def columns(format: str, part: slice) -> dict[str, Any] | None:
     return None if format == "saev" else {"label": list(range(N))[part]}
 
 
+def name_of(format: str) -> str:
+    """The format's name, without a version."""
+    return format.split(" ", maxsplit=1)[0]
+
+
 def write(format: str, path: Path, tell: Callable[[int], None]) -> Path:
     examples = data(format)
-    with actshard.create(path, format, layers=LAYERS, d_model=WIDTH, resume=True, **OPTIONS[format]) as writer:
+    with actshard.create(path, name_of(format), layers=LAYERS, d_model=WIDTH, resume=True, **OPTIONS[format]) as writer:
         tell(writer.committed)
         while not writer.complete and len(writer) < N:
             part = slice(len(writer), len(writer) + 5)
@@ -58,7 +64,7 @@ def write(format: str, path: Path, tell: Callable[[int], None]) -> Path:
 
 def convert(format: str, path: Path, tell: Callable[[int], None]) -> Path:
     source = path.parent / "source"
-    done = actshard.convert(source, path, format, resume=True, pad=format == "saev", **OPTIONS[format])
+    done = actshard.convert(source, path, name_of(format), resume=True, pad=format == "saev", **OPTIONS[format])
     tell(done.examples)
     return done.path
 
@@ -70,7 +76,7 @@ def merge(format: str, path: Path, tell: Callable[[int], None]) -> Path:
         for i in range(3):
             part = slice(bounds[i], bounds[i + 1])
             with actshard.create(
-                path, format, layers=LAYERS, d_model=WIDTH, part=(i, 3), resume=True, **OPTIONS[format]
+                path, name_of(format), layers=LAYERS, d_model=WIDTH, part=(i, 3), resume=True, **OPTIONS[format]
             ) as writer:
                 if not writer.complete:
                     at = bounds[i] + len(writer)

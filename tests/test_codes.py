@@ -239,6 +239,11 @@ def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
 
 
+def many_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.formats.zarr.write.MANY_FILES", 3)
+    written(folder, "zarr", np.ones((4, 1, 1, 4), np.float32))
+
+
 def parts_with_other_notes(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for note in "ab":
         with actshard.create(folder / note, "lmprobe", layers=[0], d_model=4, metadata={"note": note}) as writer:
@@ -337,6 +342,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "state-without-dataset": old_state,
     "missing-lines": missing_lines,
     "column-type-changed": changed_column,
+    "many-files": many_files,
     "metadata-dropped": parts_with_other_notes,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,

@@ -44,6 +44,7 @@ FORMATS = {
     "specforge": Page(scenes.with_cache("draft/specforge_dflash_gz", "hidden_states"), 1),
     "speculators": Page(scenes.with_cache("draft/speculators_bf16", "training_data"), 1),
     "torch": Page(scenes.torch_file),
+    "zarr": Page(scenes.batches),
 }
 PAGES = {
     "README.md": Page(least=2),

@@ -260,6 +260,7 @@ ON_PATHS = {
     "work": "locks, journals and whole files of writers, which write local folders",
     "formats.kept": "keeps indexes in the user's cache folder; compares change times and inodes of local files",
     "formats.*.write": "writes",
+    "formats.*.chunks": "files of a writer",
     "formats.*.merge": "writes",
     "writing": "writes",
     "merging": "moves and links what it merges",

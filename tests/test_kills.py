@@ -1,5 +1,5 @@
-"""272 kills at random times while writing, converting and merging: data reported as safe are never lost, and incomplete
-datasets never open. ``ACTSHARD_KILLS`` sets the number of kills for each of the sixteen cases."""
+"""306 kills at random times while writing, converting and merging: data reported as safe are never lost, and incomplete
+datasets never open. ``ACTSHARD_KILLS`` sets the number of kills for each of the eighteen cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
 
 
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
-CASES = [(what, format) for what in ("write", "convert") for format in (*MERGED, "hf_arrow", "npy")]
+CASES = [(what, format) for what in ("write", "convert") for format in (*MERGED, "zarr 3", "hf_arrow", "npy")]
 CASES += [("merge", format) for format in MERGED]
 
 

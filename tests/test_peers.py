@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import actshard
-from conftest import GOLDEN, saev_dump
+from conftest import GOLDEN, bits, saev_dump
 from served import served
 from zarr_files import change, write_store
 
@@ -337,10 +337,11 @@ def test_safetensors_reads_every_shard_of_ours(tmp_path: Path) -> None:
     assert total == 2 * sum(w.shape[1] for w in wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"version": 3}, {"version": 3, "shard_bytes": 1500}])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str) -> None:
+def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr")
-    wanted = made(tmp_path / "d", "zarr", dtype=dtype, chunk_tokens=3)
+    wanted = made(tmp_path / "d", "zarr", dtype=dtype, chunk_tokens=3, **options)
     for group in (
         zarr.open_group(str(tmp_path / "d"), mode="r"),
         zarr.open_consolidated(str(tmp_path / "d"), mode="r"),
@@ -356,11 +357,27 @@ def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str) -> None:
         assert group.attrs["num_layers"] == 2
 
 
-def test_tensorstore_reads_stores_of_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {}),
+        ("float32", {"version": 3}),
+        ("bfloat16", {"version": 3}),
+        ("bfloat16", {"version": 3, "shard_bytes": 1500}),
+        ("float64", {"version": 3, "shard_bytes": 1500}),
+    ],
+)
+def test_tensorstore_reads_stores_of_ours(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
     ts = pytest.importorskip("tensorstore")
-    wanted = made(tmp_path / "d", "zarr", chunk_tokens=3)
-    array = ts.open({"driver": "zarr", "kvstore": f"file://{tmp_path}/d/arrays/activations"}).result()
-    assert np.array_equal(np.asarray(array[7, 1, : wanted[7].shape[1]].read().result()), wanted[7][1])
+    wanted = made(tmp_path / "d", "zarr", dtype=dtype, chunk_tokens=3, **options)
+    driver = "zarr3" if "version" in options else "zarr"
+    array = ts.open({"driver": driver, "kvstore": f"file://{tmp_path}/d/arrays/activations"}).result()
+    assert array.dtype.name == dtype
+    whole = np.asarray(array.read().result())
+    for e, example in enumerate(wanted):
+        n = example.shape[1]
+        assert np.array_equal(bits(whole[e, :, :n]), bits(example.astype(whole.dtype)))
+        assert not whole[e, :, n:].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -420,6 +420,13 @@ CALLS: tuple[Code, ...] = (
         "convert the values before they are appended, or choose another format",
     ),
     Code(
+        "many-files",
+        WARNING,
+        "A dataset takes more than 100,000 files.",
+        "Copies, listings and removals are slow, and some file systems limit the number of files.",
+        "write a format or version with few large files, such as Zarr with version=3",
+    ),
+    Code(
         "metadata-dropped",
         WARNING,
         "Merged parts have different metadata.",

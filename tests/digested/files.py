@@ -90,6 +90,10 @@ def _creations() -> dict[str, Job]:
             "t_max, truncated": {"t_max": 5, "truncate": True},
             "num_examples": {"num_examples": N},
             "metadata": {"metadata": {"model_id": "a", "mine": [1]}},
+            "version 3": {"version": 3},
+            "version 3, small shards": {"version": 3, "shard_bytes": 2048},
+            "version 3, chunks of 4": {"version": 3, "chunk_tokens": 4, "t_max": 30},
+            "version 3, bfloat16": {"version": 3, "dtype": "bfloat16"},
         },
         "pickle": {
             "default": {},

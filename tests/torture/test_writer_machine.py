@@ -48,7 +48,15 @@ for _format in FORMATS:
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "saev": [{"max_tokens_per_shard": 12}, {"protocol": "2.0", "max_tokens_per_shard": 30}, {"cls_token": True}],
     "lmprobe": [{"shard_bytes": 150}, {"storage": "full_sequence", "shard_bytes": 16}, {"dtype": "float64"}],
-    "zarr": [{"chunk_tokens": 2}, {"t_max": 9}, {"chunk_tokens": 3, "t_max": 7}, {"dtype": "float16"}],
+    "zarr": [
+        {"chunk_tokens": 2},
+        {"t_max": 9},
+        {"chunk_tokens": 3, "t_max": 7},
+        {"dtype": "float16"},
+        {"version": 3},
+        {"version": 3, "shard_bytes": 200},
+        {"version": 3, "shard_bytes": 200, "chunk_tokens": 3, "dtype": "bfloat16"},
+    ],
     "pickle": [
         {"shard_bytes": 200},
         {"compress": False},

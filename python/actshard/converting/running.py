@@ -34,7 +34,7 @@ from actshard.converting.planning import (
 from actshard.converting.saving import SavesToDisk, saves
 from actshard.converting.texts import Texts
 from actshard.converting.uploading import uploads
-from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
+from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary, warn
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
 from actshard.inputs import changed_read, read_inputs
@@ -256,6 +256,8 @@ def _write_checked(
 ) -> tuple[Target, Columns, tuple[Path, int, int, int | None]]:
     """Checks the columns and writes. Returns the target, its columns, and the values of :func:`_write`."""
     columns = checked(asked, target)
+    if (advice := target.advice(asked.count)) is not None:
+        warn(f"{target.root}: {advice}", code=advice.code)
     try:
         return target, columns, _write(asked, target, columns, resume, progress, overflow)
     except NumbersMatterError:

@@ -15,6 +15,10 @@ DraftKindName = Literal["eagle3", "dspark", "dflash"]
 """Kinds of files of draft-model examples."""
 
 
+FormatVersion = Literal[2, 3, 4]
+"""Versions of a format: 2 or 3 of Zarr, 2 or 4 of DeepSpec's target caches."""
+
+
 class SaevOptions(TypedDict, total=False):
     """Options of saev."""
 
@@ -35,6 +39,7 @@ class LmprobeOptions(TypedDict, total=False):
 class ZarrOptions(TypedDict, total=False):
     """Options of Zarr stores."""
 
+    version: FormatVersion
     chunk_tokens: int
     t_max: int
 
@@ -52,7 +57,7 @@ class PickleOptions(TypedDict, total=False):
 class DeepspecOptions(TypedDict, total=False):
     """Options of DeepSpec target caches."""
 
-    version: Literal[2, 4]
+    version: FormatVersion
     index_record_size: Literal[56, 60, 64]
     last: Layer | None
     layer_ids: Sequence[int]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
+from actshard.codes import Remark
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
 from actshard.request import RECORD, Digests, Request
@@ -297,6 +298,10 @@ class Target(ABC):
 
     def settle(self, block: Block) -> None:  # noqa: B027 -- most formats have nothing left to decide
         """Determines all remaining settings from the first block, because the journal, written next, records them."""
+
+    def advice(self, examples: int) -> Remark | None:
+        """A warning about a dataset of so many examples, such as a large number of files; None without one."""
+        return None
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
         """Format-specific losses of a conversion, as (what, detail), such as layer names that the format does not record.

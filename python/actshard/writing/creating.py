@@ -167,8 +167,9 @@ def create(
         scratch: folder for the dataset of a URL until it is uploaded; None: the folder of temporary files. ``resume`` continues
             an interrupted call with the same ``scratch``, including its upload.
         options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
-            ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
-            pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``. hf_arrow: ``rows``.
+            ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``,
+            ``version``. pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``. hf_arrow:
+            ``rows``.
 
     Returns:
         A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.

@@ -62,8 +62,11 @@ class Writer:
         self._appended = 0
         self._sink: Sink | None = None
         self.path = target.root
+        self._advised = False
         with _told(target.root):
             self._begin(resume)
+        if not self.complete:
+            self._advise(target.spec.num_examples or 0)
 
     def _begin(self, resume: bool) -> None:
         """Accepts a finished dataset, continues an unfinished one, or starts a new one."""
@@ -82,6 +85,12 @@ class Writer:
             self.path = self._sink.finish()
             self.complete = True
             self._sink = None
+
+    def _advise(self, examples: int) -> None:
+        """Warns once if the format advises something for so many examples."""
+        if not self._advised and (advice := self._target.advice(examples)) is not None:
+            self._advised = True
+            warn(f"{self.path}: {advice}", code=advice.code)
 
     def _is_complete(self, resume: bool) -> bool:
         """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
@@ -205,6 +214,7 @@ class Writer:
             # Part of the batch may be staged: only committed examples count, and a resumed writer continues after them.
             self.abort()
             raise
+        self._advise(self._appended)
 
     def _checked(
         self, sink: Sink, examples: GivenExamples, table: pa.Table | None

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use actshard_core::arrays::index;
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::cast;
 use actshard_core::kernels::quantise::Quantised;
@@ -193,6 +194,26 @@ pub fn hash_rows<'py>(
         let (rows, counts) = (rows.as_slice()?, counts.as_slice()?);
         let hashes = detach::detached(py, |watch| scan::hash_rows(rows, row_bytes, counts, watch))?;
         Ok(hashes.into_pyarray(py))
+    })
+}
+
+/// The index of a Zarr shard: `entries` are the offset and the bytes of each inner chunk, 2^64-1 twice for a missing one. Little-endian,
+/// followed by its crc32c.
+#[pyfunction]
+pub fn encode_shard_index<'py>(
+    py: Python<'py>,
+    entries: PyReadonlyArray2<'py, u64>,
+) -> PyResult<Bound<'py, PyArray1<u8>>> {
+    detach::guarded(py, || {
+        if entries.shape()[1] != 2 {
+            return Err(errors::raise(py, &Error::new(Kind::Internal, "entries: expected offsets and bytes")));
+        }
+        let numbers = entries.as_slice()?;
+        let index = detach::detached(py, |_| {
+            let pairs: Vec<(u64, u64)> = numbers.as_chunks::<2>().0.iter().map(|pair| (pair[0], pair[1])).collect();
+            Ok(index::encode(&pairs))
+        })?;
+        Ok(index.into_pyarray(py))
     })
 }
 

@@ -34,6 +34,8 @@ class ZarrFormat(Format):
         "*meta/config.json",
         "*arrays/*/[0-9]",
         "*arrays/*/[0-9][0-9]",
+        "*arrays/*/c.[0-9]",
+        "*arrays/*/c.[0-9][0-9]",
     )
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30

@@ -1,7 +1,8 @@
 """Decides where columns are stored in a Zarr store, as specified by the published text.
 
-Numbers without nulls are arrays with one entry per sample; strings, lists and columns with nulls are lines of JSON. ``sample_key``
-is an array of ``S64``, or ``meta/sample_index.jsonl`` if it does not fit, and is repeated in every line of prompts and responses.
+Numbers without nulls are arrays with one entry per sample; strings, lists and columns with nulls are lines of JSON.
+``sample_key`` is an array of ``S64``. It is ``meta/sample_index.jsonl`` if it does not fit, and in version 3, which has no such
+dtype. Every line of prompts and responses repeats it.
 """
 
 from __future__ import annotations
@@ -71,13 +72,16 @@ class Lines:
                 out.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
 
 
-def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
-    """Assigns columns to arrays and files of lines."""
+def place(columns: pa.Table, *, keys_are_arrays: bool) -> tuple[list[Placed], list[Lines]]:
+    """Assigns columns to arrays and files of lines. ``keys_are_arrays``: keys may be an array of fixed-length bytes."""
     own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
     arrays: list[Placed] = []
     texts: dict[str, dict[str, Any]] = {}
     for field, column in zip(columns.schema, columns.columns, strict=True):
-        found = place_key(column) if field.name == KEY else _number(field, column)
+        if field.name == KEY:
+            found = place_key(column) if keys_are_arrays else None
+        else:
+            found = _number(field, column)
         if found is not None:
             arrays.append(found)
             continue

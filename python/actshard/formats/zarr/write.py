@@ -1,12 +1,13 @@
-"""Writes Zarr activation stores as specified by the published text: version 2, uncompressed, a chunk per sample, layer and stretch.
+"""Writes Zarr activation stores as specified by the published text: of version 2, or with the same chunks in shards, of version 3.
 
-Chunks ``(1, 1, T_chunk, H)`` of 0.5 to 2 MB are separate full-size files, written in parallel. Metadata are written last:
-without ``.zgroup`` and ``.zmetadata`` no reader accepts the folder. Layers are the array's second axis. Their names, for which the
-text has no field, are the attribute ``layers``.
+Chunks ``(1, 1, T_chunk, H)`` are uncompressed; :mod:`.chunks` defines their files, which are written in parallel. Metadata are
+written last: without ``.zgroup`` and ``.zmetadata``, or ``zarr.json``, no reader accepts the folder. Layers are the second axis
+of the array. Their names, for which the text has no field, are the attribute ``layers``.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard._arguments import many
+from actshard.codes import Remark
 from actshard.errors import ArgumentError
 from actshard.formats.target import (
     AllExamples,
@@ -30,6 +33,7 @@ from actshard.formats.target import (
     uniform,
 )
 from actshard.formats.zarr.arrays import WRITER
+from actshard.formats.zarr.chunks import Chunks, PlainChunks, ShardedChunks, array_meta, size_in
 from actshard.formats.zarr.member import ACTIVATIONS
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
 from actshard.work import make_folder, record_files, refuse_other, sync_folders, write_json
@@ -38,8 +42,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 NODE = ACTIVATIONS
-CHUNK_BYTES = 1 << 20
-"""Within the 0.5 to 2 MB of the specification."""
+_DTYPES = {chunks.version: chunks.dtypes for chunks in (PlainChunks, ShardedChunks)}
+MANY_FILES = 100_000
+"""Number of chunk files from which the writer advises version 3."""
 _SMALL_CHUNK = 1 << 20
 """Samples per chunk of a per-sample array, so that most have one chunk."""
 OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers")
@@ -47,12 +52,13 @@ OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chu
 
 
 class ZarrTarget(Target):
-    """Writes ``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
+    """Writes ``arrays/activations``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
     own: ClassVar[Mapping[str, str]] = {
-        "chunk_tokens": "tokens per chunk, T_chunk (default: for chunks of up to 1 MiB, at most T_max)",
+        "chunk_tokens": "tokens per chunk, T_chunk (default: chunks of up to 1 MiB; version 3: with little padding)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
+        "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
@@ -62,43 +68,48 @@ class ZarrTarget(Target):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.t_max = positive(spec.options, "t_max", None)
-        self._chunk = positive(spec.options, "chunk_tokens", None)
-        if spec.shard_bytes is not None:
-            raise ArgumentError("shard_bytes: not supported by Zarr stores; use chunk_tokens=")
+        if spec.shard_bytes is not None and self.version == 2:
+            raise ArgumentError(
+                "shard_bytes: not supported by Zarr stores of version 2; use chunk_tokens=, or version=3 (--option version=3)"
+            )
         if taken := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
             raise ArgumentError(
                 f"metadata: {taken[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
+        layers, chunk = len(spec.layers), positive(spec.options, "chunk_tokens", None)
+        self.chunks: Chunks = (
+            PlainChunks(layers, chunk) if self.version == 2 else ShardedChunks(layers, chunk, spec.shard_bytes)
+        )
         self.longest = 0
         self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
         self._dirty: set[Path] = set()
 
+    @property
+    def version(self) -> int:
+        """The version of Zarr."""
+        return version_of(self.spec.options)
+
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        why = ": Zarr version 2 has no such type" if dtype.name == "bfloat16" else ""
-        only(dtype, ("F64", "F32", "F16"), "zarr", why)
+        why = ": Zarr version 2 has no such type, version=3 has" if dtype.name == "bfloat16" else ""
+        only(dtype, _DTYPES[self.version], "zarr", why)
 
     def config(self) -> dict[str, Any]:
-        return {**super().config(), "t_max": self.t_max, "chunk": self._chunk, "created": self.created}
+        return {**super().config(), "t_max": self.t_max, **self.chunks.config(), "created": self.created}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
-        self._chunk, self.created = _chunk_in(config), config["created"]
+        self.chunks.adopt(config)
+        self.created = config["created"]
 
-    def _choose_chunk(self, longest: int) -> int:
-        """T_chunk: a power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max.
-
-        Shorter arrays have one chunk.
-        """
-        if self._chunk is None:
-            fits = max(1, CHUNK_BYTES // self.row_bytes)
-            self._chunk = min(1 << (fits.bit_length() - 1), self.t_max or max(longest, 1))
-        return self._chunk
-
-    @property
-    def chunk(self) -> int:
-        """T_chunk, once it is determined."""
-        assert self._chunk is not None
-        return self._chunk
+    def advice(self, examples: int) -> Remark | None:
+        layers = len(self.spec.layers)
+        if self.version == 3 or examples * layers <= MANY_FILES:
+            return None
+        return Remark(
+            "many-files",
+            f"{examples:,} examples of {many(layers, 'layer')} take {examples * layers:,} files or more. version=3 "
+            "(--option version=3) stores the same chunks in few files",
+        )
 
     @property
     def most_tokens(self) -> tuple[int, str] | None:
@@ -112,22 +123,24 @@ class ZarrTarget(Target):
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
-        is_array = KEY in table.column_names and place_key(table[KEY]) is not None
+        keys = self.chunks.keys_are_arrays and KEY in table.column_names
+        is_array = keys and place_key(table[KEY]) is not None
         check_utf8(table.drop_columns([KEY]) if is_array else table, first)
 
     def settle(self, block: Block) -> None:
-        self._choose_chunk(max(int(block.lengths.max(initial=0)), 0))
+        self.chunks.choose(np.maximum(block.lengths[:, 0], 0), self.row_bytes, self.t_max)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         self.longest = max(int(lengths.max(initial=0)), 0)
-        if self._chunk is None and states:
-            self._chunk = _chunk_in(states[-1])
+        if self.chunks.chunk is None and states:
+            self.chunks.chunk = size_in(states[-1], "chunk")
+        self.chunks.begin(lengths[:, 0])
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
-        self._drop_uncounted(len(lengths))
+        self.chunks.forget(self.root / NODE, lengths[:, 0], self.row_bytes)
 
     def write(self, block: Block) -> None:
         tokens = uniform(block.lengths, "zarr", self.spec.layers)
@@ -138,27 +151,15 @@ class ZarrTarget(Target):
             )
         folder = self.root / NODE
         make_folder(folder)
-        chunk, size = self._choose_chunk(int(tokens.max(initial=0))), self.row_bytes
-        stretches = -(-tokens // chunk)
-        layers = len(self.spec.layers)
-        # One entry per (sample, layer, stretch), in memory order.
-        per = np.repeat(stretches, layers)
-        pair = np.repeat(np.arange(len(per)), per)
-        k = np.arange(len(pair)) - np.repeat(np.cumsum(per) - per, per)
-        rows = np.minimum(chunk, np.repeat(tokens, layers)[pair] - k * chunk)
-        start = block.starts.reshape(-1)[pair] + k * chunk
-        zeros = np.zeros_like(k)
-        table = np.stack([zeros, start * size, rows * size, np.arange(len(k)), zeros], axis=1)
-        sample, layer = np.divmod(pair, layers)
-        names = zip((sample + self.n).tolist(), layer.tolist(), k.tolist(), strict=True)
-        files = [(folder / f"{i}.{la}.{t}.0", chunk * size) for i, la, t in names]
+        self.chunks.choose(tokens, self.row_bytes, self.t_max)  # tasks of a plan to create choose by their own examples
+        files, table = self.chunks.place(folder, self.n, tokens, block.starts, self.row_bytes)
         self.put([block.bytes], files, table)
         self._dirty |= {path for path, _ in files}
         self.n += len(block)
         self.longest = max(self.longest, int(tokens.max(initial=0)))
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return sorted(self._dirty), {"chunk": self._chunk}
+        return sorted(self._dirty), {"chunk": self.chunks.chunk}
 
     def committed(self) -> None:
         self._dirty.clear()
@@ -166,20 +167,22 @@ class ZarrTarget(Target):
     # -- finishing -------------------------------------------------------------------------------------------------
 
     def finish(self, examples: AllExamples) -> None:
-        tokens = examples.lengths[:, 0]
-        self._drop_uncounted(len(examples))
+        tokens = np.maximum(examples.lengths[:, 0], 0)
+        folder = self.root / NODE
+        self.chunks.forget(folder, tokens, self.row_bytes)
         t_max = self.t_max or max(self.longest, 1)
-        self._choose_chunk(t_max)  # determined before, unless no example has tokens
+        self.chunks.choose(tokens, self.row_bytes, t_max)  # chosen before, unless no example has tokens
+        self.chunks.close(folder, tokens, self.row_bytes, self.put)
         assert self.dtype is not None
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
         arrays: dict[str, dict[str, Any]] = {
-            NODE: array_meta(shape, (1, 1, self.chunk, self.spec.d_model), self.dtype),
+            NODE: self.chunks.meta(shape, tokens, self.dtype),
         }
         self._small(
             Placed("seq_len", (len(examples),), np.dtype(np.int32), lambda part: tokens[part].astype(np.int32)), arrays
         )
         if examples.columns is not None:
-            small, texts = place(examples.columns)
+            small, texts = place(examples.columns, keys_are_arrays=self.chunks.keys_are_arrays)
             for array in small:
                 self._small(array, arrays)
             for lines in texts:
@@ -191,42 +194,43 @@ class ZarrTarget(Target):
             "hidden_size": self.spec.d_model,
             "T_max": t_max,
             "dtype": str(self.dtype),
-            "activation_chunks": [1, 1, self.chunk, self.spec.d_model],
+            "activation_chunks": [1, 1, self.chunks.tokens, self.spec.d_model],
             "layers": list(self.spec.layers),
             "created_at": self.created,
             "written_by": f"{WRITER} {_native.build_info()['version']}",
             **self.spec.metadata,
         }
-        write_store(self.root, arrays, attributes)
+        write_store(self.root, self.version, arrays, attributes)
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
-        chunk = self._chunk
-        size = self._choose_chunk(int(tokens.max(initial=0)))
-        self._chunk = chunk
-        chunks = int((-(-tokens // size)).sum()) * len(self.spec.layers)
+        chunks = copy.copy(self.chunks)
+        chunks.choose(tokens, self.row_bytes, self.t_max)
+        files, size = chunks.estimate(tokens, self.row_bytes)
         small = 1 + max(1, -(-len(tokens) // _SMALL_CHUNK))  # seq_len: metadata and chunks
-        return chunks, chunks + small + 6, chunks * size * self.row_bytes
+        return files, files + small + (6 if self.version == 2 else 4), size
 
-    def _drop_uncounted(self, n: int) -> None:
-        """Removes chunks of uncommitted samples."""
-        folder = self.root / NODE
-        if folder.is_dir():
-            with os.scandir(folder) as entries:
-                late = [e.path for e in entries if (first := e.name.split(".", 1)[0]).isdecimal() and int(first) >= n]
-            for path in late:
-                Path(path).unlink()
+    # -- in tasks of a plan ----------------------------------------------------------------------------------------
+
+    def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        return self.chunks.borders(len(lengths))
+
+    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+        super().begin_at(first, state)
+        self.chunks.begin_at(first)
+
+    # -- small arrays ----------------------------------------------------------------------------------------------
 
     def _small(self, array: Placed, arrays: dict[str, dict[str, Any]]) -> None:
         """Writes a per-sample array, in one chunk or a few."""
         node, shape = f"arrays/{array.name}", array.shape
         per = max(1, min(shape[0], _SMALL_CHUNK))
         chunks = (per, *(max(1, n) for n in shape[1:]))
-        arrays[node] = array_meta(shape, chunks, array.dtype)
+        arrays[node] = array_meta(self.version, shape, chunks, array.dtype)
         make_folder(self.root / node)
         wrote: list[str | os.PathLike[str]] = []
         for i, first in enumerate(range(0, shape[0], per)):
             part = np.ascontiguousarray(array.values(slice(first, first + per)), array.dtype)
-            name = ".".join([str(i)] + ["0"] * (len(shape) - 1))
+            name = ".".join([*(["c"] if self.version == 3 else []), str(i), *["0"] * (len(shape) - 1)])
             full = part.nbytes // max(1, len(part)) * per
             path = self.root / node / name
             refuse_other(path)
@@ -237,38 +241,35 @@ class ZarrTarget(Target):
         sync_folders([self.root / node])
 
 
-def _chunk_in(values: Mapping[str, Any]) -> int | None:
-    """T_chunk in a journal; None before it is chosen."""
-    chunk = values["chunk"]
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise ValueError(f"chunk {chunk!r}")
-    return chunk
+def version_of(options: Mapping[str, Any]) -> int:
+    """The version of Zarr in a format's options."""
+    version = options.get("version", 2)
+    if type(version) is not int or version not in _DTYPES:
+        raise ArgumentError(f"version: expected 2 or 3, the version of Zarr, found {version!r}")
+    return version
 
 
-def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Contents of a ``.zarray`` for plain chunks in C order and native byte order."""
-    return {
-        "chunks": [int(n) for n in chunks],
-        "compressor": None,
-        "dimension_separator": ".",
-        "dtype": dtype.str,
-        "fill_value": {"b": False, "f": 0.0, "S": ""}.get(dtype.kind, 0),
-        "filters": None,
-        "order": "C",
-        "shape": [int(n) for n in shape],
-        "zarr_format": 2,
-    }
-
-
-def write_store(root: Path, arrays: Mapping[str, Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
+def write_store(
+    root: Path, version: int, arrays: Mapping[str, Mapping[str, Any]], attributes: Mapping[str, Any]
+) -> None:
     """Writes a store's metadata and consolidated metadata. The files by which a store is recognized are written last."""
+    make_folder(root / "meta")
+    if version == 3:
+        group = {"attributes": {}, "node_type": "group", "zarr_format": 3}
+        nodes: dict[str, Mapping[str, Any]] = {"arrays": group, **arrays}
+        for node, meta in nodes.items():
+            make_folder(root / node)
+            write_json(root / node / "zarr.json", meta)
+        write_json(root / "meta" / "config.json", attributes)
+        consolidated = {"kind": "inline", "metadata": nodes, "must_understand": False}
+        write_json(root / "zarr.json", {**group, "attributes": attributes, "consolidated_metadata": consolidated})
+        return
     group = {"zarr_format": 2}
     listed: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():
         make_folder(root / node)
         write_json(root / node / ".zarray", meta)
         listed[f"{node}/.zarray"] = meta
-    make_folder(root / "meta")
     write_json(root / "meta" / "config.json", attributes)
     write_json(root / "arrays" / ".zgroup", group)
     write_json(root / ".zmetadata", {"metadata": listed, "zarr_consolidated_format": 1})

@@ -157,7 +157,7 @@ pub(super) fn place((offset, n): (u64, u64), len: u64) -> Said<Option<(u64, u64)
     Ok(Some((offset, n)))
 }
 
-/// Encodes an index as Levanter does: little-endian, with a checksum.
+/// Encodes an index as Levanter and zarr-python do: little-endian, with a checksum.
 pub fn encode(entries: &[(u64, u64)]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(entries.len() * 16 + 4);
     for (offset, len) in entries {

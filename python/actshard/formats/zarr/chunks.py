@@ -1,0 +1,415 @@
+"""The files of chunks that a writer makes: a file per chunk in version 2, shards of many chunks in version 3.
+
+Version 3: ``arrays/activations/c.<group>.<layer>.<stretch>.0`` contains inner chunks ``(1, 1, T_chunk, H)`` of ``samples``
+samples, ``slots`` of each, then the index of the shard. Inner chunks without stored tokens are left out; the others are in the
+order of samples and tokens. Their places follow from the lengths, so that a writer appends them, and a resumed writer cuts what
+follows the committed ones. All indexes are written at the end, when the shape of the array is known.
+
+Source: Zarr core specification 3.0, and the codec "sharding_indexed" (Zarr enhancement proposal 2).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard.errors import FormatError
+
+CHUNK_BYTES = 1 << 20
+"""Within the 0.5 to 2 MB of the specification."""
+SHARD_BYTES = 256 << 20
+"""Default size of a shard's chunks."""
+_PADDING = 8
+"""Rows per row of padding, at least, in the last inner chunks of the first examples."""
+_BYTES_PER_SLOT = 1 << 10
+"""Bytes of rows per entry of 16 bytes in a shard's index, if the longest examples need as many: 1/64 of the shard."""
+_MOST_SLOTS = 1 << 18
+"""Entries of a shard's index. A reader holds it in memory: 4 MiB."""
+_ABSENT = np.iinfo(np.uint64).max
+
+ChunkPieces = NDArray[np.int64]
+"""ChunkPieces of :meth:`Target.put`."""
+Put = Callable[
+    [Sequence[NDArray[np.uint8]], Sequence[tuple[Path, int]], Sequence[tuple[int, int, int, int, int]]], None
+]
+"""The type of :meth:`Target.put`, for a few pieces."""
+
+
+class Chunks(ABC):
+    """Where the chunks of activations are stored. All layers of an example have the same tokens."""
+
+    version: ClassVar[int]
+    """The version of Zarr."""
+    dtypes: ClassVar[tuple[str, ...]]
+    keys_are_arrays: ClassVar[bool]
+    """Whether the version has a standard dtype for bytes of a fixed length."""
+
+    def __init__(self, layers: int, chunk: int | None) -> None:
+        self.layers = layers
+        self.chunk = chunk
+        """T_chunk: tokens per chunk; None before it is chosen."""
+
+    @property
+    def tokens(self) -> int:
+        """T_chunk, once it is chosen."""
+        assert self.chunk is not None
+        return self.chunk
+
+    def config(self) -> dict[str, Any]:
+        """Settings that must match when a writer resumes."""
+        return {"chunk": self.chunk}
+
+    def adopt(self, config: Mapping[str, Any]) -> None:
+        """Adopts the settings that an earlier writer chose."""
+        self.chunk = size_in(config, "chunk")
+
+    @abstractmethod
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
+        """Chooses what is not given, from the tokens of the first examples."""
+
+    def begin(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- a file per chunk needs no state
+        """Continues after examples with these tokens."""
+
+    def begin_at(self, first: int) -> None:  # noqa: B027 -- as above
+        """Begins with an example of :meth:`borders`, in a task of a plan; other tasks write the examples before."""
+
+    @abstractmethod
+    def place(
+        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
+    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
+        """Returns the files, each with its size, and the pieces of the next examples.
+
+        Args:
+            folder: the array's folder.
+            first: number of the first example.
+            tokens: ``(n,)``.
+            starts: ``(n, layers)``: their first rows in memory.
+            row_bytes: bytes per row.
+        """
+
+    @abstractmethod
+    def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
+        """Removes what was written after examples with these tokens."""
+
+    def close(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int, put: Put) -> None:  # noqa: B027 -- as above
+        """Completes the files, after all examples. May be called again after a crash."""
+
+    @abstractmethod
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+        """Metadata of the array of activations."""
+
+    @abstractmethod
+    def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
+        """Number of files and bytes."""
+
+    def borders(self, n: int) -> NDArray[np.int64] | None:
+        """Examples that begin a file, of n; None: every example."""
+        return None
+
+
+class PlainChunks(Chunks):
+    """Version 2: ``<sample>.<layer>.<stretch>.0``, full-size files with a hole where no row was written."""
+
+    version: ClassVar[int] = 2
+    dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16")
+    keys_are_arrays: ClassVar[bool] = True
+
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
+        """A power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max. Shorter arrays have one chunk."""
+        if self.chunk is None:
+            fits = max(1, CHUNK_BYTES // row_bytes)
+            self.chunk = min(1 << (fits.bit_length() - 1), t_max or max(int(lengths.max(initial=0)), 1))
+
+    def place(
+        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
+    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
+        chunk = self.tokens
+        stretches = -(-tokens // chunk)
+        # One entry per (sample, layer, stretch), in memory order.
+        per = np.repeat(stretches, self.layers)
+        pair = np.repeat(np.arange(len(per)), per)
+        k = np.arange(len(pair)) - np.repeat(np.cumsum(per) - per, per)
+        rows = np.minimum(chunk, np.repeat(tokens, self.layers)[pair] - k * chunk)
+        start = starts.reshape(-1)[pair] + k * chunk
+        zeros = np.zeros_like(k)
+        table = np.stack([zeros, start * row_bytes, rows * row_bytes, np.arange(len(k)), zeros], axis=1)
+        sample, layer = np.divmod(pair, self.layers)
+        names = zip((sample + first).tolist(), layer.tolist(), k.tolist(), strict=True)
+        return [(folder / f"{i}.{la}.{t}.0", chunk * row_bytes) for i, la, t in names], table
+
+    def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
+        if folder.is_dir():
+            with os.scandir(folder) as entries:
+                samples = ((e.name.split(".", 1)[0], e.path) for e in entries)
+                late = [path for sample, path in samples if sample.isdecimal() and int(sample) >= len(lengths)]
+            for path in late:
+                Path(path).unlink()
+
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+        return array_meta(2, shape, (1, 1, self.tokens, shape[3]), dtype)
+
+    def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
+        chunks = int((-(-lengths // self.tokens)).sum()) * self.layers
+        return chunks, chunks * self.tokens * row_bytes
+
+
+class ShardedChunks(Chunks):
+    """Version 3: shards of one layer."""
+
+    version: ClassVar[int] = 3
+    dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16", "BF16")
+    keys_are_arrays: ClassVar[bool] = False
+
+    def __init__(self, layers: int, chunk: int | None, shard_bytes: int | None) -> None:
+        super().__init__(layers, chunk)
+        self._bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
+        self.samples: int | None = None
+        """Samples per shard."""
+        self.slots: int | None = None
+        """Inner chunks per sample and shard. The others of a longer sample are in further shards."""
+        self._next = 0
+        """Number of the next example."""
+        self._chunks: NDArray[np.int64] = np.zeros(0, np.int64)
+        """Chunks so far in the shards of the next example, one for each range of its tokens."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "samples": self.samples, "slots": self.slots, "shard_bytes": self._bytes}
+
+    def adopt(self, config: Mapping[str, Any]) -> None:
+        super().adopt(config)
+        self.samples, self.slots = size_in(config, "samples"), size_in(config, "slots")
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Samples per shard, and tokens per sample and shard."""
+        assert self.samples is not None
+        assert self.slots is not None
+        return self.samples, self.slots * self.tokens
+
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
+        """The longest inner chunks with little padding; samples for shards of the given size."""
+        if self.chunk is None:
+            self.chunk = _longest_chunk(lengths, row_bytes)
+        if self.samples is not None:
+            return
+        chunks = -(-lengths // self.chunk)
+        mean = max(int(chunks.sum()), 1) * self.chunk * row_bytes / max(len(lengths), 1)
+        # Later examples may be longer. Slots that no example needs are left out of the finished index.
+        slots = max(2 * int(chunks.max(initial=1)), 2, int(mean) // _BYTES_PER_SLOT)
+        if t_max is not None:
+            slots = min(slots, -(-t_max // self.chunk))
+        self.slots = min(slots, _MOST_SLOTS)
+        self.samples = max(1, min(int(self._bytes / mean), _MOST_SLOTS // self.slots))
+
+    def _counts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``(n, ranges)``: inner chunks of samples in each range of tokens."""
+        span = self._sizes[1]
+        begins = span * np.arange(max(1, -(-int(tokens.max(initial=0)) // span)))
+        counts: NDArray[np.int64] = -(-np.clip(tokens[:, None] - begins, 0, span) // self.tokens)
+        return counts
+
+    def _per_shard(self, lengths: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The number of each group of samples, and their counts as of :meth:`_counts`."""
+        samples = self._sizes[0]
+        for first in range(0, len(lengths), samples):
+            yield first // samples, self._counts(lengths[first : first + samples])
+
+    def begin(self, lengths: NDArray[np.int64]) -> None:
+        self._next = len(lengths)
+        if self.samples is None:  # no example was written
+            return
+        self._chunks = self._counts(lengths[len(lengths) - len(lengths) % self.samples :]).sum(axis=0)
+
+    def begin_at(self, first: int) -> None:
+        if first % self._sizes[0]:
+            raise FormatError(f"a task begins with example {first}, within a shard; make the plan again")
+        self._next, self._chunks = first, np.zeros(0, np.int64)
+
+    def place(
+        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
+    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
+        samples, span = self._sizes
+        if not len(tokens):
+            return [], np.zeros((0, 5), np.int64)
+        counts = self._counts(tokens)
+        ranges = max(counts.shape[1], len(self._chunks))
+        counts = np.pad(counts, ((0, 0), (0, ranges - counts.shape[1])))
+        shard = (first + np.arange(len(tokens))) // samples
+        before = np.cumsum(counts, axis=0) - counts
+        # Each shard counts from its own first example.
+        begun = np.searchsorted(shard, shard, "left")
+        before -= before[begun]
+        before[shard == shard[0]] += np.pad(self._chunks, (0, ranges - len(self._chunks)))
+        self._next = first + len(tokens)
+        after = before[-1] + counts[-1]
+        self._chunks = after if self._next % samples else np.zeros(0, np.int64)
+
+        # One entry per (sample, layer, range) with tokens, in memory order.
+        sample, layer, k = np.nonzero(np.broadcast_to(counts[:, None] > 0, (len(tokens), self.layers, ranges)))
+        rows = np.minimum(span, tokens[sample] - k * span)
+        start = starts[sample, layer] + k * span
+        chunk_bytes = self.tokens * row_bytes
+        key = ((shard[sample] - shard[0]) * self.layers + layer) * ranges + k
+        keys, file = np.unique(key, return_inverse=True)
+        ends = np.zeros(len(keys), np.int64)
+        np.maximum.at(ends, file, (before + counts)[sample, k] * chunk_bytes)
+        offsets = before[sample, k] * chunk_bytes
+        table = np.stack([np.zeros_like(k), start * row_bytes, rows * row_bytes, file, offsets], axis=1)
+        pairs, stretches = np.divmod(keys, ranges)
+        groups, layers = np.divmod(pairs, self.layers)
+        names = zip((groups + shard[0]).tolist(), layers.tolist(), stretches.tolist(), ends.tolist(), strict=True)
+        return [(folder / f"c.{group}.{la}.{k}.0", end) for group, la, k, end in names], table
+
+    def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
+        if not folder.is_dir():
+            return
+        sizes: dict[str, int] = {}
+        if self.samples is not None:
+            for group, counts in self._per_shard(lengths):
+                for stretch, count in enumerate(counts.sum(axis=0).tolist()):
+                    size = count * self.tokens * row_bytes
+                    sizes |= {f"c.{group}.{layer}.{stretch}.0": size for layer in range(self.layers)}
+        with os.scandir(folder) as entries:
+            present = [(e.name, e.path, e.stat().st_size) for e in entries if is_shard(e.name)]
+        for name, path, size in present:
+            if not sizes.get(name):
+                Path(path).unlink()
+            elif size > sizes[name]:
+                os.truncate(path, sizes[name])
+
+    def close(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int, put: Put) -> None:
+        samples, slots = self._final(lengths)
+        chunk_bytes = self.tokens * row_bytes
+        written: list[str | os.PathLike[str]] = []
+        for group, counts in self._per_shard(lengths):
+            for stretch, of_sample in enumerate(counts.T):
+                if not of_sample.any():
+                    continue
+                index = _native.encode_shard_index(_entries(of_sample, samples, slots, chunk_bytes))
+                end = int(of_sample.sum()) * chunk_bytes
+                for layer in range(self.layers):
+                    path = folder / f"c.{group}.{layer}.{stretch}.0"
+                    size = path.stat().st_size if path.exists() else 0
+                    if size < end:
+                        raise FormatError(f"expected {end} bytes of chunks, found {size}", path=path, offset=size)
+                    put([index], [(path, end + index.size)], [(0, 0, index.size, 0, end)])
+                    os.truncate(path, end + index.size)
+                    written.append(path)
+        _native.sync_files(written)
+
+    def _final(self, lengths: NDArray[np.int64]) -> tuple[int, int]:
+        """Samples and inner chunks per sample of the finished shards: no more than the array has."""
+        assert self.samples is not None
+        assert self.slots is not None
+        chunks = -(-max(int(lengths.max(initial=0)), 1) // self.tokens)
+        return max(1, min(self.samples, len(lengths))), min(self.slots, chunks)
+
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+        samples, slots = self._final(lengths)
+        inner = (1, 1, self.tokens, shape[3])
+        return array_meta(3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner)
+
+    def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
+        samples, slots = self._final(lengths)
+        shards = sum(int(counts.any(axis=0).sum()) for _, counts in self._per_shard(lengths)) * self.layers
+        chunks = int((-(-lengths // self.tokens)).sum()) * self.layers
+        return shards, chunks * self.tokens * row_bytes + shards * (16 * samples * slots + 4)
+
+    def borders(self, n: int) -> NDArray[np.int64] | None:
+        return np.arange(0, n, self._sizes[0])
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file has the name of a shard."""
+    prefix, *places = name.split(".")
+    return prefix == "c" and len(places) == 4 and all(place.isdecimal() for place in places)
+
+
+def _longest_chunk(lengths: NDArray[np.int64], row_bytes: int) -> int:
+    """The longest inner chunk of at most 1 MiB whose padding takes at most 1/8 of the rows of these examples.
+
+    A power of two, or an equal division of the longest example.
+    """
+    most = max(1, CHUNK_BYTES // row_bytes)
+    longest = max(int(lengths.max(initial=0)), 1)
+    chunks = {1 << k for k in range(min(most, longest).bit_length())} | {-(-longest // -(-longest // most))}
+    rows = int(lengths.sum())
+    for chunk in sorted(chunks, reverse=True):
+        padding = int((-lengths % chunk).sum())
+        if padding * _PADDING <= rows:
+            return chunk
+    return 1
+
+
+def _entries(counts: NDArray[np.int64], samples: int, slots: int, chunk_bytes: int) -> NDArray[np.uint64]:
+    """The index of a shard whose samples have these numbers of inner chunks, ``(samples * slots, 2)``."""
+    entries = np.full((samples, slots, 2), _ABSENT, np.uint64)
+    sample = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(sample))
+    entries[sample, number - np.repeat(np.cumsum(counts) - counts, counts)] = np.stack(
+        [number * chunk_bytes, np.full_like(number, chunk_bytes)], axis=1
+    )
+    return entries.reshape(-1, 2)
+
+
+def size_in(values: Mapping[str, Any], name: str) -> int | None:
+    """A number of tokens, chunks or samples in a journal; None before it is chosen."""
+    size = values[name]
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"{name} {size!r}")
+    return size
+
+
+def array_meta(
+    version: int,
+    shape: Sequence[int],
+    chunks: Sequence[int],
+    dtype: np.dtype[Any],
+    inner: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Contents of a ``.zarray``, or of an array's ``zarr.json``, for plain chunks in C order.
+
+    ``inner``: version 3: ``chunks`` are shards of plain inner chunks of this shape.
+    """
+    fill = {"b": False, "f": 0.0, "V": 0.0, "S": ""}.get(dtype.kind, 0)
+    if version == 2:
+        return {
+            "chunks": [int(n) for n in chunks],
+            "compressor": None,
+            "dimension_separator": ".",
+            "dtype": dtype.str,
+            "fill_value": fill,
+            "filters": None,
+            "order": "C",
+            "shape": [int(n) for n in shape],
+            "zarr_format": 2,
+        }
+    plain: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+    codecs = [plain if dtype.itemsize > 1 else {"name": "bytes"}]
+    if inner is not None:
+        configuration = {
+            "chunk_shape": [int(n) for n in inner],
+            "codecs": codecs,
+            "index_codecs": [plain, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": configuration}]
+    return {
+        "attributes": {},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(n) for n in chunks]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": codecs,
+        "data_type": dtype.name,
+        "fill_value": fill,
+        "node_type": "array",
+        "shape": [int(n) for n in shape],
+        "storage_transformers": [],
+        "zarr_format": 3,
+    }

@@ -1,0 +1,269 @@
+"""Zarr version 3 as it is written: shards that a plain reading of the specification accepts, resumed, in tasks, and damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import actshard
+from actshard.formats.zarr import write
+from conftest import bits
+
+LAYERS, WIDTH = (2, 5), 6
+SMALL = {"version": 3, "shard_bytes": 2000}
+
+
+def examples(lengths: list[int], dtype: str = "float32") -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.standard_normal((len(LAYERS), n, WIDTH)).astype(dtype) for n in lengths]
+
+
+def written(path: Path, rows: list[np.ndarray], step: int = 7, **options: Any) -> Path:
+    with actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, **options) as writer:
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            numbers = list(range(first, first + len(part)))
+            writer.append(part, columns={"label": numbers, "sample_key": [f"key {i}" for i in numbers]})
+            writer.flush()
+    return path
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def check_rows(path: Path, rows: list[np.ndarray]) -> None:
+    store = actshard.open(path)
+    assert store.token_counts.tolist() == [x.shape[1] for x in rows]
+    for number, example in enumerate(rows):
+        for k, layer in enumerate(LAYERS):
+            assert np.array_equal(bits(store.sequence(number, layer)), bits(example[k])), (number, layer)
+    assert store.table["label"].to_pylist() == list(range(len(rows)))
+    assert store.table["sample_key"].to_pylist() == [f"key {i}" for i in range(len(rows))]
+    report = actshard.verify(path, deep=True)
+    assert report.ok
+    assert not report.codes() - {"wide-dtype"}
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's checksum, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def read_shards(path: Path) -> tuple[np.ndarray, int]:
+    """The array of activations by the text of Zarr 3 and its sharding codec, and its stored inner chunks. Checks every byte."""
+    folder = path / "arrays/activations"
+    meta = json.loads((folder / "zarr.json").read_text())
+    (sharding,) = meta["codecs"]
+    shape, shard = meta["shape"], meta["chunk_grid"]["configuration"]["chunk_shape"]
+    inner = sharding["configuration"]["chunk_shape"]
+    dtype = np.dtype(ml_dtypes.bfloat16 if meta["data_type"] == "bfloat16" else meta["data_type"])
+    per_shard = [a // b for a, b in zip(shard, inner, strict=True)]
+    padded = [-(-n // s) * s for n, s in zip(shape, shard, strict=True)]
+    made, stored = np.zeros(padded, dtype), 0
+    size, entries = int(np.prod(inner)) * dtype.itemsize, int(np.prod(per_shard))
+    for file in folder.glob("c.*"):
+        data = file.read_bytes()
+        index, checksum = data[-16 * entries - 4 : -4], data[-4:]
+        assert struct.unpack("<I", checksum)[0] == crc32c(index)
+        pairs = np.frombuffer(index, "<u8").reshape(entries, 2)
+        place = [int(i) * s for i, s in zip(file.name.split(".")[1:], shard, strict=True)]
+        ends = 0
+        for number, (offset, length) in enumerate(pairs.tolist()):
+            if (offset, length) == (2**64 - 1, 2**64 - 1):
+                continue
+            assert (offset, length) == (ends, size), "in order, without holes"
+            ends, stored = ends + size, stored + 1
+            at = [p + int(i) * n for p, i, n in zip(place, np.unravel_index(number, per_shard), inner, strict=True)]
+            values = np.frombuffer(data, dtype, size // dtype.itemsize, offset).reshape(inner)
+            made[tuple(slice(a, a + n) for a, n in zip(at, inner, strict=True))] = values
+        assert ends == len(data) - 16 * entries - 4, "no other bytes"
+    return made[tuple(map(slice, shape))], stored
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_bytes": 2000}, {"shard_bytes": 1, "chunk_tokens": 3}, {"t_max": 40}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_shards_contain_what_was_appended_and_no_empty_chunk(
+    tmp_path: Path, dtype: str, options: dict[str, Any]
+) -> None:
+    lengths = np.random.default_rng(1).integers(0, 30, 25).tolist()
+    rows = examples(lengths, dtype)
+    path = written(tmp_path / "d", rows, version=3, **options)
+    check_rows(path, rows)
+    array, stored = read_shards(path)
+    assert array.shape == (len(rows), len(LAYERS), options.get("t_max", max(lengths)), WIDTH)
+    for number, example in enumerate(rows):
+        assert np.array_equal(bits(array[number, :, : lengths[number]]), bits(example))
+        assert not array[number, :, lengths[number] :].any()
+    chunk = json.loads((path / "meta/config.json").read_text())["activation_chunks"][2]
+    assert stored == len(LAYERS) * sum(-(-n // chunk) for n in lengths)
+
+
+def test_chunks_of_default_options_have_little_padding(tmp_path: Path) -> None:
+    for lengths, chunk in (([50] * 20, 50), ([64, 30, 51, 47] * 5, 16), ([1] * 20, 1), ([0, 0], 1)):
+        path = written(tmp_path / f"{lengths[0]}", examples(lengths), version=3)
+        assert json.loads((path / "meta/config.json").read_text())["activation_chunks"] == [1, 1, chunk, WIDTH]
+        check_rows(path, examples(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[3] * 20 + [200, 1, 90], [0] * 9 + [12, 40], [0, 0, 0]])
+def test_later_examples_may_be_much_longer_than_the_first(tmp_path: Path, lengths: list[int]) -> None:
+    rows = examples(lengths)
+    path = written(tmp_path / "d", rows, **SMALL)
+    check_rows(path, rows)
+    assert np.array_equal(read_shards(path)[0][-1, :, : lengths[-1]], rows[-1])
+
+
+def test_metadata_are_consolidated_and_named_as_the_standard_names_them(tmp_path: Path) -> None:
+    path = written(tmp_path / "d", examples([4, 2], "bfloat16"), version=3)
+    root = json.loads((path / "zarr.json").read_text())
+    listed = root["consolidated_metadata"]["metadata"]
+    assert {node: json.loads((path / node / "zarr.json").read_text()) for node in listed} == listed
+    assert listed["arrays/activations"]["data_type"] == "bfloat16"
+    (sharding,) = listed["arrays/activations"]["codecs"]
+    inner = sharding["configuration"]
+    assert [codec["name"] for codec in inner["codecs"]] == ["bytes"]
+    assert [codec["name"] for codec in inner["index_codecs"]] == ["bytes", "crc32c"]
+    assert (sharding["name"], inner["index_location"]) == ("sharding_indexed", "end")
+    shutil.rmtree(path / "meta")
+    assert actshard.open(path).metadata["num_layers"] == 2
+
+
+def test_uncommitted_and_half_finished_work_is_cut_when_a_writer_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes after a resume are those of an uninterrupted writer: after a stop in an append, and in the last step."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    rows = examples(np.random.default_rng(2).integers(0, 20, 40).tolist())
+    expected = files(written(tmp_path / "whole", rows, **SMALL))
+
+    def fail(*_: Any) -> None:
+        raise OSError("stopped")
+
+    path = tmp_path / "d"
+    writer = actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, **SMALL)
+    writer.append(rows[:7], columns={"label": list(range(7)), "sample_key": [f"key {i}" for i in range(7)]})
+    assert writer.flush() == 7
+    writer.abort()
+    shard = path / "arrays/activations/c.0.0.0.0"
+    shard.write_bytes(shard.read_bytes() + b"uncommitted")
+    (shard.parent / "c.9.0.0.0").write_bytes(b"uncommitted")
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "write_store", fail)
+        with pytest.raises(actshard.FileAccessError, match="stopped"):
+            _continue(path, rows)
+    with pytest.raises(actshard.UnfinishedError):
+        actshard.open(path)
+    _continue(path, rows)
+    assert files(path) == expected
+    check_rows(path, rows)
+
+
+def _continue(path: Path, rows: list[np.ndarray]) -> None:
+    with actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, resume=True, **SMALL) as writer:
+        while not writer.complete and len(writer) < len(rows):
+            numbers = list(range(len(writer), min(len(writer) + 7, len(rows))))
+            columns = {"label": numbers, "sample_key": [f"key {i}" for i in numbers]}
+            writer.append([rows[i] for i in numbers], columns=columns)
+            writer.flush()
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 100])
+def test_tasks_of_a_conversion_write_the_bytes_of_one_process(
+    tmp_path: Path, tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    source = written(tmp_path / "source", examples(np.random.default_rng(2).integers(0, 20, 60).tolist()))
+    actshard.convert(source, tmp_path / "one", "zarr", verify=True, **SMALL)
+    plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=tasks, **SMALL)
+    for task in reversed(range(len(plan))):
+        plan.run(task)
+    plan.commit()
+    assert files(tmp_path / "d") == files(tmp_path / "one")
+    assert plan.predicted.exact
+    assert plan.predicted.files == len(files(tmp_path / "one"))
+
+
+def test_parts_are_merged_to_a_run_and_not_to_one_store(tmp_path: Path) -> None:
+    rows = examples([3, 9, 4, 1, 12])
+    parts = [written(tmp_path / "a", rows[:2], **SMALL), written(tmp_path / "b", rows[2:], **SMALL)]
+    with pytest.raises(actshard.ArgumentError, match="plain version 2 chunks"):
+        actshard.merge(tmp_path / "m", parts, physical=True)
+    store = actshard.open(actshard.merge(tmp_path / "m", parts))
+    assert all(np.array_equal(store.sequence(i, 5), rows[i][1]) for i in range(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"version": 4}, "version: expected 2 or 3, the version of Zarr, found 4"),
+        ({"version": "3"}, "version: expected 2 or 3, the version of Zarr, found '3'"),
+        ({"version": True}, "version: expected 2 or 3, the version of Zarr, found True"),
+        ({"shard_bytes": 1000}, "shard_bytes: not supported by Zarr stores of version 2; use .* version=3"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(actshard.ArgumentError, match=match):
+        actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4, **options)
+
+
+def test_bfloat16_of_version_2_names_version_3(tmp_path: Path) -> None:
+    with pytest.raises(actshard.DtypeError, match="version 2 has no such type, version=3 has"):
+        actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4, dtype="bfloat16")
+
+
+def test_keys_of_other_bytes_are_refused_because_version_3_has_no_type_for_them(tmp_path: Path) -> None:
+    with (
+        pytest.raises(actshard.ArgumentError, match="UTF-8"),
+        actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4, version=3) as writer,
+    ):
+        writer.append(np.ones((1, 1, 2, 4), np.float32), columns={"sample_key": [b"\xff"]})
+
+
+def damage_index(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-10] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (damage_index, "checksum of the shard's index"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-3]), "checksum of the shard's index"),
+        (lambda file: file.write_bytes(b""), "expected at least the .* bytes of a shard's index, found 0"),
+        (lambda file: file.unlink(), "its writer stores every chunk"),
+    ],
+)
+def test_damaged_shards_are_errors_that_name_the_file(tmp_path: Path, damage: Any, match: str) -> None:
+    path = written(tmp_path / "d", examples([9] * 12), **SMALL)
+    file = path / "arrays/activations/c.0.1.0.0"
+    damage(file)
+    with pytest.raises(actshard.ActshardError, match=match) as caught:
+        actshard.open(path).sequences([0], 5)
+    assert caught.value.path == file
+    assert not actshard.verify(path, deep=True).ok
+
+
+def test_version_2_warns_once_of_many_files_and_version_3_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "MANY_FILES", 20)
+    for options, count in (({}, 1), ({"num_examples": 22}, 1), ({"version": 3}, 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            written(tmp_path / f"{options}", examples([1] * 22), **options)
+        assert [w.message.code for w in caught] == ["many-files"] * count  # type: ignore[union-attr]
