@@ -239,6 +239,17 @@ def damage_index(file: Path) -> None:
     file.write_bytes(data)
 
 
+def place_second_chunk(file: Path, offset: int, size: int) -> None:
+    """Changes the index entry of the second inner chunk; the checksum stays valid."""
+    data = bytearray(file.read_bytes())
+    meta = json.loads((file.parent / "zarr.json").read_text())
+    shard, inner = meta["chunk_grid"]["configuration"]["chunk_shape"], meta["codecs"][0]["configuration"]["chunk_shape"]
+    begin = len(data) - 16 * int(np.prod(shard) // np.prod(inner)) - 4
+    data[begin + 16 : begin + 32] = struct.pack("<QQ", offset, size)
+    data[-4:] = struct.pack("<I", crc32c(bytes(data[begin:-4])))
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
@@ -246,6 +257,8 @@ def damage_index(file: Path) -> None:
         (lambda file: file.write_bytes(file.read_bytes()[:-3]), "checksum of the shard's index"),
         (lambda file: file.write_bytes(b""), "expected at least the .* bytes of a shard's index, found 0"),
         (lambda file: file.unlink(), "its writer stores every chunk"),
+        (lambda file: place_second_chunk(file, 2**64 - 1, 2**64 - 1), "its writer stores every chunk"),
+        (lambda file: place_second_chunk(file, 10**6, 216), "the shard index refers to 216 bytes at 1000000"),
     ],
 )
 def test_damaged_shards_are_errors_that_name_the_file(tmp_path: Path, damage: Any, match: str) -> None:
@@ -253,9 +266,12 @@ def test_damaged_shards_are_errors_that_name_the_file(tmp_path: Path, damage: An
     file = path / "arrays/activations/c.0.1.0.0"
     damage(file)
     with pytest.raises(actshard.ActshardError, match=match) as caught:
-        actshard.open(path).sequences([0], 5)
+        actshard.open(path).sequences([0, 1], 5)
     assert caught.value.path == file
-    assert not actshard.verify(path, deep=True).ok
+    for deep in (False, True):
+        findings = actshard.verify(path, deep=deep).errors
+        assert findings
+        assert {finding.path for finding in findings} == {file}
 
 
 def test_version_2_warns_once_of_many_files_and_version_3_does_not(

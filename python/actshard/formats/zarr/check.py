@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from actshard.errors import UnsupportedError
+import actshard._native as _native
+from actshard.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import stores_in, stores_of
 from actshard.location import Location
+
+_ABSENT = np.iinfo(np.uint64).max
+"""Offset and bytes of a missing inner chunk."""
+_MOST_INDEX = 1 << 28
+"""Bytes of an index that is read whole."""
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
@@ -80,6 +89,8 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
             if wrong <= 20:
                 code = "empty-file" if size == 0 else "chunk-size"
                 report.add(code, path, f"{size} bytes", f"{full} bytes, a whole chunk")
+    if array.inner and not array.folder.is_remote:
+        _check_shards(array, files, member, report)
     samples, layers, stretch, width = array.outer
     lengths = member.lengths[member.arrays.index(array)]
     if isinstance(lengths, int):
@@ -116,6 +127,69 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         "a file for every chunk with stored tokens",
         f"sample {first[0] * samples}",
     )
+
+
+def _check_shards(array: ArrayMeta, files: Mapping[tuple[int, ...], int], member: Member, report: Report) -> None:
+    """Checks the index of each local shard: its checksum, places inside of the file, and chunks for all stored tokens.
+
+    Only of the form that all libraries write by default, plain numbers with a checksum at the end. Others are checked when they are
+    read.
+    """
+    per_shard = [outer // inner for outer, inner in zip(array.outer, array.chunks, strict=True)]
+    size = 16 * math.prod(per_shard) + 4
+    if size > _MOST_INDEX or not _is_usual_index(json.loads(array.json)["codecs"][0]["configuration"]):
+        return
+    lengths = member.lengths[member.arrays.index(array)]
+    tokens = np.broadcast_to(np.asarray(lengths, np.int64), (member.n,))
+    for place, found in files.items():
+        path = array.path_of(place)
+        with report.noting(path):
+            if found < size:
+                raise TruncatedFileError(
+                    f"expected at least the {size} bytes of a shard's index, found {found}", path=path
+                )
+            index = np.frombuffer(path.read(found - size, size), np.uint8)
+            entries = index[:-4].view("<u8").reshape(-1, 2)
+            if not np.array_equal(_native.encode_shard_index(np.ascontiguousarray(entries, np.uint64)), index):
+                text = "the checksum of the shard's index differs: the file is truncated or damaged"
+                raise FormatError(text, path=path, offset=found - size)
+            _check_entries(array, place, entries.reshape(*per_shard, 2), found, tokens)
+
+
+def _is_usual_index(sharding: Mapping[str, Any]) -> bool:
+    """Whether the index of shards is little-endian numbers and their checksum, at the end."""
+    codecs = [codec if isinstance(codec, dict) else {"name": codec} for codec in sharding["index_codecs"]]
+    if [codec.get("name") for codec in codecs] != ["bytes", "crc32c"]:
+        return False
+    bytes_of = codecs[0].get("configuration")
+    is_little = not isinstance(bytes_of, dict) or bytes_of.get("endian", "little") == "little"
+    return is_little and bool(sharding.get("index_location", "end") == "end")
+
+
+def _check_entries(
+    array: ArrayMeta, place: tuple[int, ...], entries: NDArray[np.uint64], size: int, tokens: NDArray[np.int64]
+) -> None:
+    """Raises an error for an inner chunk outside of its shard, or that is missing although its tokens are stored."""
+    path = array.path_of(place)
+    begins, lengths = entries[..., 0], entries[..., 1]
+    absent = (begins == _ABSENT) & (lengths == _ABSENT)
+    outside = ~absent & ((begins > size) | (lengths > size - np.minimum(begins, size)))
+    if outside.any():
+        at = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        text = f"inner chunk {list(at)}: expected {lengths[at]} bytes at {begins[at]}, but the file ends at {size}"
+        raise FormatError(text, path=path)
+    if not array.complete:
+        return
+    first = [index * outer for index, outer in zip(place, array.outer, strict=True)]
+    samples, _, stretches, _ = entries.shape[:4]
+    own = tokens[first[0] : first[0] + samples * array.chunks[0]]
+    # Chunks of several samples are needed for the longest of them.
+    longest = np.maximum.reduceat(own, np.arange(0, len(own), array.chunks[0])) if len(own) else own
+    needed = longest[:, None] > first[2] + array.chunks[2] * np.arange(stretches)
+    missing = absent[: len(longest)] & needed[:, None, :, None]
+    if missing.any():
+        at = tuple(int(axis[0]) for axis in np.nonzero(missing))
+        raise MissingFileError(f"expected inner chunk {list(at)}, found none: its writer stores every chunk", path=path)
 
 
 def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:

@@ -205,7 +205,7 @@ class ShardedChunks(Chunks):
         slots = max(2 * int(chunks.max(initial=1)), 2, int(mean) // _BYTES_PER_SLOT)
         if t_max is not None:
             slots = min(slots, -(-t_max // self.chunk))
-        self.slots = min(slots, _MOST_SLOTS)
+        self.slots = min(slots, _MOST_SLOTS, max(1, self._bytes // (self.chunk * row_bytes)))
         self.samples = max(1, min(int(self._bytes / mean), _MOST_SLOTS // self.slots))
 
     def _counts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:

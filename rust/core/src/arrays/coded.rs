@@ -65,6 +65,11 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
     fn in_place(&self) -> Option<&CodedArray> {
         None
     }
+
+    /// The shard that contains a chunk; `None` if the chunk is a file.
+    fn shard(&self, _indices: &[u64]) -> Option<Location> {
+        None
+    }
 }
 
 /// A shard's number in the grid, and its version.
@@ -373,6 +378,12 @@ impl CodedArray {
 impl Decode for CodedArray {
     fn in_place(&self) -> Option<&CodedArray> {
         self.plain.map(|_| self)
+    }
+
+    fn shard(&self, indices: &[u64]) -> Option<Location> {
+        let parsed = self.parsed().ok()?;
+        let shards = self.shards(parsed)?;
+        Some(parsed.location(&shards.codec.outer(indices)))
     }
 
     fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>> {

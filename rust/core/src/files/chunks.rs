@@ -386,8 +386,13 @@ fn plain(opened: Result<Box<dyn Source>>, grid: &Grid, bytes: u64) -> Result<Fou
 }
 
 impl ChunkArray {
+    /// The file that contains a chunk.
     fn location(&self, indices: [u64; 4]) -> Location {
-        self.folder.join(&self.naming.file(&indices))
+        let shard = match &self.content {
+            Content::Plain { .. } => None,
+            Content::Coded(coded) => coded.shard(&indices),
+        };
+        shard.unwrap_or_else(|| self.folder.join(&self.naming.file(&indices)))
     }
 }
 
