@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import actshard
 
 ROOT = Path(__file__).parents[1]
 MACHINE = r"this file system|left pages in the cache|could not be dropped|no CUDA device"
@@ -62,3 +65,27 @@ def test_workloads_run_beside_their_peers(tmp_path: Path) -> None:
         tmp_path, "--only", f"{names},stream_others,compat_lmprobe,capture,write_zarr,stores_torch,stores_arrow"
     )
     assert [why for why in reasons(rows) if not re.search(MACHINE, why)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_study_of_packing_prints_a_table(tmp_path: Path, dtype: str) -> None:
+    with actshard.create(tmp_path / "d", "npy", layers=[0, 4], d_model=64) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((3, 2, 50, 64)).astype(np.float32))
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benches.packing",
+        str(tmp_path / "d"),
+        "--layer",
+        "4",
+        "--dtype",
+        dtype,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+) \|", done.stdout, re.MULTILINE))
+    assert {"zstd 1", "byte shuffle, zstd 1", "exponents, zstd 1"} <= sizes.keys()
+    assert 0.5 < float(sizes["exponents, zstd 1"]) < 1
