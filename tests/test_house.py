@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
     ("_arguments", "_columns", "storage", "faults"),
     ("location", "epochs", "ahead", "chosen", "layers"),
-    ("_json", "containers"),
+    ("_json", "containers", "footers"),
     ("_schema",),
     ("request",),
     ("work",),

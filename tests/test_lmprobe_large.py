@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
+from actshard.footers import read_footer
 from actshard.formats.lmprobe import index as room
 from actshard.formats.lmprobe import pages
 from actshard.formats.lmprobe.index import Index
@@ -119,8 +120,9 @@ WRITTEN: list[dict[str, Any]] = [
 def test_the_bound_of_texts_is_never_less_than_their_size(tmp_path: Path, texts: str, written: int, kind: Any) -> None:
     table = pa.table({"n": range(3_000), "text": pa.array(TEXTS[texts], pa.string()).cast(kind)})
     pq.write_table(table, tmp_path / "t.parquet", **WRITTEN[written])
-    with Location.of(tmp_path / "t.parquet").arrow() as source:
-        found = pages.decoded_at_most(source, pq.ParquetFile(source), "text")
+    part = Location.of(tmp_path / "t.parquet")
+    with part.arrow() as source:
+        found = pages.decoded_at_most(part, source, read_footer(part), "text")
     size = sum(len((text or "").encode()) for text in TEXTS[texts])
     if "column_encoding" in WRITTEN[written]:
         assert found is None
@@ -154,8 +156,9 @@ def test_a_long_text_repeated_has_a_bound_of_all_its_copies(tmp_path: Path) -> N
     coded = pa.DictionaryArray.from_arrays(pa.array(np.arange(n) % 2, pa.int32()), pa.array(["x" * 100_000, "y"]))
     pq.write_table(pa.table({"text": coded}), tmp_path / "t.parquet", compression="zstd", store_schema=False)
     assert (tmp_path / "t.parquet").stat().st_size < 20_000
-    with Location.of(tmp_path / "t.parquet").arrow() as source:
-        assert pages.decoded_at_most(source, pq.ParquetFile(source), "text") == n * 100_000
+    part = Location.of(tmp_path / "t.parquet")
+    with part.arrow() as source:
+        assert pages.decoded_at_most(part, source, read_footer(part), "text") == n * 100_000
 
 
 @pytest.mark.slow
@@ -171,8 +174,9 @@ def test_damaged_pages_have_no_bound_or_one_above_what_is_read(tmp_path: Path) -
             damaged = bytearray(data)
             damaged[at] ^= flip
             source = pa.BufferReader(bytes(damaged))
+            part.write_bytes(damaged)
             try:
-                found = pages.decoded_at_most(source, pq.ParquetFile(source), "text")
+                found = pages.decoded_at_most(Location.of(part), source, read_footer(Location.of(part)), "text")
             except (pa.ArrowException, OSError, ValueError):
                 continue
             unbounded += found is None
@@ -207,6 +211,15 @@ def test_text_that_is_not_utf_8_is_refused(lmprobe_copy: Copy) -> None:
         b"\x18\xff\xff\xff\xff\x07\x00",  # a text of 2 GiB
     ],
 )
-def test_headers_unlike_those_of_writers_have_no_bound(header: bytes) -> None:
-    with pytest.raises(pages._NoBoundError):
-        pages._header(pa.BufferReader(header), 0, len(header))
+def test_headers_unlike_those_of_writers_have_no_bound(tmp_path: Path, header: bytes) -> None:
+    part = Location.of(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"text": ["a", "b"] * 20}), part.local, compression="none")
+    chunk = read_footer(part).group(0).column(0)
+    data = bytearray(part.local.read_bytes())
+    begin = chunk.dictionary_page_offset
+    assert begin is not None
+    header = header.ljust(chunk.total_compressed_size, b"\x15")
+    data[begin : begin + len(header)] = header
+    part.local.write_bytes(data)
+    with part.arrow() as source:
+        assert pages.decoded_at_most(part, source, read_footer(part), "text") is None

@@ -15,9 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from actshard.errors import FormatError, from_reader
+from actshard._native import ParquetGroup
+from actshard.errors import FormatError
+from actshard.footers import read_footer
 from actshard.location import Location
 from actshard.tokens.sources import (
     LONGEST_LINE,
@@ -175,25 +177,18 @@ def divisible(source: Source, size: int, wanted: int) -> Divisible:
 
 def _row_groups(path: Path, size: int) -> Divisible:
     groups = _groups(path)
-    weights = [sum(g.column(i).total_compressed_size for i in range(g.num_columns)) + 1 for g in groups]
+    weights = [group.total_compressed_size + 1 for group in groups]
     total = sum(weights)
-    if len(groups) < 2 or min(weights) < 1:
+    if len(groups) < 2:
         return Divisible(size)
     borders = tuple(size * at // total for at in itertools.accumulate(weights, initial=0))
     rows = tuple(itertools.accumulate((g.num_rows for g in groups), initial=0))
     return Divisible(size, borders, rows) if len(set(borders)) == len(borders) else Divisible(size)
 
 
-def _groups(path: Path) -> list[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with Location.at(path).open("read") as raw:
-            about = pq.ParquetFile(raw, pre_buffer=False).metadata
-        return [about.row_group(i) for i in range(about.num_row_groups)]
-    except (pa.ArrowException, OSError) as error:
-        raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
+def _groups(path: Path) -> list[ParquetGroup]:
+    footer = read_footer(Location.at(path))
+    return [footer.group(i) for i in range(footer.num_groups)]
 
 
 def rows_of_groups(path: Path) -> list[int]:

@@ -419,7 +419,7 @@ def parquet_rows(
             for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 number += 1
                 yield number, dict(zip(batch.schema.names, values, strict=True))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # names of columns, and texts, may not be UTF-8
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
 
 

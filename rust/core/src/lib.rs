@@ -19,7 +19,7 @@
 //! 7. [`scan`]: statistics over every value. [`stream`]: ordered batches, read ahead by a thread. [`write`](mod@write):
 //!    writes at offsets and whole shards. [`tokens`]: token caches, their rows, batches and orders.
 //!
-//! This crate knows rows, files and byte ranges. It knows nothing of prompts, patches or parquet files, and never
+//! This crate knows rows, files and byte ranges. It knows nothing of prompts or patches, decodes no Parquet values, and never
 //! imports Python.
 
 #[cfg(target_endian = "big")]

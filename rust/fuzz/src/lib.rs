@@ -32,6 +32,7 @@ targets! {
     containers: total <= 1100 * input + 4 * MIB, "deflate holds up to 1032 bytes in one; the target allows 1 MiB";
     deflate: total <= 1100 * input + 8 * MIB, "deflate holds up to 1032 bytes in one; the target allows 4 MiB, twice";
     index_records: total <= 64 * input + 64 * KIB, "";
+    parquet_footer: total <= 64 * input + 64 * KIB, "";
     pickle: total <= 160 * input + 64 * KIB, "an opcode of one byte makes a node of 48; the input is parsed twice";
     safetensors_header: total <= 64 * input + 64 * KIB, "";
     token_array: peak <= 64 * input + 512 * MIB, "chunks of up to 2^24 elements of 8 bytes, one after the other";

@@ -26,6 +26,7 @@ mod errors;
 mod handle;
 mod joined;
 mod packing;
+mod parquet;
 mod pickle;
 mod place;
 #[cfg(feature = "remote")]
@@ -293,6 +294,13 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(arrow_stream, m)?)?;
+    m.add_class::<parquet::ParquetFooterObject>()?;
+    m.add_class::<parquet::ParquetLeafObject>()?;
+    m.add_class::<parquet::ParquetGroupObject>()?;
+    m.add_class::<parquet::ParquetChunkObject>()?;
+    m.add_class::<parquet::ParquetPageObject>()?;
+    m.add_function(wrap_pyfunction!(parquet::parquet_footer_begin, m)?)?;
+    m.add_function(wrap_pyfunction!(parquet::parquet_footer, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
     m.add_function(wrap_pyfunction!(check_decoded_size, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;

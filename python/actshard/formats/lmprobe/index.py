@@ -23,6 +23,7 @@ from actshard.errors import (
     UnsupportedError,
     from_reader,
 )
+from actshard.footers import ParquetFooter, read_footer
 from actshard.formats.lmprobe.pages import decoded_at_most
 from actshard.location import Location
 
@@ -83,7 +84,7 @@ class Index:
         self.metadata = self._read_metadata()
         self._check_version()
         self.names: tuple[str, ...] = tuple(self.schema.names)
-        self.num_rows = sum(self._file(part).metadata.num_rows for part in self.parts)
+        self.num_rows = sum(read_footer(part).num_rows for part in self.parts)
         if self.num_rows == 0:
             raise FormatError("the index has no rows", path=self.parts[0])
         claimed = self.metadata.get("num_prompts")
@@ -183,7 +184,7 @@ class Index:
                 texts = [n for n in names if _is_text(self.schema.field(n).type)]
                 most = _EXPANDED + _EXPANSION * part.stat().size
                 with part.arrow() as file:
-                    coded = [name for name in texts if not _fits(part, file, name, most)]
+                    coded = _unbounded(part, file, texts, most)
                     table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=coded)
                 for name, column in zip(names, table.columns, strict=True):
                     # pyarrow checks neither strings nor dictionary codes, even if the file declares them (pandas categories).
@@ -249,7 +250,7 @@ class Index:
         for part in self.parts:
             row = 0
             try:
-                for batch in _batches(self._file(part, coded), names, rows, part.storage.local):
+                for batch in _batches(self._file(part, coded), read_footer(part), names, rows, part.storage.local):
                     for column in batch.columns:
                         if _holds_codes(column.type):  # pyarrow does not check codes against the dictionary
                             column.validate(full=True)
@@ -332,21 +333,22 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
     return found
 
 
-def _fits(part: Location, source: pa.NativeFile, name: str, most: int) -> bool:
-    """Whether a text column certainly takes at most ``most`` bytes. False for remote files: each page header costs a request."""
-    import pyarrow.parquet as pq
+def _unbounded(part: Location, source: pa.NativeFile, names: Sequence[str], most: int) -> list[str]:
+    """Text columns that may take more than ``most`` bytes. All those of remote files: each page header costs a request."""
+    if not names or not part.storage.local:
+        return list(names)
+    footer = read_footer(part)
+    sizes = {name: decoded_at_most(part, source, footer, name) for name in names}
+    return [name for name, size in sizes.items() if size is None or size > most]
 
-    if not part.storage.local:
-        return False
-    size = decoded_at_most(source, pq.ParquetFile(source, pre_buffer=False), name)
-    return size is not None and size <= most
 
-
-def _batches(file: Any, names: Sequence[str], rows: int, local: bool) -> Iterator[pa.RecordBatch]:
+def _batches(
+    file: Any, footer: ParquetFooter, names: Sequence[str], rows: int, local: bool
+) -> Iterator[pa.RecordBatch]:
     """Reads columns in batches of at most ``rows`` rows, and in memory that does not depend on the file's size."""
-    paths = [file.schema.column(i).path for i in range(len(file.schema))]
+    paths = [leaf.path for leaf in footer.leaves]
     leaves = [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    groups = [footer.group(i) for i in range(footer.num_groups)]
     per_row = max((g.column(i).num_values // max(g.num_rows, 1) for g in groups for i in leaves), default=1)
     at_once = min(rows, max(1, _BATCH_VALUES // max(per_row, 1)))
     if local:
@@ -354,7 +356,7 @@ def _batches(file: Any, names: Sequence[str], rows: int, local: bool) -> Iterato
         return
     first = size = 0
     for end, group in enumerate(groups, 1):
-        size += sum(max(group.column(i).total_compressed_size, 0) for i in leaves)
+        size += sum(group.column(i).total_compressed_size for i in leaves)
         if size >= _AHEAD or end == len(groups):
             yield from file.iter_batches(batch_size=at_once, row_groups=range(first, end), columns=list(names))
             first, size = end, 0

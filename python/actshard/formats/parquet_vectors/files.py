@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
+from actshard.footers import read_footer
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
 from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 FLOATS = {"halffloat": ("F16", "<f2"), "float": ("F32", "<f4"), "double": ("F64", "<f8")}
 MOST_GROUP = 1 << 36
@@ -159,7 +159,9 @@ class ParquetFile:
         self.version = (found.size, found.version)
         with self._open() as file:
             self.schema: pa.Schema = file.schema_arrow
-            self.meta: pq.FileMetaData = file.metadata
+        self.footer = read_footer(path)
+        self.paths = tuple(leaf.path for leaf in self.footer.leaves)
+        """Paths of the leaf columns in the parquet schema."""
         self.leaves = self._leaves()
 
     def _open(self) -> Any:
@@ -177,8 +179,8 @@ class ParquetFile:
                 raise FormatError(f"expected columns of different names, found {field.name!r} twice", path=self.path)
             made[field.name] = list(range(first, first + n))
             first += n
-        if first != self.meta.num_columns:
-            raise FormatError(f"expected {first} columns by its schema, found {self.meta.num_columns}", path=self.path)
+        if first != len(self.paths):
+            raise FormatError(f"expected {first} columns by its schema, found {len(self.paths)}", path=self.path)
         return made
 
     def features(self) -> dict[str, Any]:
@@ -218,18 +220,18 @@ class ParquetFile:
                 own or (n if type(n) is int and 0 < n < _LARGEST else None) for own, n in zip(sizes, shape, strict=True)
             ]
         (number,) = self.leaves[field.name]
-        leaf = self.meta.schema.column(number).path
+        leaf = self.paths[number]
         tokens, layers = sizes[-2] if len(sizes) > 1 else 1, sizes[0] if len(sizes) == 3 else 1
         typed = hasattr(field.type, "storage_type") or pa.types.is_fixed_size_list(field.type)
         return VectorColumn(field.name, leaf, number, len(sizes), str(kind), sizes[-1], tokens, typed, layers)
 
     def group_rows(self, group: int) -> int:
         """Number of rows of a row group."""
-        return int(self.meta.row_group(group).num_rows)
+        return self.footer.group(group).num_rows
 
     def values(self, group: int, column: VectorColumn) -> int:
         """Number of values of a column in a row group, according to the footer."""
-        return int(self.meta.row_group(group).column(column.number).num_values)
+        return self.footer.group(group).column(column.number).num_values
 
     def check_unchanged(self) -> None:
         """Raises FormatError if the file was replaced since it was opened."""
@@ -242,7 +244,7 @@ class ParquetFile:
     def read(self, group: int, names: list[str]) -> pa.Table:
         """Decodes columns of a row group."""
         self.check_unchanged()
-        paths = [self.meta.schema.column(number).path for name in names for number in self.leaves[name]]
+        paths = [self.paths[number] for name in names for number in self.leaves[name]]
         with self._open() as file:
             return file.read_row_group(group, columns=paths).select(names)
 

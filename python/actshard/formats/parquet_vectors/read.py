@@ -91,7 +91,7 @@ class ParquetDataset:
         for file in self.files[1:]:
             if not file.schema.equals(self.files[0].schema):
                 raise FormatError(f"expected the columns of {self.files[0].path.name}, found others", path=file.path)
-        self.groups = [(file, g) for file in self.files for g in range(file.meta.num_row_groups) if file.group_rows(g)]
+        self.groups = [(file, g) for file in self.files for g in range(file.footer.num_groups) if file.group_rows(g)]
         self.sizes = [file.group_rows(g) for file, g in self.groups]
         self.firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
         self.columns_found = self._choose(layout)
@@ -231,16 +231,18 @@ class ParquetDataset:
 
     def _constant(self, name: str) -> int | None:
         """The value of an integer column that is constant according to the statistics of the row groups; else None."""
-        found: set[Any] = set()
+        import pyarrow as pa
+
+        found: set[int] = set()
         for file, group in self.groups:
             numbers = file.leaves.get(name, [])
             if len(numbers) != 1:
                 return None
-            chunk = file.meta.row_group(group).column(numbers[0])
-            stats = chunk.statistics
-            if stats is None or not stats.has_min_max or stats.null_count:
+            values = file.footer.group(group).column(numbers[0]).range
+            # Dates and times are integers in the file, too.
+            if values is None or values[2] or not pa.types.is_integer(file.schema.field(name).type):
                 return None
-            found |= {stats.min, stats.max}
+            found |= set(values[:2])
         return found.pop() if len(found) == 1 and all(_is_layer(value) for value in found) else None
 
     def native(self, options: Options) -> Rows | None:

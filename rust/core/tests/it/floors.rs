@@ -61,6 +61,7 @@ const BINDING: &[&str] = &[
     "joined",
     "pickle",
     "containers",
+    "parquet",
     "stream",
     "summing",
     "packing",
