@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.converting import planning
+from actshard.formats.hallulens import read
 from conftest import GOLDEN, refuses
 
 CAPTURES = sorted(p.parent for p in (GOLDEN / "hallulens_v1").glob("*/expected.npz"))
@@ -280,3 +282,34 @@ def test_samples_that_were_committed_are_read_while_the_capture_is_written(io: s
             file.write(bytes(len(array.read_bytes())))
         os.utime(array, ns=(written[0], written[1]))
     assert all(np.array_equal(store.sequence(i, 0), want) for i, want in enumerate(rows))
+
+
+def label_lines(capture: Path, *labels: object) -> None:
+    """Gives the samples labels."""
+    for path in capture.rglob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**line, "label": labels[i]}) + "\n" for i, line in enumerate(lines)))
+
+
+@pytest.mark.parametrize("once", [2, 1_000], ids=["a batch at a time", "several"])
+def test_labels_whose_type_changes_in_a_later_batch_are_converted_or_named_as_they_are(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: int
+) -> None:
+    """lmprobe stores other labels than integers as text: the message named the text. Several batches raised an ArrowTypeError."""
+    monkeypatch.setattr(read, "_BATCH", 2)
+    monkeypatch.setattr(planning, "_COLUMNS_AT_ONCE", once)
+    count = max(len(path.read_text().splitlines()) for path in capture.rglob("*.jsonl"))
+    label_lines(capture, *[1] * 2, *[1.5] * (count - 2))
+    if once == 2:
+        named = r"'label': expected int64, as in earlier examples, found double"
+        with pytest.raises(actshard.ArgumentError, match=named):
+            actshard.convert(capture, tmp_path / "to", "lmprobe")
+    else:
+        stored = actshard.open(actshard.convert(capture, tmp_path / "to", "lmprobe").path)
+        assert stored.table["label"].to_pylist()[1:4] == ["1.0", "1.5", "1.5"]
+    label_lines(capture, *[1.5] * count)
+    stored = actshard.open(actshard.convert(capture, tmp_path / "floats", "lmprobe").path)
+    assert set(stored.table["label"].to_pylist()) == {"1.5"}
+    label_lines(capture, *["a"] * 2, *[1] * (count - 2))
+    with pytest.raises(actshard.ArgumentError, match=r"'label': expected (values of one type|string, as before)"):
+        actshard.convert(capture, tmp_path / "mixed", "npy")

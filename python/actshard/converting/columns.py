@@ -13,6 +13,7 @@ from actshard import formats
 from actshard.converting.carriers import carrying_of
 from actshard.converting.texts import Texts
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
+from actshard.formats.tables import IncompatibleTypesError, common_schema, concatenated
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 from actshard.layers import Layer
 
@@ -80,6 +81,8 @@ class Columns:
         """The result's texts, for targets that find examples by text."""
         self.turned: dict[str, str] = {}
         """Columns whose type changes for the target, with a description of the change."""
+        self._unchanged: dict[str, pa.Field] = {}
+        """Columns of earlier examples whose type did not change for the target."""
         self._whole: pa.Table | None = None
         self._unit: tuple[int, pa.Table] | None = None
         self._window: _Window | None = None
@@ -167,8 +170,35 @@ class Columns:
         if not made:
             return None
         whole = pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
-        self.turned |= target.turned(whole.schema)
-        return target.turn(whole)
+        changes = target.turned(whole.schema)
+        stored = target.turn(whole)
+        self._check_changes(changes, whole.schema, stored.schema, target)
+        self.turned |= changes
+        return stored
+
+    def _check_changes(self, changes: Iterable[str], schema: pa.Schema, stored: pa.Schema, target: Target) -> None:
+        """Raises ArgumentError if columns change their type for the target that earlier examples had stored unchanged.
+
+        ``schema``, ``stored``: before and after the changes. A later check would name the type after the change, which the source
+        does not have.
+        """
+        import pyarrow as pa
+
+        for name in changes:
+            known = self._unchanged.get(name)
+            if known is None:
+                continue
+            try:
+                common_schema(pa.schema([known]), pa.schema([stored.field(name)]))
+            except IncompatibleTypesError as error:
+                raise ArgumentError(
+                    f"columns: {name!r}: expected {known.type}, as in earlier examples, found {schema.field(name).type}, which "
+                    f"{target.format} stores as {stored.field(name).type}. A column has one type: convert the values, or use "
+                    "another name."
+                ) from error
+        for field in stored:
+            if field.name not in changes and not pa.types.is_null(field.type):
+                self._unchanged.setdefault(field.name, field)
 
     def _own_tokens(self, table: pa.Table, examples: NDArray[np.int64]) -> pa.Table:
         """Cuts the lists of per-token columns to the tokens that are taken."""
@@ -350,7 +380,14 @@ class _Window:
             self._last += batch.num_rows
             while self._held and self._first + self._held[0].num_rows <= low:
                 self._first += self._held.pop(0).num_rows
-        table = pa.concat_tables(self._held, promote_options="default")
+        if all(batch.schema.equals(self._held[0].schema) for batch in self._held):
+            table = pa.concat_tables(self._held)
+        else:  # formats of JSON lines infer the types of each batch
+            table, mixed = concatenated(self._held)
+            if mixed:
+                raise ArgumentError(
+                    f"columns: {mixed[0]!r}: expected values of one type, found several. Convert the values, or use another name."
+                )
         if (np.diff(examples) == 1).all():
             return table.slice(low - self._first, len(examples))
         return table.take(examples - self._first)
