@@ -56,6 +56,8 @@ class Writer:
         self._pad, self._truncate, self._overflow = pad, truncate, overflow
         self._exist_ok = exist_ok or resume
         self.complete = False
+        self._existed = False
+        """Whether the dataset was finished before this call."""
         self._stage: NDArray[Any] | None = None
         self._staged: list[tuple[int, NDArray[np.int64], NDArray[np.int64], pa.Table | None]] = []
         """Groups of examples in the stage: (end row, lengths ``(n, layers)``, lengths before padding ``(n,)``, columns)."""
@@ -96,7 +98,7 @@ class Writer:
         """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
         target = self._target
         found = complete_at(target)
-        if found is None and resume and not Journal(target.root).exists():
+        if found is None and self._exist_ok and not Journal(target.root).exists():
             found = target.alike()
         if found is None:
             return False
@@ -105,7 +107,7 @@ class Writer:
         self._appended = check_same(target, found)
         tidy(found)
         self.path = found
-        self.complete = True
+        self.complete = self._existed = True
         return True
 
     def __repr__(self) -> str:
@@ -413,6 +415,11 @@ class Writer:
     def _open(self) -> Sink:
         if self._sink is None:
             why = "the dataset is complete" if self.complete else "the writer was closed"
+            if self._existed:
+                why += (
+                    ": it was finished before this call, which accepts it (exist_ok, resume). Append only if writer.complete is "
+                    "False, or give other data another folder, or metadata of their own"
+                )
             raise ClosedError(why, path=self.path)
         return self._sink
 
