@@ -240,7 +240,12 @@ def sync_folders(folders: Iterable[Path]) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file. If only the target exists, the file was renamed before a crash and the call does nothing."""
+    """Renames a file. If only the target exists, the file was renamed before a crash and the call does nothing.
+
+    Raises ExistsError if both exist, and the target is another program's; see :func:`recorded_files`.
+    """
+    if source.exists():
+        refuse_other(target)
     record_files([target])
     try:
         source.replace(target)
