@@ -119,3 +119,25 @@ def test_sizes_of_large_conversions_follow_from_samples(
     for each in (foretold, predicted):
         assert each.files == len(files)
         assert abs(each.bytes - size) <= 0.02 * size
+
+
+@pytest.mark.parametrize("format", ["zarr", "hf_arrow", "pickle"])
+def test_attributes_of_later_stores_of_a_run_are_a_loss(tmp_path: Path, format: str) -> None:
+    """A conversion keeps those of the first store. Nothing said that the others' are not kept."""
+
+    def write_run(path: Path, names: list[str]) -> Path:
+        for i, name in enumerate(names):
+            about = {"dataset_name": name, "tags": {"n": i // 9}}
+            store = path / f"shards/shard-{i:04}.zarr"
+            with actshard.create(store, "zarr", layers=[0], d_model=4, metadata=about) as writer:
+                writer.append(np.ones((2, 1, 3, 4), np.float32))
+        return path
+
+    run = write_run(tmp_path / "run", ["a", "a", "b", "c"])
+    expected = 'dataset_name: "a" is kept, "b" of shard-0002.zarr is not'
+    (preview,) = actshard.converting.preview(run, tmp_path / "to", format)
+    done = actshard.convert(run, tmp_path / "to", format)
+    for losses in (preview.losses, done.losses):
+        assert [loss.detail for loss in losses if loss.what == "metadata"] == [expected]
+    same = actshard.convert(write_run(tmp_path / "same", ["a", "a"]), tmp_path / "as before", format)
+    assert not [loss for loss in same.losses if loss.what == "metadata"]

@@ -638,6 +638,23 @@ def test_files_of_others_beside_and_among_parts_stop_no_merge_and_are_kept(tmp_p
     assert actshard.merge(path) == made
 
 
+@pytest.mark.parametrize("linked", [".parts", ".parts/part-00001-of-00003"])
+@pytest.mark.parametrize("format", OPTIONS)
+def test_files_behind_a_link_are_copied_and_kept(tmp_path: Path, format: str, linked: str) -> None:
+    """A merge of its own parts moves files. Those of a folder elsewhere, to which a link leads, are not the dataset's to move."""
+    path, away = tmp_path / "d", tmp_path / "away"
+    wanted = write_parts(path, format)
+    (path / linked).rename(away)
+    (path / linked).symlink_to(away)
+    files = {file: file.read_bytes() for file in away.rglob("*") if file.is_file()}
+    made = actshard.merge(path)
+    check(made, wanted)
+    assert actshard.verify(made, deep=True).ok
+    assert {file: file.read_bytes() for file in away.rglob("*") if file.is_file()} == files
+    assert not (path / ".parts").exists()
+    assert actshard.merge(path) == made
+
+
 def test_files_among_parts_are_kept_when_a_merge_is_killed_before_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

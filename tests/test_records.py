@@ -596,6 +596,22 @@ def test_a_changed_byte_of_any_file_is_found(format: str, write: Callable[[Path,
     assert actshard.verify(path, deep=True).status == 0
 
 
+@pytest.mark.parametrize("name", ["../away", "/etc/passwd", "a/../../away", "", ".", "a//b", "a\0b"])
+def test_a_checksum_of_a_file_elsewhere_is_a_finding_and_the_rest_is_checked(tmp_path: Path, name: str) -> None:
+    path = _by_create(tmp_path / "d", "zarr")
+    (tmp_path / "away").write_text("not of the dataset")
+    record = json.loads((path / RECORD).read_text())
+    record["checksums"] = {name: "00000000", **record["checksums"]}
+    (path / RECORD).write_text(json.dumps(record))
+    (path / "meta/config.json").unlink()
+    findings = actshard.verify(path, deep=True).findings
+    assert [(f.code, f.place) for f in findings] == [
+        ("metadata", f"field 'checksums' in {RECORD}"),
+        ("other-file", None),
+    ]
+    assert "away" not in str(findings[1])
+
+
 def test_a_changed_file_of_columns_is_named(tmp_path: Path) -> None:
     path = _by_create(tmp_path / "d", "zarr")
     file = path / "arrays/number/0"

@@ -37,6 +37,7 @@ from actshard.errors import (
     warn,
 )
 from actshard.finding import beside_parts, check_opens, existing, find
+from actshard.formats.carrying import first_difference, metadata_differences
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.inputs import LOOKED_AT, Input, changed, fingerprint, read_inputs
@@ -69,8 +70,6 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 _MARKER = MERGING
-_OF_WRITING = ("created_at", "schema_version", "provenance")
-"""Metadata fields of the writing program, in which parts may differ: times and versions."""
 _MODELS = ". To merge them, pass different_models=True (--different-models)."
 _DATA = ". The merged dataset has one; actshard.concat reads them together and keeps both."
 _REMEDIES = {"model": _MODELS, "model revision": _MODELS, "dataset": _DATA, "data": _DATA}
@@ -258,19 +257,26 @@ def _inputs(parts: Sequence[Path]) -> list[Input]:
 
 
 def _own_files(root: Path, plan: Merge) -> list[str]:
-    """Files and stores in the parts' folder: those that the merge takes or copies, and those in the records of the parts."""
+    """Files and stores in the parts' folder: those that the merge takes or copies, and those in the records of the parts.
+
+    Of a part that is a link to a folder elsewhere the link.
+    """
     merger = merger_of(plan.format)
     files = [source for source, _ in merger.taken(plan)]
     files += [source for file in merger.assembled(plan) for source, *_ in file.pieces]
     for part in plan.parts:
         request = Request.read(part)
-        files += [part / name for name in (RECORD, *((request.checksums if request else None) or ()))]
+        names = (request.checksums if request else None) or ()
+        files += [part / name for name in (RECORD, *filter(is_below, names))]
+    files += [entry for entry in (root / PARTS).iterdir() if PART.fullmatch(entry.name) and entry.is_symlink()]
     return sorted({file.relative_to(root / PARTS).as_posix() for file in files})
 
 
 def _empty(root: Path, gone: Path, own: Set[str]) -> None:
     """Removes a folder of merged parts. Other programs' files in it move to a visible folder."""
     others = False
+    if gone.is_symlink():  # to a folder elsewhere, whose files are kept
+        gone.unlink()
     for path, below, names in os.walk(gone, topdown=False):
         folder = Path(path)
         within = folder.relative_to(gone)
@@ -576,13 +582,13 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
         for name, value in kind.items():
             if first.get(name) != value:
                 remedy = _REMEDIES.get(name, "")
-                entry, expected, differs = _difference(name, first.get(name), value)
+                entry, expected, differs = first_difference(name, first.get(name), value)
                 raise FormatError(
                     f"expected {entry} {show(expected)} as in {sources[0].name}, found {show(differs)}{remedy}",
                     path=path,
                 )
     format = str(first["format"])
-    differences = _metadata_differences(sources, metadata)
+    differences = metadata_differences([(path.name, each) for path, each in zip(sources, metadata, strict=True)])
     requests = [Request.read(path) for path in sources]
     if asked.parts is None:
         return format, _request_of_parts(requests), differences
@@ -590,29 +596,7 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
 
 
 def _metadata_of(contents: Contents) -> dict[str, Any]:
-    """The metadata of a dataset that do not describe its files, without times and versions of writers."""
+    """The metadata of a dataset that do not describe its files."""
     carrying = formats.get(contents.format).carrying()
     metadata, _ = carrying.metadata_again(carrying.metadata_kept(contents), contents)
-    return {name: value for name, value in metadata.items() if name not in _OF_WRITING}
-
-
-def _metadata_differences(sources: Sequence[Path], metadata: Sequence[dict[str, Any]]) -> list[str]:
-    """Texts about the metadata in which parts differ, one per field: the merged dataset has those of the first part."""
-    first = metadata[0]
-    texts: dict[str, str] = {}
-    for path, of_part in zip(sources, metadata, strict=True):
-        for name in {**first, **of_part}:
-            if name not in texts and first.get(name) != of_part.get(name):
-                entry, kept, value = _difference(name, first.get(name), of_part.get(name))
-                texts[name] = f"{entry}: {show(kept)} is kept, {show(value)} of {path.name} is not"
-    return list(texts.values())
-
-
-def _difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-    """Path of the first field in which two values differ, and its values; of a dict that only one of them has, the keys."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return name, a, b
-    if a.keys() != b.keys():
-        return f"{name} with the fields", sorted(a), sorted(b)
-    inner = next(key for key in a if a[key] != b[key])
-    return _difference(f"{name}.{inner}", a[inner], b[inner])
+    return metadata

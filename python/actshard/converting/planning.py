@@ -494,6 +494,8 @@ def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
         kept = [name for name in own.metadata_kept(asked.store.contents) if name not in own.of_files]
         more = ", ..." if len(kept) > 12 else ""
         made += [Loss("metadata", f"{asked.format} has no place for it: {', '.join(kept[:12])}{more}")] if kept else []
+    elif target.holds_metadata:
+        made += [Loss("metadata", text) for text in columns.carrying.metadata_left(asked.store.contents)]
     return made
 
 

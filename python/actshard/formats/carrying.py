@@ -6,8 +6,10 @@ By default all columns are kept, and the source's metadata are stored under ``co
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from actshard._json import show
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 ORIGIN = "converted_from"
 """Metadata field of a converted dataset that contains its source's metadata."""
+_OF_WRITING = ("created_at", "schema_version", "provenance")
+"""Metadata fields of the writing program, in which stores may differ: times and versions."""
 _OF_FILES = ("shards", "statistics", "tensors")
 """Metadata fields that list files. Dropped, because a converted dataset has different files."""
 
@@ -59,6 +63,14 @@ class Carrying:
         """Converts columns to the form used by other formats."""
         return table
 
+    def metadata_left(self, contents: Contents) -> list[str]:
+        """Texts about metadata in which the dataset's stores differ; reported as a loss, because the first one's are kept."""
+        return metadata_differences([(name, self.metadata_of(values)) for name, values in contents.store_metadata()])
+
+    def metadata_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """A store's metadata that do not describe its files."""
+        return without_files(metadata)
+
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         """The metadata to store under :data:`ORIGIN` in another format."""
         return without_files(contents.metadata)
@@ -86,6 +98,31 @@ class Carrying:
         """Metadata and options for a source of another format. ``origin`` is the source's metadata to store."""
         named = {self.model_key: contents.model} if self.model_key is not None and contents.model else {}
         return {**named, ORIGIN: origin}, {}
+
+
+def metadata_differences(stores: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Texts about the metadata in which stores (name, metadata) differ from the first, one per field.
+
+    Times and versions of the writing program may differ.
+    """
+    texts: dict[str, str] = {}
+    for store, metadata in stores:
+        first = stores[0][1]
+        for name in {**first, **metadata}:
+            if name not in _OF_WRITING and name not in texts and first.get(name) != metadata.get(name):
+                entry, kept, value = first_difference(name, first.get(name), metadata.get(name))
+                texts[name] = f"{entry}: {show(kept)} is kept, {show(value)} of {store} is not"
+    return list(texts.values())
+
+
+def first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Path of the first field in which two values differ, and its values; of a dict that only one of them has, the keys."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return name, a, b
+    if a.keys() != b.keys():
+        return f"{name} with the fields", sorted(a), sorted(b)
+    inner = next(key for key in a if a[key] != b[key])
+    return first_difference(f"{name}.{inner}", a[inner], b[inner])
 
 
 def checked_origin(found: Any) -> dict[str, Any] | None:

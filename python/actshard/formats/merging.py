@@ -93,12 +93,16 @@ class Merge:
         file.write(target)
 
     def take(self, source: Path, target: Path) -> None:
-        """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible."""
+        """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible.
+
+        What lies behind a symbolic link out of the dataset's folder is kept: the merge may move only what was written here.
+        """
         record_files(target / path.relative_to(source) for path in files_below(source))
         if target.exists():
             return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)
-        if self.move and not has_links(source):
+        is_here = Path(os.path.realpath(self.path)) in Path(os.path.realpath(source)).parents
+        if self.move and is_here and not has_links(source):
             if source.is_dir():
                 (source / RECORD).unlink(missing_ok=True)  # the merged dataset has its own
             rename(source, target)

@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import many, numpy_type
+from actshard._json import show
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.layers import Layer, plain
 from actshard.location import Location
 from actshard.repeating import equal_examples
-from actshard.request import Digest, Request, checksum, joined_digests
+from actshard.request import RECORD, Digest, Request, checksum, joined_digests
 from actshard.store import Store
+from actshard.work import is_below
 
 _FEW = 8
 PLACES = 16
@@ -144,6 +146,12 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
 def _compare_files(location: Location, checksums: Mapping[str, str], report: Report) -> None:
     """Compares files of columns, lengths and metadata with those that actshard wrote."""
     for name, expected in checksums.items():
+        if not is_below(name):
+            where = f"field 'checksums' in {RECORD}"
+            report.add(
+                "metadata", location, f"the name {show(name)}", "names of files below the dataset's folder", where
+            )
+            continue
         file = location.joinpath(*name.split("/"))
         with report.noting(file):
             crc = checksum(file) if file.exists() else None

@@ -26,6 +26,9 @@ class ZarrCarrying(Carrying):
     derived: ClassVar[frozenset[str]] = frozenset(("seq_len",))
     model_key: ClassVar[str | None] = "model_id"
 
+    def metadata_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in without_files(metadata).items() if name not in _OF_FILES}
+
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         kept = without_files(contents.metadata)
         return kept | without_files(_first(contents)) if "shards" in contents.metadata else kept

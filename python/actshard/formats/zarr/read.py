@@ -187,6 +187,7 @@ def open(path: Location, options: Options) -> Contents:
         columns_in=lambda: [each.place for member in members for each in member.columns_in()],
         model=None if model is None else utf8(model),
         provenance=_provenance(metadata, members, manifest),
+        store_metadata=lambda: [(utf8(member.path.name), member.metadata) for member in members],
         extras=tuple(texts),
         warnings=tuple(warnings),
     )
