@@ -239,6 +239,10 @@ def changed_column(folder: Path, patch: pytest.MonkeyPatch) -> None:
     written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [date(2026, 1, 1)]})
 
 
+def numbers_and_texts(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    actshard.create(folder / "named", "npy", layers=["last", 10], d_model=4).abort()
+
+
 def many_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.zarr.write.MANY_FILES", 3)
     written(folder, "zarr", np.ones((4, 1, 1, 4), np.float32))
@@ -342,6 +346,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "state-without-dataset": old_state,
     "missing-lines": missing_lines,
     "column-type-changed": changed_column,
+    "layer-names-changed": numbers_and_texts,
     "many-files": many_files,
     "metadata-dropped": parts_with_other_notes,
     "plugin-not-used": plugin,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import actshard
 from actshard import layers
 from actshard.cli._layers import of_store, renamed, several
-from conftest import install
+from conftest import install, refuses
 
 NAMES = ("blocks.0.hook_resid_post", "blocks.5.hook_resid_post", "ln_final, [bold]")
 
@@ -256,3 +257,39 @@ def test_names_are_shown_on_one_line() -> None:
     assert layers.short([3, -1]) == "[3, -1]"
     assert layers.array_of([3, -1]).dtype == np.int64
     assert layers.array_of([]).dtype == np.int64
+
+
+@pytest.mark.parametrize("format", ["zarr", "pickle", "lmprobe", "saev"])
+def test_numbers_of_layers_that_are_written_are_read(tmp_path: Path, format: str) -> None:
+    """One bound for the writer and the reader."""
+    rows = np.ones((2, 2, 1, 4), np.float32)
+    with actshard.create(tmp_path / "npy", "npy", layers=["a", "b"], d_model=4) as source:
+        source.append(rows)
+    refused = 0
+    for number in [
+        1 << 29,
+        -(1 << 29),
+        10**9 - 1,
+        10**9,
+        1 << 30,
+        1 << 40,
+        (1 << 62) - 1,
+        1 << 62,
+        -(1 << 62),
+        1 << 63,
+    ]:
+        path = tmp_path / str(number)
+        try:
+            writer = actshard.create(path, format, layers=[5, number], d_model=4)
+        except actshard.ArgumentError:
+            refused += 1
+            with refuses(actshard.ArgumentError, None, f"found {number}"):
+                actshard.convert(source.path, path, format, layers={"a": 5, "b": number})
+            assert not path.exists()
+            continue
+        with writer:
+            writer.append(rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert actshard.open(writer.path).layers == (5, number)
+    assert 0 < refused < 9

@@ -733,3 +733,9 @@ def test_parts_of_which_only_folders_exist_are_told(tmp_path: Path) -> None:
     part.mkdir()
     with refuses(actshard.UnfinishedError, tmp_path / "d/.parts", "only empty folders"):
         actshard.merge(tmp_path / "d")
+
+
+def test_a_set_of_parts_is_refused(tmp_path: Path) -> None:
+    """A set has no order, and the order of parts is that of the examples."""
+    with pytest.raises(actshard.ArgumentTypeError, match="parts: expected a list of paths in order, found set"):
+        actshard.merge(tmp_path / "d", {tmp_path / "a", tmp_path / "b"})

@@ -24,7 +24,7 @@ from actshard import formats
 from actshard.finding import find_any
 from actshard.location import Location
 from actshard.pushing.buckets import Bucket
-from conftest import GOLDEN
+from conftest import GOLDEN, refuses
 from hub import hub as hub_server
 from served import Served, served
 from shell import run_command
@@ -430,6 +430,55 @@ def test_hidden_files_of_the_dataset_are_pushed(server: Served, tmp_path: Path) 
     there = contents(server.root / "bucket/run")
     assert {"extra/.hidden/file", "extra/.hidden/other", ".success"} <= there.keys()
     assert done.left_out == ("extra/.env",)
+
+
+def described(folder: Path, files: str, more: str = "", axes: str = '["example", "token", "dim"]') -> Path:
+    """A folder with a layout.toml, whose data files the caller adds."""
+    folder.mkdir()
+    (folder / "layout.toml").write_text(f'version = 1\n[activations]\nfiles = "{files}"\naxes = {axes}\n{more}\n')
+    return folder
+
+
+@pytest.mark.parametrize("below", ["", "inner"])
+@pytest.mark.parametrize("files", [".cache/{layer:d}.npy", ".layer{layer:d}.npy", "{layer:d}.npy~", "{layer:d}.npy"])
+def test_hidden_files_that_a_dataset_reads_are_pushed(server: Served, tmp_path: Path, files: str, below: str) -> None:
+    """Rows, lengths and columns. Other hidden files are left out."""
+    (tmp_path / "a").mkdir()
+    raw = files.endswith("~")
+    more = '[lengths]\nfile = ".lengths.npy"\nkind = "lengths"\n[[columns]]\nfile = ".labels.csv"'
+    shape = 'dtype = "float32"\nshape = [6, 3, 4]\n' if raw else ""
+    folder = described(tmp_path / "a" / (below or "run"), files, shape + more)
+    values = np.arange(72, dtype=np.float32).reshape(6, 3, 4)
+    for layer in range(2):
+        path = folder / files.format(layer=layer)
+        path.parent.mkdir(exist_ok=True)
+        if raw:
+            path.write_bytes(values.tobytes())
+        else:
+            np.save(path, values)
+    np.save(folder / ".lengths.npy", np.array([3, 3, 2, 3, 3, 3]))
+    (folder / ".labels.csv").write_text("y\n" + "\n".join("123456") + "\n")
+    (folder / ".env").write_text("secret")
+    local = quietly(folder)
+    done = push(server, tmp_path / "a" if below else folder)
+    assert done.left_out == (f"{below}/.env" if below else ".env",)
+    there = quietly(f"s3://bucket/run/{below}" if below else "s3://bucket/run", storage_options=server.keys)
+    same(there, local)
+    assert there.table.equals(local.table)
+
+
+def test_a_dataset_that_needs_a_file_that_is_left_out_is_not_pushed(server: Served, tmp_path: Path) -> None:
+    """Files of a column by example are not listed before they are read."""
+    more = '[[columns]]\nname = "note"\nfile = "rows/.{example:d}.npy"'
+    folder = described(tmp_path / "run", "rows/{example:d}.npy", more, '["token", "dim"]')
+    (folder / "rows").mkdir()
+    for i in range(3):
+        np.save(folder / f"rows/{i}.npy", np.ones((2, 4), np.float32))
+        np.save(folder / f"rows/.{i}.npy", np.array(i))
+    assert quietly(folder).table["note"].to_pylist() == [0, 1, 2]
+    with refuses(actshard.ArgumentError, folder, "reads one of rows/.0.npy"):
+        push(server, folder)
+    assert not contents(server.root / "bucket")
 
 
 def test_links_that_lead_outside_are_refused(server: Served, tmp_path: Path) -> None:

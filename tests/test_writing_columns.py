@@ -405,3 +405,103 @@ def test_lists_of_nulls_inside_dicts_are_kept_when_another_field_gets_a_type(tmp
         with create(tmp_path / "m", format, part=(i, 2)) as writer:
             writer.append(rows(2), columns={"facts": part})
     assert values(actshard.merge(tmp_path / "m"), "facts") == first + second
+
+
+class Stream:
+    """Speaks numpy's protocol, which loses values, and Arrow's of streams, as a Series of polars."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.zeros(len(self.column))
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return pa.chunked_array([self.column[:1], self.column[1:]]).__arrow_c_stream__(requested_schema)
+
+
+class ArrayOfC(Stream):
+    __arrow_c_stream__ = None  # type: ignore[assignment]
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> object:
+        return self.column.__arrow_c_array__(requested_schema)
+
+
+class ArrayOfArrow(Stream):
+    __arrow_c_stream__ = None  # type: ignore[assignment]
+
+    def __arrow_array__(self, type: pa.DataType | None = None) -> pa.Array:
+        return self.column
+
+
+ARROW = [
+    pa.array([2**53 + 1, None, 3]),
+    pa.array([True, None, False]),
+    pa.array(["x", None, "z"], pa.string_view()),
+    pa.array([{"a": 1, "b": 5}, {"a": 2, "b": 6}, None]),
+    pa.array([{"a": 1, "b": "p"}, {"a": 2, "b": "q"}, None], pa.struct([("a", pa.int64()), ("b", pa.string_view())])),
+    pa.array([["x"], [], ["y", None]], pa.large_list(pa.string_view())),
+    pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.uint32()), pa.array(["u", "v"], pa.string_view())),
+    pa.array([{"a": "p"}, {"a": "q"}, None], pa.struct([("a", pa.dictionary(pa.int32(), pa.string()))])),
+    pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([7, None])),
+    pa.array([0, None, 1], pa.timestamp("us", "Europe/Berlin")),
+]
+
+
+@pytest.mark.parametrize("library", [Stream, ArrayOfC, ArrayOfArrow, lambda column: column])
+@pytest.mark.parametrize("column", ARROW, ids=lambda column: str(column.type)[:30])
+def test_columns_of_other_libraries_are_taken_as_arrow_data(tmp_path: Path, library: Any, column: pa.Array) -> None:
+    """numpy has no nulls, structs, dictionaries or time zones."""
+    with create(tmp_path / "d", "npy") as writer:
+        writer.append(rows(3), columns={"x": library(column)})
+    assert actshard.open(tmp_path / "d").table["x"].to_pylist() == column.to_pylist()
+
+
+def test_a_column_that_arrow_cannot_decode_is_an_error_of_ours(tmp_path: Path) -> None:
+    column = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["a", "b"], pa.string_view()))
+    writer = create(tmp_path / "d", "npy")
+    with refuses(actshard.ArgumentError, None, "'x'.*run_end_encoded"):
+        writer.append(rows(3), columns={"x": column})
+    writer.abort()
+
+
+@pytest.mark.parametrize("column", ["xyz", b"xyz", {"a": 1, "b": 2, "c": 3}, {1, 2, 3}], ids=repr)
+def test_texts_dicts_and_sets_are_no_columns(tmp_path: Path, column: Any) -> None:
+    """Each has three elements, but a text is one value, and the others have no values by example."""
+    writer = create(tmp_path / "d", "npy")
+    with refuses(actshard.ArgumentError, None, "'x'.*a list or an array of 3 values"):
+        writer.append(rows(3), columns={"x": column})
+    writer.abort()
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "activations": {"activations": np.ma.masked_array(rows(2), rows(2) == 1)},
+    "list": {"activations": [np.ma.masked_array(x, x == 1) for x in rows(2)]},
+    "lengths": {"lengths": np.ma.masked_array([1, 2], [0, 1])},
+    "labels": {"labels": np.ma.masked_array(np.ones((2, 2), np.uint8), [[0, 1], [0, 0]])},
+    "lists of labels": {"labels": [np.ma.masked_array([1, 2], [0, 1]), np.array([1, 2])]},
+    "logits": {"logits": (np.ma.masked_array(np.ones((2, 1)), [[0], [1]]), np.ones((2, 1), np.int32))},
+    "router": {"router": {0: np.ma.masked_array(np.ones((2, 1)), [[0], [1]])}},
+}
+
+
+@pytest.mark.parametrize("arguments", MASKED.values(), ids=MASKED.keys())
+def test_masked_values_are_refused_where_there_are_no_nulls(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """numpy returns the numbers below a mask. A mask that masks nothing is none."""
+    writer = create(tmp_path / "d", "npy")
+    with refuses(actshard.ArgumentError, None, "masked value"):
+        writer.append(**{"activations": rows(2), **arguments})
+    writer.append(np.ma.masked_array(rows(2), False))
+    writer.close()
+    assert np.array_equal(actshard.open(tmp_path / "d").sequence(1, 0), rows(2)[1, 0])
+
+
+def test_masked_example_numbers_are_refused(tmp_path: Path) -> None:
+    with create(tmp_path / "d", "npy") as writer:
+        writer.append(rows(3))
+    for examples in (np.ma.masked_array([0, 1], [0, 1]), np.ma.masked_array([True] * 3, [0, 1, 0])):
+        with refuses(actshard.ArgumentError, None, "examples: .*1 masked value"):
+            actshard.convert(tmp_path / "d", tmp_path / "c", "npy", examples=examples)

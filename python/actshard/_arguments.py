@@ -85,13 +85,32 @@ def one_of(value: Any, words: Iterable[str], name: str) -> str:
 
 
 def as_array(value: Any, expected: str) -> NDArray[Any]:
-    """Converts to a numpy array; ``expected`` begins the error message."""
+    """Converts to a numpy array; ``expected`` begins the error message.
+
+    Raises:
+        ArgumentError: not an array, or an array with masked values, of which numpy would return the number below the mask.
+        NoMemoryError: too large for memory.
+    """
+    if masked := count_masked(value):
+        raise ArgumentError(
+            f"{expected}, found {many(masked, 'masked value')}: masks are not stored. Pass array.filled(VALUE), or leave these "
+            "values out"
+        )
     try:
         return np.asarray(value)
     except MemoryError as error:
         raise NoMemoryError(f"{expected}, found {type(value).__name__} too large for memory") from error
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ArgumentError(f"{expected}, found {type(value).__name__}: {error}") from error
+
+
+def count_masked(value: Any) -> int:
+    """Counts the masked values of a masked array, or of nested lists of arrays."""
+    if isinstance(value, np.ma.MaskedArray):
+        return int(np.ma.count_masked(value))  # type: ignore[no-untyped-call]
+    if not isinstance(value, list | tuple) or set(map(type, value)) <= {int, float}:
+        return 0
+    return sum(count_masked(item) for item in value if isinstance(item, list | tuple | np.ma.MaskedArray))
 
 
 def listed(values: Iterable[Any], expected: str) -> list[Any]:

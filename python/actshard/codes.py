@@ -427,6 +427,13 @@ CALLS: tuple[Code, ...] = (
         "write a format or version with few large files, such as Zarr with version=3",
     ),
     Code(
+        "layer-names-changed",
+        WARNING,
+        "A format stores numbers of layers as strings, because other layers have strings as names.",
+        'These layers are read by their strings: `store.layer("5")`.',
+        "name all layers by numbers, or all by strings; or choose Zarr, which stores both",
+    ),
+    Code(
         "metadata-dropped",
         WARNING,
         "Merged parts have different metadata.",

@@ -147,8 +147,8 @@ class AskedMerge:
         different_models = _arguments.switch(different_models, "different_models")
         if parts is None:
             return cls(None, physical, different_models)
-        if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
-            raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
+        if isinstance(parts, str | bytes | os.PathLike | Set) or not isinstance(parts, Iterable):
+            raise ArgumentTypeError(f"parts: expected a list of paths in order, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
     def request_of(self, format: str, sources: Sequence[str], examples: int, digests: Digests | None) -> Request:

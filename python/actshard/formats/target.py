@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
+from actshard._json import MAX_INT
 from actshard.codes import Remark
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
 from actshard.layers import Layer
@@ -139,6 +140,8 @@ class Target(ABC):
     """Whether an example may lack a layer, or have different tokens in different layers."""
     holds_named_layers = False
     """Whether layer names may be strings; otherwise they are integers."""
+    largest_layer: ClassVar[int] = MAX_INT - 1
+    """The largest absolute value of a layer's integer name, which the format's reader shares."""
     numbers_layers = True
     """Whether readers of the format interpret integer layer names as the layers' numbers in the model."""
     holds_labels = False
@@ -188,6 +191,12 @@ class Target(ABC):
         if unknown:
             known = "; ".join(f"{name}: {what}" for name, what in self.own.items()) or "none"
             raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {known}")
+        large = next((x for x in spec.layers if isinstance(x, int) and abs(x) > self.largest_layer), None)
+        if large is not None:
+            raise ArgumentError(
+                f"layers: expected integers from {-self.largest_layer} to {self.largest_layer} for {self.format}, found {large}; "
+                f"choose another number: convert(layers={{{large}: 0, ...}})"
+            )
         if self.metadata_keys is not None:
             other = sorted(set(spec.metadata) - set(self.metadata_keys))
             if other:

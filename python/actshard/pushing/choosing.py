@@ -1,12 +1,12 @@
 """Chooses the files of a folder to upload: no hidden files, and no files from outside of the folder.
 
-A hidden file is uploaded if a format uses its name, or if the dataset's metadata list it.
+A hidden file is uploaded if a format uses its name, if the dataset's metadata list it, or if the opened dataset reads it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,22 @@ class LocalFile:
     modified: int
 
 
-def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tuple[str, ...]]:
+def choose(
+    folder: Path, dataset: str, links: bool, needed: Collection[str] = ()
+) -> tuple[list[LocalFile], tuple[str, ...]]:
     """Returns the files to upload, sorted by name, and the names of left-out files and folders; folders end with ``/``.
 
     Args:
         folder: the folder.
         dataset: the dataset's folder relative to it; ``""``: the folder.
         links: whether to follow links that lead outside of the folder.
+        needed: names below the dataset's folder that it reads, hidden or not.
 
     Raises:
         ArgumentError: such a link without ``links``, a link to a folder above it, a broken link, a device, or a name that objects
             cannot have.
     """
-    choice = _Choice(folder, dataset, links)
+    choice = _Choice(folder, dataset, links, needed)
     with boundary(folder, "list"):
         choice.visit(folder, "")
     for file in choice.files:
@@ -66,11 +69,23 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
     return choice.files, tuple(choice.left_out)
 
 
+def link_chosen(folder: Path, left_out: Collection[str], to: Path) -> None:
+    """Fills an empty folder ``to`` with links to the files of a folder, except those that are left out."""
+    names = {name.split("/", 1)[0] for name in left_out}
+    for entry in os.scandir(folder):
+        below = [name.partition("/")[2] for name in left_out if name.split("/", 1)[0] == entry.name]
+        if entry.name not in names:
+            (to / entry.name).symlink_to(Path(entry.path).absolute())
+        elif entry.is_dir() and all(below):
+            (to / entry.name).mkdir()
+            link_chosen(Path(entry.path), below, to / entry.name)
+
+
 class _Choice:
     """Collects the files of a folder."""
 
-    def __init__(self, folder: Path, dataset: str, links: bool) -> None:
-        self.folder, self.links = folder, links
+    def __init__(self, folder: Path, dataset: str, links: bool, needed: Collection[str]) -> None:
+        self.folder, self.links, self.needed = folder, links, needed
         self.start = f"{dataset}/" if dataset else ""
         self.base = os.path.realpath(folder)
         self.files: list[LocalFile] = []
@@ -112,7 +127,7 @@ class _Choice:
         if not name.startswith(self.start):
             return False
         if self.named is None:
-            self.named = _named(self.folder / self.start)
+            self.named = _named(self.folder / self.start) | _hidden(self.needed)
         subpath = f"/{name[len(self.start) :]}/"
         return any(
             f"/{text}/" in subpath or (entry.is_dir() and f"/{text}/".startswith(subpath)) for text in self.named
@@ -142,7 +157,12 @@ def _named(folder: Path) -> set[str]:
                 texts.update(_texts(parse_json(path.read_bytes().decode(), "metadata")))
         except (ActshardError, ValueError):
             continue
-    return {text for text in texts if any(_is_hidden(part) for part in text.split("/") if part not in ("", ".", ".."))}
+    return _hidden(texts)
+
+
+def _hidden(names: Iterable[str]) -> set[str]:
+    """The names with a hidden part."""
+    return {name for name in names if any(_is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))}
 
 
 def _texts(value: Any) -> Iterator[str]:

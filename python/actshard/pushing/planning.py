@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from actshard import formats
-from actshard.errors import FormatError, boundary
+from actshard.errors import ActshardError, ArgumentError, FormatError, boundary
 from actshard.finding import existing, find_any
 from actshard.layers import listing
 from actshard.location import Location
 from actshard.opening import open_quietly
-from actshard.pushing.choosing import LocalFile, choose
+from actshard.pushing.choosing import LocalFile, choose, link_chosen
 from actshard.verifying import verify
 
 CARD = "README.md"
@@ -38,6 +40,7 @@ class Shipment:
         notes: properties that make remote reads slow.
         left_out: names of hidden files and folders that are not uploaded.
         links: whether links that lead outside of the folder are followed.
+        needed: names of files and folders that the dataset reads, below its folder.
     """
 
     folder: Path
@@ -49,6 +52,7 @@ class Shipment:
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
     links: bool
+    needed: frozenset[str]
 
     @property
     def files(self) -> list[LocalFile]:
@@ -68,7 +72,7 @@ class Shipment:
 
     def check_unchanged(self) -> None:
         """Raises FormatError if files changed since they were verified. Called before the manifest is written."""
-        current_files = {file.name: file for file in choose(self.folder, self.dataset, self.links)[0]}
+        current_files = {file.name: file for file in choose(self.folder, self.dataset, self.links, self.needed)[0]}
         wrong = next((file for file in self.files if current_files.pop(file.name, None) != file), None)
         wrong = wrong or next(iter(current_files.values()), None)
         if wrong is not None:
@@ -83,6 +87,7 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     """Lists the files to upload. With ``check``, verifies the dataset first.
 
     Raises:
+        ArgumentError: the dataset reads files that are not uploaded.
         FormatError: the dataset has errors.
         UnfinishedError: the dataset is not finished.
     """
@@ -90,7 +95,9 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     location, format = find_any(root)
     dataset = location.relative_to(root)
     dataset = "" if dataset == "." else dataset
-    files, left_out = choose(root.local, dataset, links)  # before verification, so that later changes are detected
+    needed = _needed(location, format)
+    # Before verification, so that later changes are detected.
+    files, left_out = choose(root.local, dataset, links, needed)
     if check:
         report = verify(root.local, progress=None)
         if report.errors:
@@ -99,11 +106,74 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
                 f"is not uploaded: {count} error{'s' * (count > 1)}, the first: {first}. actshard verify lists all of them.",
                 path=folder,
             )
+    _check_left_out(location, format, dataset, left_out)
     stages = _stages(files, dataset, formats.get(format).manifest)
     digests = {file.name: _digest(file.path) for stage in stages for file in stage}
     has_card = any(file.name == CARD for file in stages[0])
     card = None if has_card else _card(location, format, stages, url)
-    return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages), left_out, links)
+    return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages), left_out, links, needed)
+
+
+def _needed(location: Location, format: str) -> frozenset[str]:
+    """Names below a dataset's folder of the files that it reads, and of folders of such files.
+
+    Raises:
+        ArgumentError: a file outside of the folder.
+    """
+    if formats.get(format).holds != "activations":
+        return frozenset()
+    try:
+        contents = open_quietly(location.place, format, "pread").contents
+        paths = [*contents.files(), *contents.columns_in()]
+    except ActshardError:  # a damaged dataset, of which verification finds the errors
+        return frozenset()
+    above = f"{location.local}/"
+    names = [os.path.normpath(path) for path in paths]
+    outside = next((name for name in names if not f"{name}/".startswith(above)), None)
+    if outside is not None:
+        raise ArgumentError(
+            f"is part of the dataset, but outside of its folder {location.local}: only files below it are uploaded. Move or link "
+            "it into the folder",
+            path=Path(outside),
+        )
+    return frozenset(name[len(above) :] for name in names if len(name) > len(above))
+
+
+def _check_left_out(location: Location, format: str, dataset: str, left_out: tuple[str, ...]) -> None:
+    """Raises ArgumentError if the dataset is another one without the files that are left out."""
+    start = f"{dataset}/" if dataset else ""
+    below = [name[len(start) :] for name in left_out if name.startswith(start)]
+    if not below or formats.get(format).holds != "activations":
+        return
+    try:
+        whole = _summary(location.local, format)
+    except ActshardError:  # damaged, and pushed with verify=False
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / location.local.name
+        folder.mkdir()
+        link_chosen(location.local, below, folder)
+        try:
+            differs = _summary(folder, format) != whole
+        except ActshardError:
+            differs = True
+    if differs:
+        raise ArgumentError(
+            f"expected a dataset without hidden files or backups, found that it reads one of {', '.join(below[:8])}, which are not "
+            "uploaded: give the file a name that does not begin with '.' or '#' or end with '~'",
+            path=location,
+        )
+
+
+def _summary(folder: Path, format: str) -> tuple[object, ...]:
+    """Properties of a dataset that differ if a file is absent."""
+    store = open_quietly(folder, format, "pread")
+    contents, names = store.contents, store.contents.column_names
+    counts, first = store.token_counts.tobytes(), ""
+    if names:
+        columns = contents.head_columns(names, 1) if contents.head_columns else store.table
+        first = str(columns.slice(0, 1))
+    return len(contents.files()), store.layers, store.d_model, store.dtype, counts, names, first
 
 
 def _stages(files: list[LocalFile], dataset: str, manifest: tuple[str, ...]) -> tuple[tuple[LocalFile, ...], ...]:

@@ -167,14 +167,44 @@ class Decided:
 
 
 def plain(table: pa.Table) -> pa.Table:
-    """Decodes dictionary, run-end-encoded, view and extension columns into plain values."""
+    """Decodes dictionary, run-end-encoded, view and extension columns into plain values, inside dicts and lists, too.
+
+    Raises:
+        ArgumentError: pyarrow cannot decode a column.
+    """
     fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
     if all(a.type == b.type for a, b in zip(fields, table.schema, strict=True)):
         return table
     import pyarrow as pa
 
-    columns = [cast_exactly(column, field.type) for field, column in zip(fields, table.columns, strict=True)]
+    columns = []
+    for field, column in zip(fields, table.columns, strict=True):
+        try:
+            columns.append(cast_exactly(_decode(column), field.type))
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"columns: {field.name!r}: expected a type that pyarrow casts to {field.type}, found {column.type}: {error}. Cast "
+                "the column"
+            ) from error
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _decode(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column without run ends, and its dictionaries without views: pyarrow has no casts from these."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if pa.types.is_run_end_encoded(kind):
+        return pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], kind.value_type)
+    if not pa.types.is_dictionary(kind) or _plain_type(kind.value_type) == kind.value_type:
+        return column
+    kind = pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
+    chunks = [
+        pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind.value_type), ordered=kind.ordered)
+        for chunk in column.chunks
+    ]
+    return pa.chunked_array(chunks, kind)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -188,10 +218,26 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.string()
     if pa.types.is_binary_view(kind):
         return pa.binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([_plain_field(field) for field in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_field(kind.value_field))
     if pa.types.is_decimal(kind) and kind.scale == 0:
         # Integers beyond 64 bits: the maximum precision, since later values may have more digits.
         return pa.decimal128(38) if kind.precision <= 38 else pa.decimal256(76)
     return kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    """A field of a dict or list. Its extension type stays: pyarrow has no casts from these; so do decimals."""
+    import pyarrow as pa
+
+    stays = isinstance(field.type, pa.BaseExtensionType) or pa.types.is_decimal(field.type)
+    return field if stays else field.with_type(_plain_type(field.type))
 
 
 def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 
 from actshard import _arguments, formats
 from actshard._json import parse_json
-from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
+from actshard.errors import ArgumentError, ArgumentTypeError, FormatError, warn
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
 from actshard.layers import Layer, checked, is_one, several, short
@@ -264,6 +264,12 @@ def open_writer(
         "resume": _arguments.switch(resume, "resume"),
         "exist_ok": _arguments.switch(exist_ok, "exist_ok"),
     }
+    texts = [name for name, read in target.reading.items() if name != read and str(name) == read]
+    if texts and capture is None:
+        warn(
+            f"{target.root}: layers {short(texts)} become strings, because other layers have strings as names",
+            code="layer-names-changed",
+        )
     if far is not None:
         from actshard.writing.uploading import UploadingWriter
 

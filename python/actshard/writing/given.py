@@ -9,7 +9,7 @@ from __future__ import annotations
 import decimal
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -216,14 +216,14 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
     """Converts a column to Arrow."""
     import pyarrow as pa
 
-    column = given
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(column, torch.Tensor):
-        column = as_numpy(column)
+    if isinstance(given, str | bytes | bytearray | Mapping | Set):
+        raise ArgumentError(
+            f"columns: {name!r}: expected a list or an array of {n} values, one per example, found {type(given).__name__}"
+        )
     try:
-        if hasattr(column, "__array__"):
-            # copy() of a masked array keeps the mask, which Arrow converts to nulls; np.array() drops it.
-            column = column.copy() if isinstance(column, np.ndarray) else np.asarray(column).copy()
+        column = _arrow_or_numpy(given)
+        if isinstance(column, pa.Array | pa.ChunkedArray):
+            return pa.field(name, column.type), column
         if isinstance(column, np.ndarray):
             if column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1] and not np.ma.is_masked(column):
                 return list_column(name, _native_order(column))
@@ -243,6 +243,32 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
     except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
     return pa.field(name, made.type), made
+
+
+def _arrow_or_numpy(values: Any) -> Any:
+    """Values of another library as an Arrow column, or a copy as a numpy array; lists and tuples unchanged.
+
+    numpy has no nulls, structs or time zones: an object is asked for Arrow data first, and for an array only without them.
+    """
+    import pyarrow as pa
+
+    torch, pandas = sys.modules.get("torch"), sys.modules.get("pandas")
+    if torch is not None and isinstance(values, torch.Tensor):
+        return as_numpy(values).copy()
+    if pandas is not None and isinstance(values, pandas.Series | pandas.Index | pandas.api.extensions.ExtensionArray):
+        if not isinstance(values.dtype, np.dtype | pandas.SparseDtype):
+            return pa.array(values.copy(), from_pandas=True)  # the copy: Arrow shares memory with pandas
+        array = np.array(values)
+        if array.dtype == object:  # of which NaN, NA and NaT are missing values; NaN of float dtypes stay
+            array[pandas.isna(array)] = None
+        return array
+    if getattr(values, "__arrow_c_stream__", None) is not None:
+        return pa.chunked_array(values)
+    if any(getattr(values, name, None) is not None for name in ("__arrow_c_array__", "__arrow_array__")):
+        return pa.array(values)
+    if isinstance(values, np.ndarray):
+        return values.copy()  # keeps the mask of a masked array, which Arrow converts to nulls
+    return np.asarray(values).copy() if hasattr(values, "__array__") else values
 
 
 _EXACT = ({str}, {int}, {float}, {bool}, {bytes})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,9 @@ else:
 class Writer:
     """Writes a dataset; created by :func:`actshard.create`.
 
-    Not thread-safe, and not usable in a forked child: create one writer per process, each for its own part.
+    One thread at a time may use it: a call of :meth:`append`, :meth:`flush` or :meth:`close` during another thread's call raises
+    ArgumentError. Threads share a writer with a lock; without one, the order of their examples is not defined either. Not usable
+    in a forked child: create one writer per process, each for its own part.
 
     Attributes:
         format: name of the format.
@@ -55,6 +58,7 @@ class Writer:
         self._target = target
         self._pad, self._truncate, self._overflow = pad, truncate, overflow
         self._exist_ok = exist_ok or resume
+        self._in_call = threading.Lock()
         self.complete = False
         self._existed = False
         """Whether the dataset was finished before this call."""
@@ -171,14 +175,15 @@ class Writer:
             router: router logits by layer, ``(batch, experts)`` each (lmprobe). Other formats store them as columns.
 
         Raises:
-            ArgumentError: shapes that do not match each other, the layers or ``d_model``; examples that the format cannot store
+            ArgumentError: another thread is in a call of this writer; masked values; shapes that do not match each other, the
+                layers or ``d_model``; examples that the format cannot store
                 unchanged (the message names a remedy: ``pad=True``, ``truncate=True``, another ``storage=``).
             NotStoredError: the format stores no columns.
             DtypeError: another dtype than before without ``dtype=``; a dtype that the format does not support.
             DiskFullError, FileAccessError: a write failed, in this call or in the background since an earlier one.
             ClosedError: the writer was closed.
         """
-        with _told(self.path):
+        with self._exclusive(), _told(self.path):
             self._append(activations, lengths, columns, labels, logits, router)
 
     def _append(
@@ -223,6 +228,12 @@ class Writer:
     ) -> tuple[NDArray[np.int64], np.dtype[Any], Fitted]:
         """Returns stored tokens per example, dtype and fitted columns. Raises if the format cannot store the examples."""
         target, tokens = self._target, examples.tokens
+        if (tokens < target.special_tokens).any():
+            i = int(np.flatnonzero(tokens < target.special_tokens)[0])
+            raise ArgumentError(
+                f"example {self._appended + i}: expected at least {many(target.special_tokens, 'special token')}, such as CLS, "
+                f"found {many(tokens[i], 'token')}: append its row, or leave the example out"
+            )
         expected = target.spec.num_examples
         if expected is not None and self._appended + len(examples) > expected:
             raise ArgumentError(
@@ -352,7 +363,7 @@ class Writer:
         A flush ends a pickle shard; other formats continue the current one.
         """
         sink = self._open()
-        with _told(self.path):
+        with self._exclusive(), _told(self.path):
             self._hand_over()
             return sink.commit()
 
@@ -366,12 +377,26 @@ class Writer:
         if self.complete or self._sink is None:
             return
         sink = self._open()
+        with self._exclusive():
+            try:
+                with _told(self.path):
+                    self._finish(sink)
+            except BaseException:
+                sink.abort()  # releases the lock, so that the dataset can be resumed
+                raise
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Raises ArgumentError, and changes nothing, if another call is running."""
+        if not self._in_call.acquire(blocking=False):
+            raise ArgumentError(
+                "another thread is in a call of this writer: share it with a threading.Lock, or create one writer per part",
+                path=self.path,
+            )
         try:
-            with _told(self.path):
-                self._finish(sink)
-        except BaseException:
-            sink.abort()  # releases the lock, so that the dataset can be resumed
-            raise
+            yield
+        finally:
+            self._in_call.release()
 
     def _finish(self, sink: Sink) -> None:
         self._hand_over()

@@ -66,10 +66,20 @@ class FolderColumns:
         return table_of(list(wanted), [(columns, stop)])
 
     def folders(self) -> list[Path]:
-        """Folders with files of columns, as named in the description. They can differ from the folder of activations."""
-        parts = [part for part in (self.description.tokens, *self.description.columns) if part is not None]
-        named = [part.files.text.split("/")[:-1] for part in parts if part.files is not None]
-        return [self.root.joinpath(*folder).place for folder in named if folder and "{" not in "".join(folder)]
+        """Files of columns and lengths, or their folders if files are numbered, as named in the description.
+
+        They can differ from the folder of activations.
+        """
+        parts = (self.description.tokens, self.description.lengths, *self.description.columns)
+        paths = []
+        for part in parts:
+            if part is None or part.files is None:
+                continue
+            *folder, name = part.files.text.split("/")
+            names = [*folder, name] if not part.files.captures else folder
+            if names and "{" not in "".join(names):
+                paths.append(self.root.joinpath(*names).place)
+        return paths
 
     # -- columns of the description --------------------------------------------------------------
 

@@ -46,6 +46,8 @@ MOST_COLUMNS = 4096
 """Limit on the number of distinct metadata fields in a table."""
 _UNLIMITED = 1 << 62
 SAMPLE_NUMBERS = range(1 << 62)
+LARGEST_LAYER = 10**9 - 1
+"""Keys of shards have numbers of at most nine digits (rust/core, parse/pickle/shard.rs)."""
 SLACK_PER_SAMPLE = 64 << 10
 """Bytes allowed per sample in a shard besides its activations: a preview of 200 characters and a few metadata fields."""
 
@@ -279,7 +281,7 @@ def _shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str
     names.add(name)
     samples = fields.integer("num_samples", minimum=0)
     layers = fields.integers("layers")
-    if any(not abs(layer) < 1 << 30 for layer in layers):
+    if any(abs(layer) > LARGEST_LAYER for layer in layers):
         raise fields.error("layers", "numbers of layers")
     compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
     return ListedShard(

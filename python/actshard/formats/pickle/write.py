@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import ArgumentError
-from actshard.formats.pickle.read import SAMPLE_NUMBERS
+from actshard.formats.pickle.read import LARGEST_LAYER, SAMPLE_NUMBERS
 from actshard.formats.target import (
     PREVIEW,
     TEXTS,
@@ -69,6 +69,7 @@ class PickleTarget(Target):
         f"(default: {SAMPLES_PER_MACHINE:,})",
     }
     unique: ClassVar[str | None] = "sample_idx"
+    largest_layer: ClassVar[int] = LARGEST_LAYER
     holds_partial_layers = True
     splits = "examples"
     blocks_are_files = True

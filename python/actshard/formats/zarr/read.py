@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import name_of
-from actshard._json import Fields, exists, read_json, show, utf8
+from actshard._json import MAX_INT, Fields, exists, read_json, show, utf8
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (
@@ -229,7 +229,7 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
         if isinstance(named, list) and len(named) == member.num_layers:
             with contextlib.suppress(ArgumentError):
                 names = checked(named)
-                if all(abs(x) < 1 << 30 for x in names if isinstance(x, int)):
+                if all(abs(x) < MAX_INT for x in names if isinstance(x, int)):
                     return names
     if candidates:
         warnings.append(

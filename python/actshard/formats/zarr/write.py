@@ -144,11 +144,10 @@ class ZarrTarget(Target):
 
     def write(self, block: Block) -> None:
         tokens = uniform(block.lengths, "zarr", self.spec.layers)
-        if self.t_max is not None and (tokens > self.t_max).any():
-            bad = int(np.flatnonzero(tokens > self.t_max)[0])
-            raise ArgumentError(
-                f"example {self.n + bad} has {tokens[bad]} tokens, t_max is {self.t_max}; pass truncate=True, or omit t_max"
-            )
+        most = self.most_tokens
+        if most is not None and (tokens > most[0]).any():  # of a conversion: writers refuse or cut them before
+            bad = int(np.flatnonzero(tokens > most[0])[0])
+            raise ArgumentError(f"example {self.n + bad} has {tokens[bad]} tokens, {most[1]}")
         folder = self.root / NODE
         make_folder(folder)
         self.chunks.choose(tokens, self.row_bytes, self.t_max)  # tasks of a plan to create choose by their own examples
