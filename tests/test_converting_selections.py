@@ -84,6 +84,17 @@ def test_the_label_of_a_last_token_is_its_own(tmp_path: Path, format: str, speci
         assert values(store) == [[n] for n in lengths]
 
 
+@pytest.mark.parametrize("format", ["lmprobe", "hf_arrow"])
+def test_an_example_without_a_last_token_is_named_with_a_remedy(tmp_path: Path, format: str) -> None:
+    source = dataset(tmp_path / "source", "npy", (2, 0, 1))
+    with pytest.raises(
+        actshard.ArgumentError, match=r"example 1: .* found 0: an example without tokens .* examples= leaves"
+    ):
+        actshard.convert(source, tmp_path / "out", format, tokens="last")
+    done = actshard.convert(source, tmp_path / "out", format, tokens="last", examples=[0, 2])
+    assert values(actshard.open(done.path)) == [[2], [1]]
+
+
 def test_last_tokens_of_a_padded_dump_come_first_in_a_longer_one(tmp_path: Path) -> None:
     source = dataset(tmp_path / "source", "saev", labels=np.arange(1, 6, dtype=np.uint8)[None].repeat(4, axis=0))
     for store, losses in ways(source, tmp_path, "saev", tokens="last", pad=True, tokens_per_example=3):

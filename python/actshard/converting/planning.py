@@ -624,7 +624,10 @@ def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) 
         ),
     ]
     if target.keeping_all is not None:
-        remedies = [(counts != wanted, False, f"{target.keeping_all} tokens, tokens='last' one of each")]
+        remedy = f"{target.keeping_all}, tokens='last' keeps one of each example"
+        if asked.tokens == "last":
+            remedy = "an example without tokens has no last one; examples= leaves it out"
+        remedies = [(counts != wanted, False, remedy)]
     for bad, allowed, remedy in remedies:
         if bad.any() and not allowed:
             i = int(np.flatnonzero(bad)[0])
