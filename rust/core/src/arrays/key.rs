@@ -42,8 +42,8 @@ pub const UNCHECKED: u64 = 0;
 /// of windows 6 to 30 % slower.
 #[derive(Debug, Default)]
 pub struct VersionNumbers {
-    /// The last version of each file, and its number. The lock is only tried: a child forked while another thread held it
-    /// gets new numbers and decodes again.
+    /// The last version of each file, and its number. A child forked while another thread held the lock gets new numbers and
+    /// decodes again.
     last: ForkSafe<HashMap<u64, (Version, u64)>>,
 }
 
@@ -53,21 +53,39 @@ impl VersionNumbers {
         static NEXT: AtomicU64 = AtomicU64::new(UNCHECKED + 1);
         let new = || NEXT.fetch_add(1, Ordering::Relaxed);
         let Some(version) = version else { return new() };
-        let Some(mut last) = self.last.try_lock() else { return new() };
-        match last.get(&file) {
+        let number = self.last.with(|last| match last.get(&file) {
             Some((known, number)) if known == version => *number,
             _ => {
                 let number = new();
                 last.insert(file, (version.clone(), number));
                 number
             }
-        }
+        });
+        number.unwrap_or_else(new)
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_that_open_one_file_at_once_get_one_number() {
+        let versions = VersionNumbers::default();
+        for file in 0..200 {
+            let barrier = std::sync::Barrier::new(4);
+            let open = || {
+                barrier.wait();
+                versions.number(file, Some(&Version::Tag("a".into())))
+            };
+            let numbers: Vec<u64> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            assert!(numbers.iter().all(|number| *number == numbers[0]), "{numbers:?}");
+        }
+    }
 
     #[test]
     fn a_version_keeps_its_number_and_another_gets_another() {

@@ -153,8 +153,8 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         self.waits.load(Ordering::Relaxed)
     }
 
-    /// Number of times that a lock was not free in time, as on a busy machine or in a child. Each time, at most one
-    /// unit is not found or not kept, and is decoded once more.
+    /// Number of times that a lock was not free in time, or another thread's unit not decoded, as on a busy machine or in a
+    /// child. Each time, at most one unit is not found or not kept, and is decoded once more.
     pub fn given_up(&self) -> u64 {
         self.given_up.load(Ordering::Relaxed)
     }
@@ -231,7 +231,10 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
                 Lookup::Theirs(flight) => match flight.wait(Some(self.patience), &mut || false) {
                     Waited::Made(unit) if enough(&unit) => return Ok(Some(unit)),
                     Waited::Made(_) | Waited::Failed => {}
-                    Waited::TooLong | Waited::Interrupted => break Turn { cache: self, key, flight: None },
+                    Waited::TooLong | Waited::Interrupted => {
+                        self.give_up();
+                        break Turn { cache: self, key, flight: None };
+                    }
                 },
             }
         };
@@ -271,7 +274,10 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
                 match flight.wait(Some(self.patience), &mut *watch) {
                     Waited::Made(unit) => found[i] = Some(unit),
                     Waited::Failed => lacking.push(i),
-                    Waited::TooLong => found[i] = load(&[i], &mut *watch)?.pop().flatten().map(Arc::new),
+                    Waited::TooLong => {
+                        self.give_up();
+                        found[i] = load(&[i], &mut *watch)?.pop().flatten().map(Arc::new);
+                    }
                     Waited::Interrupted => return Err(interrupted()),
                 }
             }

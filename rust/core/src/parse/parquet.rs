@@ -471,14 +471,13 @@ type PageRead<'r> = &'r dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn walk_pages(read: PageRead<'_>, begin: u64, end: u64, most: u64) -> Result<Vec<ParquetPage>> {
     let mut pages = Vec::new();
-    let mut header = Vec::new();
     let mut at = begin;
     while at < end {
         let refuse = |what: String| Err(Error::new(Kind::Format, what).byte(at));
         if pages.len() as u64 == most {
             return refuse(format!("expected at most {most} pages, found more"));
         }
-        let page = read_page(read, at, end, &mut header)?;
+        let page = read_page(read, at, end)?;
         let next = page.body.checked_add(page.stored).filter(|next| *next <= end);
         let Some(next) = next else {
             let what = format!("expected a page of at most {} bytes, found {}", end - page.body, page.stored);
@@ -494,12 +493,12 @@ fn walk_pages(read: PageRead<'_>, begin: u64, end: u64, most: u64) -> Result<Vec
 }
 
 /// Reads the header at `at`, with a small read first.
-fn read_page(read: PageRead<'_>, at: u64, end: u64, header: &mut Vec<u8>) -> Result<ParquetPage> {
+fn read_page(read: PageRead<'_>, at: u64, end: u64) -> Result<ParquetPage> {
     let mut page = Err(Error::new(Kind::Truncated, "expected a page header, found nothing").byte(at));
     for length in HEADERS.map(|length| length.min(end - at)) {
-        header.resize(to_usize(length), 0);
-        read(at, header)?;
-        page = parse_page(header, at);
+        let mut header = memory::bytes(length)?;
+        read(at, &mut header)?;
+        page = parse_page(&header, at);
         let is_longer = page.as_ref().is_err_and(|e| e.kind == Kind::Truncated);
         if !is_longer {
             break;

@@ -229,7 +229,7 @@ fn the_end_of_a_file_leads_to_its_footer() {
 
 fn page(kind: i64, stored: i64, contents: &[u8], number: u8) -> Vec<u8> {
     let head = [small(1, kind), small(1, 90), small(1, stored)].concat();
-    [head, vec![(number - 3) << 4 | 12], contents.to_vec(), vec![0, 0], vec![7; stored.max(0) as usize]].concat()
+    [head, vec![(number - 3) << 4 | 12], contents.to_vec(), vec![0, 0], [7].repeat(stored.max(0) as usize)].concat()
 }
 
 #[test]
