@@ -283,3 +283,24 @@ def test_version_2_warns_once_of_many_files_and_version_3_does_not(
             warnings.simplefilter("always")
             written(tmp_path / f"{options}", examples([1] * 22), **options)
         assert [w.message.code for w in caught] == ["many-files"] * count  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_copies_of_layers_of_shards_are_shards(tmp_path: Path, dtype: str) -> None:
+    rows = [np.full((2, n, 4), n, np.float32) for n in (1, 5, 2)]
+    with actshard.create(tmp_path / "a", "zarr", layers=[0, 3], d_model=4, dtype=dtype, version=3) as writer:
+        writer.append(rows)
+    staged = actshard.stage(tmp_path / "a", tmp_path / "staged", layers=[3]).path
+    plan = actshard.plan.stage(tmp_path / "a", tmp_path / "planned", layers=[3], tasks=2)
+    for task in range(len(plan)):
+        plan.run(task)
+    for path in (staged, plan.commit().path):
+        assert list(Path(path).rglob("activations/zarr.json"))
+        store = actshard.open(path)
+        assert [store.sequence(i, 3).astype(int).tolist() for i in range(3)] == [x[1].tolist() for x in rows]
+
+
+def test_a_column_with_the_name_of_a_file_of_metadata_is_kept(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "a", "zarr", layers=[0], d_model=4, version=3) as writer:
+        writer.append(np.ones((2, 1, 3, 4), np.float32), columns={"zarr.json": [1, 2]})
+    assert actshard.open(tmp_path / "a").table["zarr.json"].to_pylist() == [1, 2]

@@ -6,7 +6,7 @@ By default all columns are kept, and the source's metadata are stored under ``co
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard._json import show
@@ -93,6 +93,10 @@ class Carrying:
         ``contents`` is the source if it has this format; None if the metadata were restored from another format.
         """
         return {}, {}
+
+    def copy_options(self, files: Iterable[str]) -> dict[str, Any]:
+        """Options of :func:`actshard.convert` with which a copy of some layers keeps the form of these files of this format."""
+        return {}
 
     def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metadata and options for a source of another format. ``origin`` is the source's metadata to store."""

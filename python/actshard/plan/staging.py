@@ -110,7 +110,13 @@ def _make_plan(source: Location, target: Path, layers: tuple[Layer, ...] | None,
         needed = sum(size for name, (size, _) in marker.listed.items() if name not in unchanged_files)
     else:
         inner = convert(
-            arguments.place, staging_folder(target) / "new", format, tasks=tasks, layers=layers, src_format=format
+            arguments.place,
+            staging_folder(target) / "new",
+            format,
+            tasks=tasks,
+            layers=layers,
+            src_format=format,
+            **formats.get(format).carrying().copy_options(marker.listed),
         )
         arguments = replace(arguments, convert={k: value for k, value in inner.arguments.items() if k != "dst"})
         work = _work(target, arguments, inner.inputs, inner.tasks)

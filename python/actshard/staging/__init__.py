@@ -234,7 +234,13 @@ def _convert(
         check_space(target, int(counts.sum()) * len(layers or ()) * store.d_model * store.dtype.itemsize)
     write_marker(work / "plan.json", marker)
     conversion = convert(
-        store, new_copy, name, layers=layers, resume=True, progress=lambda n, total, _: tell("examples", n, total)
+        store,
+        new_copy,
+        name,
+        layers=layers,
+        resume=True,
+        progress=lambda n, total, _: tell("examples", n, total),
+        **formats.get(name).carrying().copy_options(marker.listed),
     )
     fetched = received(location) - before if location.is_remote else None
     return put_layers(marker, conversion, fetched, target, new_copy, work / "old")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
@@ -32,6 +32,9 @@ class ZarrCarrying(Carrying):
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         kept = without_files(contents.metadata)
         return kept | without_files(_first(contents)) if "shards" in contents.metadata else kept
+
+    def copy_options(self, files: Iterable[str]) -> dict[str, Any]:
+        return {"version": 3} if any(file.rpartition("/")[2] == "zarr.json" for file in files) else {}
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
