@@ -27,7 +27,7 @@ class UploadingWriter(Writer):
         there = _there(target, scratch, settings)
         if there is not None:
             self.format, self._target, self._sink, self._stage, self._staged = target.format, target, None, None, []
-            self._appended = check_same(target, there.place)
+            self._appended, self._in_call = check_same(target, there.place), threading.Lock()
             self._local = scratch.folder.joinpath(there.relative_to(scratch.root))
             self.complete = self._uploaded = True
             return
