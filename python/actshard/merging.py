@@ -117,7 +117,7 @@ def merge(
         ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun in ``path``.
     """
     root = _arguments.local_path(path)
-    asked = AskedMerge.of(parts, physical, different_models)
+    asked = MergeRequest.of(parts, physical, different_models)
     if _arguments.switch(resume, "resume"):
         asked = replace(asked, resume=True)
     with boundary(root, "merge"):
@@ -125,7 +125,7 @@ def merge(
 
 
 @dataclass(frozen=True)
-class AskedMerge:
+class MergeRequest:
     """The arguments of a call to :func:`merge`, and what a plan adds to them."""
 
     parts: tuple[Path, ...] | None
@@ -141,7 +141,7 @@ class AskedMerge:
     """Files that the plan's tasks copied; see :class:`~actshard.formats.merging.Merge`."""
 
     @classmethod
-    def of(cls, parts: Any, physical: bool, different_models: bool) -> AskedMerge:
+    def of(cls, parts: Any, physical: bool, different_models: bool) -> MergeRequest:
         """Checks the arguments of :func:`merge`."""
         physical = _arguments.switch(physical, "physical")
         different_models = _arguments.switch(different_models, "different_models")
@@ -181,7 +181,7 @@ def _digests_of(parts: Sequence[Request | None], counts: Sequence[int]) -> Diges
     return joined_digests(shifted)
 
 
-def merged(root: Path, asked: AskedMerge) -> Path:
+def merged(root: Path, asked: MergeRequest) -> Path:
     """Merges, or finishes a merge that was interrupted; see :func:`merge`."""
     marker = root / FOLDER / _MARKER
     look(root).refuse("planned", "planned dumps", "staging", own=asked.plan)
@@ -357,7 +357,7 @@ def _not_physical(format: str) -> str:
     return f"physical: supported for {others} only; a merged {format} dataset is always one dataset"
 
 
-def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
+def _begun(root: Path, asked: MergeRequest, marker: Path) -> tuple[Merge, dict[str, Any]]:
     """Returns the merge recorded in the marker. Raises ArgumentError if the call asks for another merge."""
     found = Fields(read_json(marker), marker)
     format = found.text("format")
@@ -395,7 +395,7 @@ def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str
     return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
 
 
-def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
+def _begin(root: Path, asked: MergeRequest, marker: Path) -> None:
     """Checks a merge and writes its marker. From then on the merge must be finished."""
     plan = checked(root, asked)
     # Relative paths for its own parts: the dataset may be moved between two calls.
@@ -416,7 +416,7 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
     _native.sync_files([marker.parent, root])
 
 
-def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
+def _finished_before(root: Path, asked: MergeRequest) -> Path | None:
     """The dataset that the same call merged before; None if there is no dataset with a record. Raises ExistsError for another."""
     if asked.parts is None or not root.exists():
         return None
@@ -444,7 +444,7 @@ def _datasets(parts: Sequence[Path]) -> list[Path]:
     return [find(existing(path))[0].local for path in parts]
 
 
-def checked(root: Path, asked: AskedMerge) -> Merge:
+def checked(root: Path, asked: MergeRequest) -> Merge:
     """Checks a merge that has not begun. Writes nothing."""
     look(root).refuse("writing")
     if asked.parts is None:
@@ -537,7 +537,7 @@ def _own_parts(root: Path) -> list[Path]:
     return made
 
 
-def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None, list[str]]:
+def _check_alike(sources: Sequence[Path], asked: MergeRequest) -> tuple[str, Request | None, list[str]]:
     """Returns the common format, the request, and texts about other metadata in which parts differ.
 
     Raises:

@@ -27,7 +27,7 @@ from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, Int
 from actshard.finding import is_finished
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
-from actshard.merging import AskedMerge, checked, merged, merger_of
+from actshard.merging import MergeRequest, checked, merged, merger_of
 from actshard.opening import open_quietly
 from actshard.plan import process
 from actshard.plan.book import remove_work_folders, work_folder
@@ -86,12 +86,12 @@ def merge(
         raise ArgumentTypeError(
             "parts: expected a list of paths, found None; actshard.merge merges parts written below one folder"
         )
-    request = AskedMerge.of(parts, physical, different_models)
+    request = MergeRequest.of(parts, physical, different_models)
     with boundary(root, "plan a merge to"):
         return _make_plan(root, request, tasks, None if work is None else _arguments.local_path(work, "work"))
 
 
-def _make_plan(root: Path, request: AskedMerge, tasks: int, work: Path | None) -> Plan:
+def _make_plan(root: Path, request: MergeRequest, tasks: int, work: Path | None) -> Plan:
     merge_spec = checked(root, request)
     merger = merger_of(merge_spec.format)
     stores = [open_quietly(path, merge_spec.format, "auto") for path in merge_spec.parts]
@@ -292,7 +292,7 @@ class Merging(Verb[list[Assembled]]):
             return over
         arguments = plan.arguments_as(MergeArguments)
         copies = {file.name: copy for result in results for file, copy in self._copies(plan, result)}
-        request = AskedMerge(
+        request = MergeRequest(
             arguments.parts, arguments.physical, arguments.different_models, plan=plan.work, copies=copies
         )
         return merged(arguments.dst, request)

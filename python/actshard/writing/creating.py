@@ -19,7 +19,7 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
 from actshard.layers import Layer, checked, is_one, several, short
 from actshard.work import PARTS
-from actshard.writing.existing import creation_request
+from actshard.writing.existing import creation_record
 from actshard.writing.writer import Writer
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -259,7 +259,7 @@ def open_writer(
         "truncate": _arguments.switch(truncate, "truncate"),
         "overflow": overflow,
     }
-    target.request = creation_request(target, capture=capture, **fitting)
+    target.request = creation_record(target, capture=capture, **fitting)
     settings = fitting | {
         "resume": _arguments.switch(resume, "resume"),
         "exist_ok": _arguments.switch(exist_ok, "exist_ok"),

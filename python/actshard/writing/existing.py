@@ -74,10 +74,10 @@ def _refuse_around(root: Path, target: Target) -> None:
         refuse_in_the_way(root, merger.makes)
 
 
-def creation_request(
+def creation_record(
     target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, Any] | None = None
 ) -> Request:
-    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
+    """The record of the request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
 
     ``capture``: the arguments of :func:`actshard.capture`, which are compared before those of the files.
     """
