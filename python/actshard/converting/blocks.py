@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import many
 from actshard.converting.columns import Columns
-from actshard.converting.planning import ConversionRequest, fitted
+from actshard.converting.planning import ConversionRequest, check_lengths
 from actshard.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import Block, Target
 from actshard.layers import plain
@@ -79,7 +79,7 @@ def groups(
                     "layers. Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
                 )
         if target.tokens is not None:
-            fitted(request, target, counts[:, 0], position)
+            check_lengths(request, target, counts[:, 0], position)
         first, position = position, position + len(ids)
         if units is not None and position < request.count:
             # The unit of these examples was already decoded.

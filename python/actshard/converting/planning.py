@@ -301,7 +301,9 @@ def _digest(numbers: NDArray[np.int64]) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers, np.int64).tobytes()).hexdigest()[:32]
 
 
-def checked(request: ConversionRequest, target: Target, *, numbers: bool | None = None, every: bool = False) -> Columns:
+def prepare_columns(
+    request: ConversionRequest, target: Target, *, numbers: bool | None = None, every: bool = False
+) -> Columns:
     """Returns the columns to convert, after checking that the target can store them.
 
     Args:
@@ -339,7 +341,7 @@ def checked(request: ConversionRequest, target: Target, *, numbers: bool | None 
             if unit is not None and not every:
                 break
     except NumbersMatterError:
-        return checked(request, target, numbers=True, every=every)
+        return prepare_columns(request, target, numbers=True, every=every)
     return columns
 
 
@@ -500,9 +502,9 @@ def _format_losses(request: ConversionRequest, target: Target, columns: Columns)
         metadata_names = [
             name for name in carrying.metadata_kept(request.store.contents) if name not in carrying.of_files
         ]
-        more = ", ..." if len(metadata_names) > 12 else ""
+        suffix = ", ..." if len(metadata_names) > 12 else ""
         losses += (
-            [Loss("metadata", f"{request.format} has no place for it: {', '.join(metadata_names[:12])}{more}")]
+            [Loss("metadata", f"{request.format} has no place for it: {', '.join(metadata_names[:12])}{suffix}")]
             if metadata_names
             else []
         )
@@ -526,8 +528,8 @@ def _name_losses(request: ConversionRequest) -> list[Loss]:
     """Reports layer names that are strings and are replaced."""
     pairs = zip(request.layers, request.names, strict=True)
     renamed = [f"{plain(a)} becomes {plain(b)}" for a, b in pairs if a != b and isinstance(a, str)]
-    more = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
-    return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{more}")] if renamed else []
+    suffix = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
+    return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{suffix}")] if renamed else []
 
 
 def _column_losses(request: ConversionRequest, target: Target, columns: Columns) -> list[Loss]:
@@ -550,8 +552,8 @@ def _column_losses(request: ConversionRequest, target: Target, columns: Columns)
             shown = ", ".join(map(str, columns.replaced_routers))
             losses.append(Loss("router", f"{shown}: left out, because another layer gets that name"))
         if target.only_columns is not None and (lost := without_place(columns, target.only_columns)):
-            more = ", ..." if len(lost) > 12 else ""
-            losses.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
+            suffix = ", ..." if len(lost) > 12 else ""
+            losses.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{suffix}"))
     return losses
 
 
@@ -616,7 +618,7 @@ def columns_for(
     )
 
 
-def fitted(request: ConversionRequest, target: Target, counts: NDArray[np.int64], first: int) -> None:
+def check_lengths(request: ConversionRequest, target: Target, counts: NDArray[np.int64], first: int) -> None:
     """Raises ArgumentError if an example has another length than the target's and pad or truncate does not allow a change.
 
     ``first`` is the number of the first example of ``counts``, for the message.

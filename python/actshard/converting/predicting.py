@@ -83,11 +83,11 @@ def predict(
         make_sample(part, target.root).estimate(tokens[numbers])
         for part, numbers in zip(parts, (half, examples), strict=True)
     ]
-    (_, _, fewer), (_, sample_files, more) = estimates
+    (_, _, half_bytes), (_, sample_files, sample_bytes) = estimates
     files += last.files - sample_files
-    if last.bytes < more:  # compressed
-        return Prediction(int(size * last.bytes / more), files, False, shards)
-    over = [first.bytes - fewer, last.bytes - more]
+    if last.bytes < sample_bytes:  # compressed
+        return Prediction(int(size * last.bytes / sample_bytes), files, False, shards)
+    over = [first.bytes - half_bytes, last.bytes - sample_bytes]
     extra_per_example = (over[1] - over[0]) / max(1, len(examples) - len(half))
     return Prediction(
         int(size + over[1] + max(extra_per_example, 0.0) * (len(tokens) - len(examples))), files, False, shards

@@ -15,10 +15,10 @@ from actshard.converting.planning import (
     OVERFLOW,
     Loss,
     check_request,
-    checked,
     configure_target,
     conversion_record,
     list_losses,
+    prepare_columns,
     refuse_target_within,
     source,
 )
@@ -143,7 +143,7 @@ def _preview(
         target = configure_target(request, root, **sizes)
         refuse_target_within(request, target)
         target.request = conversion_record(request, overflow, digest=digest, **sizes)
-        columns = checked(request, target, every=True)  # before the lengths, which are then cached
+        columns = prepare_columns(request, target, every=True)  # before the lengths, which are then cached
         layout = Layout.of(request, target)
         layout.settle(request, target)
         if not kind.ragged:

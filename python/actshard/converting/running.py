@@ -22,12 +22,12 @@ from actshard.converting.planning import (
     OVERFLOW,
     ConversionRequest,
     Loss,
+    check_lengths,
     check_request,
-    checked,
     configure_target,
     conversion_record,
-    fitted,
     list_losses,
+    prepare_columns,
     refuse_target_within,
     source,
 )
@@ -195,7 +195,7 @@ def convert(
         target = make_target()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
-            fitted(request, target, request.selected_counts(request.stored), 0)
+            check_lengths(request, target, request.selected_counts(request.stored), 0)
         finished_path = complete_at(target)
         size, lost = 0, None
         if finished_path is not None:
@@ -236,7 +236,7 @@ def _check_finished(
     Its record contains the request; contents of some examples must equal the source's. If the files of the source were
     others, all contents are compared. With ``verify`` the caller compares all.
     """
-    columns = checked(request, target)
+    columns = prepare_columns(request, target)
     count = check_same(target, path)
     record = Request.read(path)
     same = record is not None and record == target.request
@@ -257,7 +257,7 @@ def _write_checked(
     overflow: str,
 ) -> tuple[Target, Columns, tuple[Path, int, int, int | None]]:
     """Checks the columns and writes. Returns the target, its columns, and the values of :func:`_write`."""
-    columns = checked(request, target)
+    columns = prepare_columns(request, target)
     if (advice := target.advice(request.count)) is not None:
         warn(f"{target.root}: {advice}", code=advice.code)
     try:
@@ -265,7 +265,7 @@ def _write_checked(
     except NumbersMatterError:
         # sample_id_range claims that samples are numbered by order, but they are not.
         target = make_target()
-        columns = checked(request, target, numbers=True)
+        columns = prepare_columns(request, target, numbers=True)
         return target, columns, _write(request, target, columns, False, progress, overflow)
 
 

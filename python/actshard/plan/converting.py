@@ -35,12 +35,12 @@ from actshard.converting.planning import (
     ConversionRequest,
     Loss,
     check_request,
-    checked,
     columns_for,
     configure_target,
     conversion_record,
     list_losses,
     overflowed,
+    prepare_columns,
     refuse_target_within,
     source,
 )
@@ -189,7 +189,7 @@ def _make_plan(
     root: Path,
 ) -> Plan:
     record = target.request
-    columns = checked(request, target, every=True)  # before the layout, which then finds the lengths cached
+    columns = prepare_columns(request, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(request, target)
     layout.settle(request, target)
     if not request.kind.ragged:
