@@ -42,7 +42,7 @@ from actshard.finding import is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
-from actshard.merging import MergeRequest, merged
+from actshard.merging import MergeRequest, run_merge
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
 from actshard.plan.checking import ExamplesTask, Span, check_spans
@@ -433,9 +433,9 @@ class TaskWriter(Writer):
             if self.complete:  # killed after the part was finished and before the task was recorded as done
                 self._publish()
 
-    def append(self, activations: Any, **given: Any) -> None:
+    def append(self, activations: Any, **arguments: Any) -> None:
         """As :meth:`actshard.Writer.append`."""
-        super().append(activations, **given)
+        super().append(activations, **arguments)
         now = time.monotonic()
         if now - self._told_at < BEAT_SECONDS:
             return
@@ -542,7 +542,9 @@ class Creating(Verb[None]):
         if (dataset := self.committed(plan)) is not None:
             return dataset
         counts = tuple(task.examples.end - task.examples.first for task in plan.tasks_as(ExamplesTask))
-        return merged(root, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts))
+        return run_merge(
+            root, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
+        )
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
