@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting.planning import Asked
+from actshard.converting.planning import ConversionRequest
 from actshard.plan.data import Predicted
 from actshard.plan.plan import Plan
 from actshard.runners.local import last_to_first
@@ -45,8 +45,8 @@ def test_the_commit_reads_no_token_counts(
     for task in range(3):
         plan.run(task)
     with monkeypatch.context() as patched:
-        patched.setattr(Asked, "stored_of", refuses)
-        patched.setattr(Asked, "stored", property(refuses))
+        patched.setattr(ConversionRequest, "stored_of", refuses)
+        patched.setattr(ConversionRequest, "stored", property(refuses))
         patched.setattr(Store, "token_counts", property(refuses))
         made = plan.commit()
     if verb == "convert":

@@ -117,15 +117,15 @@ def merge(
         ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun in ``path``.
     """
     root = _arguments.local_path(path)
-    asked = AskedMerge.of(parts, physical, different_models)
+    request = MergeRequest.of(parts, physical, different_models)
     if _arguments.switch(resume, "resume"):
-        asked = replace(asked, resume=True)
+        request = replace(request, resume=True)
     with boundary(root, "merge"):
-        return merged(root, asked)
+        return run_merge(root, request)
 
 
 @dataclass(frozen=True)
-class AskedMerge:
+class MergeRequest:
     """The arguments of a call to :func:`merge`, and what a plan adds to them."""
 
     parts: tuple[Path, ...] | None
@@ -141,7 +141,7 @@ class AskedMerge:
     """Files that the plan's tasks copied; see :class:`~actshard.formats.merging.Merge`."""
 
     @classmethod
-    def of(cls, parts: Any, physical: bool, different_models: bool) -> AskedMerge:
+    def of(cls, parts: Any, physical: bool, different_models: bool) -> MergeRequest:
         """Checks the arguments of :func:`merge`."""
         physical = _arguments.switch(physical, "physical")
         different_models = _arguments.switch(different_models, "different_models")
@@ -151,7 +151,7 @@ class AskedMerge:
             raise ArgumentTypeError(f"parts: expected a list of paths in order, found {type(parts).__name__}")
         return cls(tuple(_arguments.local_path(p, "parts") for p in parts), physical, different_models)
 
-    def request_of(self, format: str, sources: Sequence[str], examples: int, digests: Digests | None) -> Request:
+    def record_of(self, format: str, sources: Sequence[str], examples: int, digests: Digests | None) -> Request:
         """The request of a merge of datasets whose files have the digests ``sources``. ``digests``: of their rows."""
         arguments = {"format": format, "physical": self.physical, "different_models": self.different_models}
         return Request.of("merge", arguments, sources).finished(examples, None, digests)
@@ -161,93 +161,97 @@ class AskedMerge:
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
 
 
-def _request_of_parts(parts: Sequence[Request | None]) -> Request | None:
+def _record_of_parts(parts: Sequence[Request | None]) -> Request | None:
     """The request of a dataset from those of its parts, as if one writer had created it; None if they record none in common."""
-    requests = [part for part in parts if part is not None]
-    counts = [part.examples for part in requests if part.examples is not None]
+    records = [part for part in parts if part is not None]
+    counts = [part.examples for part in records if part.examples is not None]
     if len(counts) < len(parts):
         return None
-    whole = [part.without_part(sum(counts)) for part in requests]
-    digests = _digests_of(requests, counts)
-    return replace(whole[0], digests=digests) if all(request == whole[0] for request in whole) else None
+    dataset_records = [part.without_part(sum(counts)) for part in records]
+    digests = _digests_of(records, counts)
+    return (
+        replace(dataset_records[0], digests=digests)
+        if all(record == dataset_records[0] for record in dataset_records)
+        else None
+    )
 
 
 def _digests_of(parts: Sequence[Request | None], counts: Sequence[int]) -> Digests | None:
     """Digests of the rows of all parts, one after the other; None if a part records none for its number of examples."""
     shifted: list[Digests | None] = []
     for part, count, first in zip(parts, counts, itertools.accumulate(counts, initial=0), strict=False):
-        known = None if part is None or part.examples != count else part.digests
-        shifted.append(None if known is None else tuple(digest.after(first) for digest in known))
+        digests = None if part is None or part.examples != count else part.digests
+        shifted.append(None if digests is None else tuple(digest.after(first) for digest in digests))
     return joined_digests(shifted)
 
 
-def merged(root: Path, asked: AskedMerge) -> Path:
+def run_merge(root: Path, request: MergeRequest) -> Path:
     """Merges, or finishes a merge that was interrupted; see :func:`merge`."""
     marker = root / FOLDER / _MARKER
-    look(root).refuse("planned", "planned dumps", "staging", own=asked.plan)
-    if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
-        return _there(root, asked.physical)
-    if asked.resume and not marker.exists() and (place := _finished_before(root, asked)) is not None:
-        return place
+    look(root).refuse("planned", "planned dumps", "staging", own_plan=request.plan)
+    if not marker.exists() and request.parts is None and not (root / PARTS).is_dir():
+        return _existing_dataset(root, request.physical)
+    if request.resume and not marker.exists() and (dataset_path := _finished_before(root, request)) is not None:
+        return dataset_path
     lock = locked(root / FOLDER)
     try:
         if not marker.exists():
             if (
-                asked.parts is None and not (root / PARTS).is_dir()
+                request.parts is None and not (root / PARTS).is_dir()
             ):  # another process merged them before we had the lock
                 _leave(root)
-                return _there(root, asked.physical)
+                return _existing_dataset(root, request.physical)
             try:
                 look(root).refuse("writing", is_locked=True)
-                _begin(root, asked, marker)
+                _begin(root, request, marker)
             except BaseException:
                 if not marker.exists():
                     _leave(root)
                 raise
-        plan, listed = _begun(root, asked, marker)
+        plan, fields = _read_marker(root, request, marker)
         try:
             with recorded_files() as files:
-                place = root / listed["place"] if listed.get("finished") else merger_of(plan.format).run(plan)
+                dataset_path = root / fields["place"] if fields.get("finished") else merger_of(plan.format).run(plan)
         except ActshardError as error:
             # A full disk or a failed read may succeed later; other errors would occur again.
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
-                targets = [root / name for name in listed.get("targets") or ()]
+                targets = [root / name for name in fields.get("targets") or ()]
                 for target in targets:
                     remove(target)
                 remove_files(root, [*targets, *files])
                 _leave(root)
             raise
-        if not listed.get("finished"):
-            sync_folders([place.parent])
+        if not fields.get("finished"):
+            sync_folders([dataset_path.parent])
             if plan.request is None:  # an older dataset's record
-                (place / RECORD).unlink(missing_ok=True)
+                (dataset_path / RECORD).unlink(missing_ok=True)
             else:
-                keep_request(place, plan.request, formats.get(plan.format).checked_files)
-            write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
+                keep_request(dataset_path, plan.request, formats.get(plan.format).checked_files)
+            write_json(marker, {**fields, "finished": True, "place": os.path.relpath(dataset_path, root)})
         if plan.move:
-            _remove_parts(root, frozenset(listed["own"]))
+            _remove_parts(root, frozenset(fields["own"]))
         _leave(root)
-        check_opens(place, plan.format)
+        check_opens(dataset_path, plan.format)
     finally:
         lock.release()
     _native.sync_files([root])
-    return place
+    return dataset_path
 
 
-def _remove_parts(root: Path, own: Set[str]) -> None:
+def _remove_parts(root: Path, own_names: Set[str]) -> None:
     """Removes the parts' folder.
 
     It is renamed first, because a dataset with remaining parts would look unfinished. Files that the writers did not make are kept
-    in a folder of the dataset. ``own``: names of the others, see :func:`_own_files`.
+    in a folder of the dataset. ``own_names``: names of the others, see :func:`_own_files`.
     """
     gone = root / FOLDER / _GONE
-    _empty(root, gone, own)  # left by a merge that was interrupted at this step
+    _empty(root, gone, own_names)  # left by a merge that was interrupted at this step
     if (root / PARTS).is_dir():
         rename(root / PARTS, gone)
         _native.sync_files([root])
-        _empty(root, gone, own)
+        _empty(root, gone, own_names)
 
 
 def _inputs(parts: Sequence[Path]) -> list[Input]:
@@ -265,36 +269,38 @@ def _own_files(root: Path, plan: Merge) -> list[str]:
     files = [source for source, _ in merger.taken(plan)]
     files += [source for file in merger.assembled(plan) for source, *_ in file.pieces]
     for part in plan.parts:
-        request = Request.read(part)
-        names = (request.checksums if request else None) or ()
+        record = Request.read(part)
+        names = (record.checksums if record else None) or ()
         files += [part / name for name in (RECORD, *filter(is_below, names))]
     files += [entry for entry in (root / PARTS).iterdir() if PART.fullmatch(entry.name) and entry.is_symlink()]
     return sorted({file.relative_to(root / PARTS).as_posix() for file in files})
 
 
-def _empty(root: Path, gone: Path, own: Set[str]) -> None:
+def _empty(root: Path, gone: Path, own_names: Set[str]) -> None:
     """Removes a folder of merged parts. Other programs' files in it move to a visible folder."""
-    others = False
+    has_others = False
     if gone.is_symlink():  # to a folder elsewhere, whose files are kept
         gone.unlink()
-    for path, below, names in os.walk(gone, topdown=False):
+    for path, folders, names in os.walk(gone, topdown=False):
         folder = Path(path)
-        within = folder.relative_to(gone)
+        relative = folder.relative_to(gone)
         # Writers create files only inside the parts' folders.
-        is_part = bool(within.parts) and PART.fullmatch(within.parts[0]) is not None
-        is_own = (is_part and FOLDER in within.parts) or any(str(above) in own for above in (within, *within.parents))
-        for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
+        is_part = bool(relative.parts) and PART.fullmatch(relative.parts[0]) is not None
+        is_own = (is_part and FOLDER in relative.parts) or any(
+            str(ancestor) in own_names for ancestor in (relative, *relative.parents)
+        )
+        for file in [folder / n for n in names] + [link for n in folders if (link := folder / n).is_symlink()]:
             name = file.relative_to(gone).as_posix()
-            if is_own or name in own or (is_part and len(within.parts) == 1 and file.name in (EMPTY, RECORD)):
+            if is_own or name in own_names or (is_part and len(relative.parts) == 1 and file.name in (EMPTY, RECORD)):
                 with contextlib.suppress(
                     OSError
                 ):  # removed later with the working folder, which stays if that fails too
                     file.unlink()
             else:
-                others = True
+                has_others = True
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
-    if others:
+    if has_others:
         names_left = (f"{_LEFT}-{i}" if i > 1 else _LEFT for i in itertools.count(1))
         rename(gone, next(root / name for name in names_left if not os.path.lexists(root / name)))
         _native.sync_files([root])
@@ -317,30 +323,30 @@ def _leave(root: Path) -> None:
         root.rmdir()
 
 
-def _there(root: Path, physical: bool) -> Path:
+def _existing_dataset(root: Path, physical: bool) -> Path:
     """Returns the path of a dataset that was merged before."""
     if not root.exists():
         raise MissingFileError("expected parts of a dataset, found nothing", path=root)
     look(root).refuse("writing")
-    found, format = _found(root)
+    dataset_path, format = _find_dataset(root)
     if physical:
         merger = merger_of(format)
         if merger.physical is None:
-            raise ArgumentError(_not_physical(format), path=found)
-        if merger.several(found):
+            raise ArgumentError(_not_physical(format), path=dataset_path)
+        if merger.several(dataset_path):
             raise ArgumentError(
                 "physical: this dataset is merged already, as a run of several stores. Merge it into a new folder "
                 "(parts=[this path], physical=True), or, if chunks differ, write it as one store with actshard convert.",
-                path=found,
+                path=dataset_path,
             )
-    tidy(found)
-    return found
+    tidy(dataset_path)
+    return dataset_path
 
 
-def _found(folder: Path) -> tuple[Path, str]:
+def _find_dataset(folder: Path) -> tuple[Path, str]:
     """Path and format of the dataset at or below a folder."""
-    found, format = find(Location.at(folder))
-    return found.local, format
+    location, format = find(Location.at(folder))
+    return location.local, format
 
 
 def merger_of(format: str) -> Merger:
@@ -353,51 +359,55 @@ def merger_of(format: str) -> Merger:
 
 def _not_physical(format: str) -> str:
     mergers = [formats.get(name).merger() for name in formats.names()]
-    others = " and ".join(merger.physical for merger in mergers if merger is not None and merger.physical is not None)
-    return f"physical: supported for {others} only; a merged {format} dataset is always one dataset"
+    supported_kinds = " and ".join(
+        merger.physical for merger in mergers if merger is not None and merger.physical is not None
+    )
+    return f"physical: supported for {supported_kinds} only; a merged {format} dataset is always one dataset"
 
 
-def _begun(root: Path, asked: AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
+def _read_marker(root: Path, request: MergeRequest, marker: Path) -> tuple[Merge, dict[str, Any]]:
     """Returns the merge recorded in the marker. Raises ArgumentError if the call asks for another merge."""
-    found = Fields(read_json(marker), marker)
-    format = found.text("format")
-    names = found.value.get("parts")
-    move, physical = found.boolean("move"), found.boolean("physical")
+    fields = Fields(read_json(marker), marker)
+    format = fields.text("format")
+    names = fields.value.get("parts")
+    move, physical = fields.boolean("move"), fields.boolean("physical")
     if format not in formats.names():
-        raise found.error("format", f"one of {', '.join(formats.names())}")
+        raise fields.error("format", f"one of {', '.join(formats.names())}")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) and n and "\0" not in n for n in names):
-        raise found.error("parts", "a list of paths")
-    if found.value.get("finished"):
-        place = Path(os.path.normpath(root / found.text("place")))
-        if place not in (root, root / place.name):
-            raise found.error("place", "the dataset's folder")
-        found.value["place"] = str(place)
-    if found.value.get("asked") != asked.as_dict():
-        of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        raise fields.error("parts", "a list of paths")
+    if fields.value.get("finished"):
+        dataset_path = Path(os.path.normpath(root / fields.text("place")))
+        if dataset_path not in (root, root / dataset_path.name):
+            raise fields.error("place", "the dataset's folder")
+        fields.value["place"] = str(dataset_path)
+    if fields.value.get("asked") != request.as_dict():
+        subject = (
+            "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        )
         remedy = "repeat the same call to finish it" + ("" if move else ", or choose another folder")
         raise ArgumentError(
-            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, and this call is "
+            f"a merge of {subject}{' with physical=True' if physical else ''} was begun here and is not finished, and this call is "
             f"for another merge: {remedy}",
             path=root,
         )
     for field_name in ("targets", "own"):
-        below = found.value.get(field_name)
-        if not isinstance(below, list) or not all(isinstance(name, str) and is_below(name) for name in below):
-            raise found.error(field_name, "paths below the dataset's folder")
-    request = None if found.value.get("request") is None else Request.from_dict(found.value["request"], marker)
+        paths = fields.value.get(field_name)
+        if not isinstance(paths, list) or not all(isinstance(name, str) and is_below(name) for name in paths):
+            raise fields.error(field_name, "paths below the dataset's folder")
+    record = None if fields.value.get("request") is None else Request.from_dict(fields.value["request"], marker)
     try:
-        inputs = read_value(tuple[Input, ...], found.value.get("inputs"))
+        inputs = read_value(tuple[Input, ...], fields.value.get("inputs"))
     except MismatchError as error:
-        raise found.error("inputs", "files with their sizes and times") from error
-    if not found.value.get("finished") and (difference := changed(inputs, "this merge was begun")) is not None:
+        raise fields.error("inputs", "files with their sizes and times") from error
+    if not fields.value.get("finished") and (difference := changed(inputs, "this merge was begun")) is not None:
         raise ArgumentError(f"{difference[1]} Merge the parts into another folder", path=difference[0])
     parts = tuple(root / name for name in names)
-    return Merge(root, format, parts, move, {"physical": physical}, asked.copies, request), found.value
+    return Merge(root, format, parts, move, {"physical": physical}, request.copies, record), fields.value
 
 
-def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
+def _begin(root: Path, request: MergeRequest, marker: Path) -> None:
     """Checks a merge and writes its marker. From then on the merge must be finished."""
-    plan = checked(root, asked)
+    plan = check_merge(root, request)
     # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if plan.move else str(s) for s in plan.parts]
     merger = merger_of(plan.format)
@@ -406,37 +416,39 @@ def _begin(root: Path, asked: AskedMerge, marker: Path) -> None:
         "parts": names,
         "format": plan.format,
         "move": plan.move,
-        "physical": asked.physical,
+        "physical": request.physical,
         "targets": [] if plan.move else [target.relative_to(root).as_posix() for target in targets],
         "own": _own_files(root, plan) if plan.move else [],
         "inputs": [] if plan.move else _inputs(plan.parts),
     }
-    request = None if plan.request is None else plan.request.as_dict()
-    write_json(marker, {**written, "asked": asked.as_dict(), "request": request})
+    record = None if plan.request is None else plan.request.as_dict()
+    write_json(marker, {**written, "asked": request.as_dict(), "request": record})
     _native.sync_files([marker.parent, root])
 
 
-def _finished_before(root: Path, asked: AskedMerge) -> Path | None:
+def _finished_before(root: Path, request: MergeRequest) -> Path | None:
     """The dataset that the same call merged before; None if there is no dataset with a record. Raises ExistsError for another."""
-    if asked.parts is None or not root.exists():
+    if request.parts is None or not root.exists():
         return None
     try:
-        place = _found(root)[0]
+        dataset_path = _find_dataset(root)[0]
     except (UnknownFormatError, UnfinishedError):  # nothing finished: what else lies here is checked under the lock
         return None
-    found = Request.read(place)
-    if found is None:
+    record = Request.read(dataset_path)
+    if record is None:
         return None
-    format, request, _ = _check_alike(_datasets(asked.parts), asked)
-    assert request is not None
-    store = open_quietly(place, None, "auto")
-    why = request.difference(found) or ("its parts were others, or have changed" if request != found else None)
-    if why is None and (store.format, len(store)) != (format, request.examples):
-        why = f"expected {request.examples} examples of {format}, found {len(store)} of {store.format}"
+    format, expected_record, _ = _check_alike(_datasets(request.parts), request)
+    assert expected_record is not None
+    store = open_quietly(dataset_path, None, "auto")
+    why = expected_record.difference(record) or (
+        "its parts were others, or have changed" if expected_record != record else None
+    )
+    if why is None and (store.format, len(store)) != (format, expected_record.examples):
+        why = f"expected {expected_record.examples} examples of {format}, found {len(store)} of {store.format}"
     if why is None:
-        return place
+        return dataset_path
     raise ExistsError(
-        f"contains another {format} dataset than this merge writes: {why}. Choose another folder", path=place
+        f"contains another {format} dataset than this merge writes: {why}. Choose another folder", path=dataset_path
     )
 
 
@@ -444,15 +456,15 @@ def _datasets(parts: Sequence[Path]) -> list[Path]:
     return [find(existing(path))[0].local for path in parts]
 
 
-def checked(root: Path, asked: AskedMerge) -> Merge:
+def check_merge(root: Path, request: MergeRequest) -> Merge:
     """Checks a merge that has not begun. Writes nothing."""
     look(root).refuse("writing")
-    if asked.parts is None:
+    if request.parts is None:
         sources = _own_parts(root)
     else:
-        if not asked.parts:
+        if not request.parts:
             raise ArgumentError("parts: expected at least one dataset")
-        sources = _datasets(asked.parts)
+        sources = _datasets(request.parts)
         for source in sources:
             refuse_within(root, source)
             if Path(os.path.realpath(root)) in Path(os.path.realpath(source)).parents:
@@ -465,40 +477,40 @@ def checked(root: Path, asked: AskedMerge) -> Merge:
                 "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
         with contextlib.suppress(UnknownFormatError, UnfinishedError, MissingFileError):
-            known = _found(root)[1]
+            existing_format = _find_dataset(root)[1]
             raise ExistsError(
-                f"expected no folder or an empty one, found a finished {known} dataset. Pass resume=True (--resume) if these parts "
-                "were merged into it, or choose another folder",
+                f"expected no folder or an empty one, found a finished {existing_format} dataset. Pass resume=True "
+                "(--resume) if these parts were merged into it, or choose another folder",
                 path=root,
             )
         refuse_existing(root)
-    format, request, differences = _check_alike(sources, asked)
+    format, record, differences = _check_alike(sources, request)
     merger = merger_of(format)
-    if asked.physical and merger.physical is None:
+    if request.physical and merger.physical is None:
         raise ArgumentError(_not_physical(format))
     sources = [dataset for source in sources for dataset in merger.datasets(source)]
     places: dict[str, Path] = {}
     for source in sources:  # also a run and one of its stores, or a link to either
-        if (other := places.setdefault(os.path.realpath(source), source)) is not source:
-            raise ArgumentError(f"parts: the list contains a dataset twice: {other} and {source}")
-    if asked.parts is None and not merger.names_itself:
+        if (earlier_source := places.setdefault(os.path.realpath(source), source)) is not source:
+            raise ArgumentError(f"parts: the list contains a dataset twice: {earlier_source} and {source}")
+    if request.parts is None and not merger.names_itself:
         refuse_in_the_way(root, merger.makes)
-    move = asked.parts is None
-    plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical}, request=request)
+    move = request.parts is None
+    plan = Merge(root, format, tuple(sources), move, {"physical": request.physical}, request=record)
     merger.check(plan)
-    if differences and (asked.physical or merger.physical is None):  # stores of a run keep their own metadata
+    if differences and (request.physical or merger.physical is None):  # stores of a run keep their own metadata
         warn(f"the parts' metadata differ: {'; '.join(differences)}", code="metadata-dropped")
     return plan
 
 
 def _own_parts(root: Path) -> list[Path]:
     """The parts written below ``root`` in the order of their numbers, without empty ones. All must be finished."""
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     counts: set[int] = set()
     for folder in sorted((root / PARTS).iterdir()):
         numbered = PART.fullmatch(folder.name)
         if numbered is not None and any(files_below(folder)):  # a writer that was killed at once leaves empty folders
-            found[int(numbered[1])] = folder
+            folders[int(numbered[1])] = folder
             counts.add(int(numbered[2]))
     if not counts:
         raise UnfinishedError(
@@ -511,33 +523,33 @@ def _own_parts(root: Path) -> list[Path]:
             path=root / PARTS,
         )
     (total,) = counts
-    missing = [i for i in range(total) if i not in found]
-    made, behind, empty = [], [], []
-    for i, folder in sorted(found.items()):
+    missing = [i for i in range(total) if i not in folders]
+    datasets, unfinished, empty = [], [], []
+    for i, folder in sorted(folders.items()):
         if (folder / EMPTY).is_file():
             empty.append(i)
             continue
-        below = [folder, *(p for p in folder.glob(".writing-*") if p.is_dir())]
-        if any(look(part).journal is not None for part in below):
-            behind.append(i)
+        dataset_folders = [folder, *(p for p in folder.glob(".writing-*") if p.is_dir())]
+        if any(look(part).journal is not None for part in dataset_folders):
+            unfinished.append(i)
             continue
-        made.append(_found(folder)[0])
-    if missing or behind:
+        datasets.append(_find_dataset(folder)[0])
+    if missing or unfinished:
         problems = [
-            f"part {', '.join(map(str, some))} {what}"
-            for some, what in ((missing, "missing"), (behind, "unfinished"))
-            if some
+            f"part {', '.join(map(str, part_numbers))} {what}"
+            for part_numbers, what in ((missing, "missing"), (unfinished, "unfinished"))
+            if part_numbers
         ]
         raise UnfinishedError(
             f"expected {total} finished parts, {' and '.join(problems)}{beside_parts(Location.at(root))}",
             path=root / PARTS,
         )
-    if not made:
+    if not datasets:
         raise UnfinishedError(f"expected examples in at least one of {total} parts, found none", path=root / PARTS)
-    return made
+    return datasets
 
 
-def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Request | None, list[str]]:
+def _check_alike(sources: Sequence[Path], request: MergeRequest) -> tuple[str, Request | None, list[str]]:
     """Returns the common format, the request, and texts about other metadata in which parts differ.
 
     Raises:
@@ -548,21 +560,21 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
     fingerprints: list[str] = []
     counts: list[int] = []
     most = max(_LEAST_FILES, LOOKED_AT // max(len(sources), 1))
-    if asked.counts is not None and len(sources) != len(asked.counts):
+    if request.counts is not None and len(sources) != len(request.counts):
         raise FormatError(
-            f"expected {len(asked.counts)} parts with examples, one of each task, found {len(sources)}",
+            f"expected {len(request.counts)} parts with examples, one of each task, found {len(sources)}",
             path=sources[0].parent,
         )
     for i, path in enumerate(sources):
         store = open_quietly(path, None, "auto")
-        if asked.parts is not None:
+        if request.parts is not None:
             fingerprints.append(fingerprint(store, most))
         counts.append(len(store))
-        if asked.counts is not None and len(store) != asked.counts[i]:
-            begin = sum(asked.counts[:i])
+        if request.counts is not None and len(store) != request.counts[i]:
+            begin = sum(request.counts[:i])
             raise FormatError(
-                f"task {i}: expected examples {begin} to {begin + asked.counts[i] - 1} ({asked.counts[i]}), found {len(store)}; "
-                f"remove this part and {asked.plan}/tasks/{i:05} and run the task again",
+                f"task {i}: expected examples {begin} to {begin + request.counts[i] - 1} ({request.counts[i]}), found "
+                f"{len(store)}; remove this part and {request.plan}/tasks/{i:05} and run the task again",
                 path=path,
             )
         kind: dict[str, Any] = {
@@ -573,7 +585,7 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
             "special tokens": store.special_tokens,
         }
         kind |= merger_of(store.format).kind(store.contents)
-        if not asked.different_models:
+        if not request.different_models:
             kind["model"] = store.contents.model
             kind["model revision"] = store.contents.provenance.get("revision")
         metadata.append(_metadata_of(store.contents))
@@ -588,11 +600,13 @@ def _check_alike(sources: Sequence[Path], asked: AskedMerge) -> tuple[str, Reque
                     path=path,
                 )
     format = str(first["format"])
-    differences = metadata_differences([(path.name, each) for path, each in zip(sources, metadata, strict=True)])
-    requests = [Request.read(path) for path in sources]
-    if asked.parts is None:
-        return format, _request_of_parts(requests), differences
-    return format, asked.request_of(format, fingerprints, sum(counts), _digests_of(requests, counts)), differences
+    differences = metadata_differences(
+        [(path.name, part_metadata) for path, part_metadata in zip(sources, metadata, strict=True)]
+    )
+    records = [Request.read(path) for path in sources]
+    if request.parts is None:
+        return format, _record_of_parts(records), differences
+    return format, request.record_of(format, fingerprints, sum(counts), _digests_of(records, counts)), differences
 
 
 def _metadata_of(contents: Contents) -> dict[str, Any]:

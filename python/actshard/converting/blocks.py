@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import many
 from actshard.converting.columns import Columns
-from actshard.converting.planning import Asked, fitted
+from actshard.converting.planning import ConversionRequest, check_lengths
 from actshard.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import Block, Target
 from actshard.layers import plain
@@ -23,7 +23,7 @@ _AT_ONCE = 8192
 
 
 def blocks(
-    asked: Asked, target: Target, begin: int, block_bytes: int | None = None
+    request: ConversionRequest, target: Target, begin: int, block_bytes: int | None = None
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
     """Yields blocks of the source's examples from position ``begin`` on.
 
@@ -31,58 +31,60 @@ def blocks(
     and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit. The next unit
     is read while the caller uses a block.
     """
-    rows = asked.store.rows
+    rows = request.store.rows
     try:
-        yield from _blocks(asked, target, begin, block_bytes)
+        yield from _blocks(request, target, begin, block_bytes)
     finally:
-        if asked.store.contents.units is not None:
+        if request.store.contents.units is not None:
             rows.read_ahead(None)
 
 
 def _blocks(
-    asked: Asked, target: Target, begin: int, block_bytes: int | None
+    request: ConversionRequest, target: Target, begin: int, block_bytes: int | None
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
-    for _, ids, counts, unit in groups(asked, target, begin):
+    for _, ids, counts, unit in groups(request, target, begin):
         for first, last in cuts(target, counts, block_bytes):
             yield ids[first:last], counts[first:last], unit
 
 
 def groups(
-    asked: Asked, target: Target, begin: int
+    request: ConversionRequest, target: Target, begin: int
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], int | None]]:
     """Yields groups of examples, to be cut into blocks: (position of the first, ids, counts, unit), as for :func:`blocks`."""
-    store, rows = asked.store, asked.store.rows
-    layers = asked.groups
+    store, rows = request.store, request.store.rows
+    layers = request.groups
     units = store.contents.units
     alike = not store.contents.layers_differ
-    at = begin
-    while at < asked.count:
-        ids = asked.ids(at, min(at + _AT_ONCE, asked.count))
+    position = begin
+    while position < request.count:
+        ids = request.ids(position, min(position + _AT_ONCE, request.count))
         unit = None
         if units is not None:
             unit = int(np.searchsorted(units, ids[0], "right")) - 1
-            inside = (ids >= units[unit]) & (ids < units[unit + 1])
-            ids = ids[: int(np.argmin(inside)) if not inside.all() else len(ids)]
+            in_unit = (ids >= units[unit]) & (ids < units[unit + 1])
+            ids = ids[: int(np.argmin(in_unit)) if not in_unit.all() else len(ids)]
         if alike:
-            raw = asked.own(rows.tokens_of(int(layers[0]), np.ascontiguousarray(ids)), ids)
-            counts = np.repeat(asked.chosen(raw)[:, None], len(layers), axis=1)
+            unpadded_counts = request.without_padding(rows.tokens_of(int(layers[0]), np.ascontiguousarray(ids)), ids)
+            counts = np.repeat(request.selected_counts(unpadded_counts)[:, None], len(layers), axis=1)
         else:
-            each = rows.tokens_of(np.tile(layers, len(ids)), np.repeat(ids, len(layers)))
-            counts = asked.chosen(asked.own(each, np.repeat(ids, len(layers))).reshape(len(ids), len(layers)))
-            counts = _lacking(asked, ids, counts)
-            if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
+            stored_counts = rows.tokens_of(np.tile(layers, len(ids)), np.repeat(ids, len(layers)))
+            counts = request.selected_counts(
+                request.without_padding(stored_counts, np.repeat(ids, len(layers))).reshape(len(ids), len(layers))
+            )
+            counts = _mark_lacking(request, ids, counts)
+            if not target.holds_partial_layers and (counts < 0).any() and not request.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
                 raise ArgumentError(
-                    f"example {at + example}: lacks layer {plain(asked.layers[layer])}, and {target.format} requires all layers. "
-                    "Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
+                    f"example {position + example}: lacks layer {plain(request.layers[layer])}, and {target.format} requires all "
+                    "layers. Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
                 )
         if target.tokens is not None:
-            fitted(asked, target, counts[:, 0], at)
-        before, at = at, at + len(ids)
-        if units is not None and at < asked.count:
+            check_lengths(request, target, counts[:, 0], position)
+        first, position = position, position + len(ids)
+        if units is not None and position < request.count:
             # The unit of these examples was already decoded.
-            rows.read_ahead(int(asked.ids(at, at + 1)[0]))
-        yield before, ids, counts, unit
+            rows.read_ahead(int(request.ids(position, position + 1)[0]))
+        yield first, ids, counts, unit
 
 
 def cuts(target: Target, counts: NDArray[np.int64], block_bytes: int | None = None) -> Iterator[tuple[int, int]]:
@@ -96,24 +98,24 @@ def cuts(target: Target, counts: NDArray[np.int64], block_bytes: int | None = No
         first, before = last, int(ends[last - 1])
 
 
-def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _mark_lacking(request: ConversionRequest, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sets counts to -1 for layers that a sample lacks; 0 means that the layer has no tokens."""
     if (counts > 0).all():
         return counts
-    contents = asked.store.contents
+    contents = request.store.contents
     assert contents.units is not None
     assert contents.unit_columns is not None
     unit = int(np.searchsorted(contents.units, ids[0], "right")) - 1
-    held = contents.unit_columns(unit)["layers"].to_pylist()
+    stored_layers = contents.unit_columns(unit)["layers"].to_pylist()
     counts = counts.copy()
     for row, example in zip(counts, ids.tolist(), strict=True):
-        of_it = held[example - contents.units[unit]]
-        row[[layer not in of_it for layer in asked.layers]] = -1
+        example_layers = stored_layers[example - contents.units[unit]]
+        row[[layer not in example_layers for layer in request.layers]] = -1
     return counts
 
 
 def read(
-    asked: Asked,
+    request: ConversionRequest,
     ids: NDArray[np.int64],
     counts: NDArray[np.int64],
     lengths: NDArray[np.int64],
@@ -123,47 +125,55 @@ def read(
     """Reads the selected tokens of each example and layer into ``memory``, cut or zero-padded to ``lengths``.
 
     Args:
-        asked: the request.
+        request: the request.
         ids: int64 example numbers ``(n,)``.
         counts: int64 tokens to take ``(n, layers)``; -1 for a lacking layer.
         lengths: int64 tokens of the result ``(n, layers)``.
         memory: output, ``(lengths.sum(), d_model)``.
         lost: receives counts of finite values that became infinite.
     """
-    store, rows = asked.store, asked.store.rows
-    layers = len(asked.layers)
-    held = counts.reshape(-1) >= 0
-    groups, examples = np.tile(asked.groups, len(ids))[held], np.repeat(ids, layers)[held]
-    taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
-    dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
-    if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
+    store, rows = request.store, request.store.rows
+    layers = len(request.layers)
+    is_present = counts.reshape(-1) >= 0
+    groups, examples = np.tile(request.groups, len(ids))[is_present], np.repeat(ids, layers)[is_present]
+    selected_counts, result_lengths = counts.reshape(-1)[is_present], np.maximum(lengths.reshape(-1), 0)
+    dtype = memory.dtype if request.cast or memory.dtype != store.dtype else None
+    if request.tokens == "last" and is_present.all() and (selected_counts == 1).all() and (result_lengths == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
         numbers = np.ascontiguousarray(ids)
         token = None
-        for k, group in enumerate(asked.groups.tolist()):
+        for k, group in enumerate(request.groups.tolist()):
             if store.content_lengths is not None:
-                token = asked.skipped(asked.own(rows.tokens_of(group, numbers), numbers))
+                token = request.skipped_counts(request.without_padding(rows.tokens_of(group, numbers), numbers))
             out[:, k] = rows.gather(group, numbers, token, None, dtype, lost)
         return
-    whole = rows.tokens_of(groups, examples)
-    into = (np.cumsum(want) - want)[held]
-    if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
+    stored_lengths = rows.tokens_of(groups, examples)
+    offsets = (np.cumsum(result_lengths) - result_lengths)[is_present]
+    if (
+        (stored_lengths == selected_counts).all()
+        and int(selected_counts.sum()) == len(memory)
+        and (selected_counts == result_lengths[is_present]).all()
+    ):
         rows.gather_whole(groups, examples, memory, dtype, lost)
         return
     # Cast after selecting: overflows are counted for the selected tokens only.
-    exact = np.float64 if asked.cast and store.contents.types_may_differ else None
-    every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
-    keep = np.minimum(taken, want[held])
-    start = np.cumsum(whole) - whole + asked.skipped(asked.own(whole, examples))
-    within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
+    exact = np.float64 if request.cast and store.contents.types_may_differ else None
+    stored_rows = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
+    copied_counts = np.minimum(selected_counts, result_lengths[is_present])
+    starts = (
+        np.cumsum(stored_lengths)
+        - stored_lengths
+        + request.skipped_counts(request.without_padding(stored_lengths, examples))
+    )
+    positions = np.arange(int(copied_counts.sum())) - np.repeat(np.cumsum(copied_counts) - copied_counts, copied_counts)
     memory[:] = 0
-    taken_rows = every[np.repeat(start, keep) + within]
-    if lost is not None and taken_rows.dtype != memory.dtype:
-        lost.append(_native.count_overflows(taken_rows, memory.dtype))
-        cast = np.empty(taken_rows.shape, memory.dtype)
-        to_type(taken_rows, cast, memory.dtype)
-        taken_rows = cast
-    memory[np.repeat(into, keep) + within] = taken_rows
+    selected_rows = stored_rows[np.repeat(starts, copied_counts) + positions]
+    if lost is not None and selected_rows.dtype != memory.dtype:
+        lost.append(_native.count_overflows(selected_rows, memory.dtype))
+        cast = np.empty(selected_rows.shape, memory.dtype)
+        to_type(selected_rows, cast, memory.dtype)
+        selected_rows = cast
+    memory[np.repeat(offsets, copied_counts) + positions] = selected_rows
 
 
 def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -176,7 +186,7 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def copy_blocks(
-    asked: Asked,
+    request: ConversionRequest,
     writer: SegmentWriter,
     columns: Columns,
     span: tuple[int, int, int],
@@ -186,7 +196,7 @@ def copy_blocks(
     """Reads the examples of a range, block by block, and queues them for writing. Returns the number of bytes of rows.
 
     Args:
-        asked: the request.
+        request: the request.
         writer: a writer that has written the examples before.
         columns: the columns to convert.
         span: first example, end, and the example at which the blocks begin.
@@ -197,41 +207,42 @@ def copy_blocks(
         DtypeError: a finite value is too large for the target's dtype, with ``overflow="refuse"``.
         ActshardError: others of reading and writing; those of reading name the examples.
     """
-    first, end, at = span
+    first, end, position = span
     target = writer.target
     size = 0
-    for whole_ids, whole_counts, unit in blocks(asked, target, at):
-        begin, at = at, min(at + len(whole_ids), end)  # blocks that are not whole files are cut at the end
+    for block_ids, block_counts, unit in blocks(request, target, position):
+        # Blocks that are not whole files are cut at the end.
+        begin, position = position, min(position + len(block_ids), end)
         if begin < first:
             continue
-        ids, counts = whole_ids[: at - begin], whole_counts[: at - begin]
+        ids, counts = block_ids[: position - begin], block_counts[: position - begin]
         lengths = lengths_of(target, counts)
         rows = int(np.maximum(lengths, 0).sum())
         memory = writer.memory(rows)
         lost: list[int] = []
         try:
             table = columns.of(ids, unit, target)
-            read(asked, ids, counts, lengths, memory, lost)
+            read(request, ids, counts, lengths, memory, lost)
         except ActshardError as error:
             if "example" not in error.detail:
-                error.detail += f" (reading examples {begin} to {at - 1})"
+                error.detail += f" (reading examples {begin} to {position - 1})"
             raise
         if sum(lost) and overflow == "refuse":
-            raise too_large(asked, target, sum(lost), f" of examples {begin} to {at - 1}")
+            raise too_large(request, target, sum(lost), f" of examples {begin} to {position - 1}")
         writer.put(Block(memory, lengths, table, overflows=sum(lost)))
         size += rows * target.row_bytes
         del memory
-        progress(at, size)
-        if at >= end:
+        progress(position, size)
+        if position >= end:
             break
     return size
 
 
-def too_large(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
+def too_large(request: ConversionRequest, target: Target, count: int, where: str = "") -> DtypeError:
     """Builds the error for finite values that the result's dtype cannot represent."""
     wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
     return DtypeError(
-        f"dtype: {many(count, f'finite {asked.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
+        f"dtype: {many(count, f'finite {request.store.dtype} value')}{where} {'is' if count == 1 else 'are'} "
         f"too large for {target.dtype} and would become infinite. Store {wider}, or pass overflow='allow' (-o overflow=allow).",
-        path=asked.store.path,
+        path=request.store.path,
     )

@@ -21,23 +21,23 @@ class JoinedCarrying(Carrying):
 
     def names(self, contents: Contents) -> list[str]:
         """Columns that some part keeps, and the column of sources."""
-        own = [part.contents for part in contents.parts]
-        known = {name for each in own for name in each.column_names}
-        kept = {name for each in own for name in carrying_of(each).names(each)}
-        return [name for name in contents.column_names if name in kept or name not in known]
+        sources = [part.contents for part in contents.parts]
+        stored_names = {name for source in sources for name in source.column_names}
+        kept_names = {name for source in sources for name in carrying_of(source).names(source)}
+        return [name for name in contents.column_names if name in kept_names or name not in stored_names]
 
     def left_behind(self, contents: Contents) -> list[str]:
         """Contents that at least one part cannot convert."""
-        each = [part.contents for part in contents.parts]
-        return list(dict.fromkeys(what for own in each for what in carrying_of(own).left_behind(own)))
+        sources = [part.contents for part in contents.parts]
+        return list(dict.fromkeys(what for source in sources for what in carrying_of(source).left_behind(source)))
 
     def fillers(self, contents: Contents) -> frozenset[str]:
         """Columns that are empty in every part."""
         has: dict[str, bool] = {}
         for part in contents.parts:
-            own = part.contents
-            fillers = carrying_of(own).fillers(own)
-            for name in own.column_names:
+            source = part.contents
+            fillers = carrying_of(source).fillers(source)
+            for name in source.column_names:
                 # A part's text column may have the other name in the joined store.
                 joined = name if name in contents.column_names else OTHER_TEXT.get(name, name)
                 has[joined] = has.get(joined, True) and name in fillers

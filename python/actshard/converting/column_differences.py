@@ -54,23 +54,23 @@ class ColumnComparison:
                 return where
         return None
 
-    def _value_difference(self, name: str, given: pa.ChunkedArray, places: NDArray[np.int64]) -> str | None:
+    def _value_difference(self, name: str, column: pa.ChunkedArray, places: NDArray[np.int64]) -> str | None:
         import pyarrow as pa
 
         if name not in self._stored:
             # Empty columns need no place in formats that find their columns in files.
-            return None if given.null_count == len(given) else f"column {name!r} is missing"
+            return None if column.null_count == len(column) else f"column {name!r} is missing"
         stored = self._stored[name].take(pa.array(places))
-        if given.type.equals(stored.type) and given.equals(stored):
+        if column.type.equals(stored.type) and column.equals(stored):
             return None
-        before, after = plain_values(given), plain_values(stored)
+        before, after = plain_values(column), plain_values(stored)
         if before == after:
             return None
         i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-        return f"example {int(places[i])}, column {name!r}: expected {given[i].as_py()!r:.60}, found {stored[i].as_py()!r:.60}"
+        return f"example {int(places[i])}, column {name!r}: expected {column[i].as_py()!r:.60}, found {stored[i].as_py()!r:.60}"
 
     def _array_difference(self, table: pa.Table, name: str, places: NDArray[np.int64]) -> str | None:
-        given = arrays_in(table, name)
+        array = arrays_in(table, name)
         if name == PATCH_LABELS:
             labels = self._result.labels
             stored = None if labels is None else labels[places]
@@ -80,8 +80,8 @@ class ColumnComparison:
             stored = self._result.router(int(name.removeprefix(ROUTER)), places)
         if (
             stored is not None
-            and given.shape == stored.shape
-            and given.tobytes() == stored.astype(given.dtype).tobytes()
+            and array.shape == stored.shape
+            and array.tobytes() == stored.astype(array.dtype).tobytes()
         ):
             return None
         return f"{name} of examples {int(places[0])} to {int(places[-1])} differ"

@@ -45,13 +45,13 @@ class Columns:
     def __init__(
         self,
         store: Store,
-        wanted: bool,
+        holds_columns: bool,
         labels: NDArray[np.uint8] | None,
         *,
-        whole: bool,
+        is_complete: bool,
         numbers: bool | None = None,
         chosen: Mapping[str, str] | None = None,
-        taken: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
+        token_ranges: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
         fillers: Iterable[str] | None = None,
         layers: Mapping[Layer, Layer] | None = None,
     ) -> None:
@@ -59,22 +59,22 @@ class Columns:
 
         Args:
             store: the source.
-            wanted: whether the target stores columns at all.
+            holds_columns: whether the target stores columns at all.
             labels: patch labels, uint8 ``(num_examples, patches)``; None for none.
-            whole: whether all examples are taken, in order.
+            is_complete: whether all examples are taken, in order.
             numbers: keep the column of sample numbers; None: keep it unless the metadata shows that it equals the order.
             chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
-            taken: returns the first token and the number of tokens to take from each example; None: all tokens.
+            token_ranges: returns the first token and the number of tokens to take from each example; None: all tokens.
             fillers: columns that are empty in the whole dataset, as a plan recorded them; None: they are looked for.
             layers: the layers that are converted, mapped to their names in the result; None: all layers under their own names.
         """
-        self._taken = taken
+        self._token_ranges = token_ranges
         self.store = store
         self.carrying = carrying_of(store.contents)
         self.chosen = chosen
         if chosen is not None and self.carrying.number_column in chosen:
             numbers = True
-        self.names = self.carrying.names(store.contents) if wanted else []
+        self.names = self.carrying.names(store.contents) if holds_columns else []
         if chosen is not None:
             self.names = [n for n in self.names if n in chosen]
         self.texts = Texts()
@@ -86,12 +86,12 @@ class Columns:
         self._whole: pa.Table | None = None
         self._unit: tuple[int, pa.Table] | None = None
         self._window: _Window | None = None
-        self._logits = wanted and store.contents.has_logits
+        self._logits = holds_columns and store.contents.has_logits
         renamed = {} if layers is None else {old: new for old, new in layers.items() if old != new}
         self._router_names = {f"{ROUTER}{old}": f"{ROUTER}{new}" for old, new in renamed.items()}
         """Names of router tensors in the result, if they follow layers that get other names."""
         replaced = {*renamed.values()} - {*renamed}
-        routers = store.contents.router_layers if wanted else ()
+        routers = store.contents.router_layers if holds_columns else ()
         self.routers: tuple[Layer, ...] = tuple(layer for layer in routers if layer not in replaced)
         self.replaced_routers: tuple[Layer, ...] = tuple(
             layer for layer in replaced if layer in routers or f"{ROUTER}{layer}" in self.names
@@ -99,7 +99,7 @@ class Columns:
         """Layers whose router tensors are left out, because another layer gets their name."""
         self.labels = labels
         self.numbers = (
-            (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
+            (not is_complete or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
         )
         self.fillers = frozenset(fillers or ())
         """Columns that are empty in the whole dataset; they are not converted."""
@@ -109,10 +109,10 @@ class Columns:
         """Of each part of the source: columns with a value per stored token, in formats that do not declare them."""
         self.uncut: tuple[str, ...] = ()
         """Columns that may have a value per stored token, and are not cut."""
-        if taken is not None:
-            divided = [_find_token_columns(part.contents, part.rows, self._examined) for part in self._parts]
-            self._cut = [cut for cut, _ in divided]
-            self.uncut = tuple(dict.fromkeys(itertools.chain.from_iterable(uncut for _, uncut in divided)))
+        if token_ranges is not None:
+            part_columns = [_find_token_columns(part.contents, part.rows, self._examined) for part in self._parts]
+            self._cut = [cut for cut, _ in part_columns]
+            self.uncut = tuple(dict.fromkeys(itertools.chain.from_iterable(uncut for _, uncut in part_columns)))
         self._token_columns = sorted({*store.contents.token_columns, *itertools.chain.from_iterable(self._cut)})
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
@@ -133,8 +133,8 @@ class Columns:
                 return None
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
-        made: list[tuple[pa.Field, Any]] = []
-        table = self._own_tokens(self._table(examples, unit), examples)
+        columns: list[tuple[pa.Field, Any]] = []
+        table = self._cut_token_columns(self._table(examples, unit), examples)
         table = self._one_text(self._outgoing(table), target)
         replaced = {f"{ROUTER}{layer}" for layer in self.replaced_routers}
         table = table.drop_columns([name for name in table.column_names if name in replaced])
@@ -152,27 +152,29 @@ class Columns:
             if field.name == PATCH_LABELS and self.labels is not None:
                 continue
             if target.holds_logits and (field.name in LOGITS or field.name.startswith(ROUTER)):
-                made.append(_as_array(field, column))
+                columns.append(_as_array(field, column))
                 continue
             if pa.types.is_dictionary(field.type):
-                made.append((pa.field(field.name, field.type.value_type), column.cast(field.type.value_type)))
+                columns.append((pa.field(field.name, field.type.value_type), column.cast(field.type.value_type)))
                 continue
-            made.append((field, column))
+            columns.append((field, column))
         if self.labels is not None:
-            made.append(list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples])))
+            columns.append(list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples])))
         if self._logits:
-            made += map(list_column, LOGITS, self.store.logits(examples))
+            columns += map(list_column, LOGITS, self.store.logits(examples))
         for layer in self.routers:
             name = f"{ROUTER}{layer}"
-            made.append(list_column(self._router_names.get(name, name), self.store.router(layer, examples)))
+            columns.append(list_column(self._router_names.get(name, name), self.store.router(layer, examples)))
         if target.only_columns is not None:
-            made = [(field, column) for field, column in made if field.name in target.only_columns]
-        if not made:
+            columns = [(field, column) for field, column in columns if field.name in target.only_columns]
+        if not columns:
             return None
-        whole = pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
-        changes = target.turned(whole.schema)
-        stored = target.turn(whole)
-        self._check_changes(changes, whole.schema, stored.schema, target)
+        result = pa.Table.from_arrays(
+            [column for _, column in columns], schema=pa.schema([field for field, _ in columns])
+        )
+        changes = target.turned(result.schema)
+        stored = target.turn(result)
+        self._check_changes(changes, result.schema, stored.schema, target)
         self.turned |= changes
         return stored
 
@@ -185,29 +187,29 @@ class Columns:
         import pyarrow as pa
 
         for name in changes:
-            known = self._unchanged.get(name)
-            if known is None:
+            earlier_field = self._unchanged.get(name)
+            if earlier_field is None:
                 continue
             try:
-                common_schema(pa.schema([known]), pa.schema([stored.field(name)]))
+                common_schema(pa.schema([earlier_field]), pa.schema([stored.field(name)]))
             except IncompatibleTypesError as error:
                 raise ArgumentError(
-                    f"columns: {name!r}: expected {known.type}, as in earlier examples, found {schema.field(name).type}, which "
-                    f"{target.format} stores as {stored.field(name).type}. A column has one type: convert the values, or use "
+                    f"columns: {name!r}: expected {earlier_field.type}, as in earlier examples, found {schema.field(name).type}, "
+                    f"which {target.format} stores as {stored.field(name).type}. A column has one type: convert the values, or use "
                     "another name."
                 ) from error
         for field in stored:
             if field.name not in changes and not pa.types.is_null(field.type):
                 self._unchanged.setdefault(field.name, field)
 
-    def _own_tokens(self, table: pa.Table, examples: NDArray[np.int64]) -> pa.Table:
+    def _cut_token_columns(self, table: pa.Table, examples: NDArray[np.int64]) -> pa.Table:
         """Cuts the lists of per-token columns to the tokens that are taken."""
         names = [name for name in self._token_columns if name in table.column_names]
-        if self._taken is None or not names or not len(examples):
+        if self._token_ranges is None or not names or not len(examples):
             return table
         from actshard.joining import per_token
 
-        first, count = self._taken(examples)
+        first, count = self._token_ranges(examples)
         ends = np.cumsum([part.num_examples for part in self._parts])
         part_of = np.searchsorted(ends, examples, "right")
         for name in names:
@@ -251,16 +253,18 @@ class Columns:
         """Renames the column of text previews to the target's text column, if the dataset has no other text column."""
         import pyarrow as pa
 
-        own = target.text_column
-        if own in (None, PREVIEW) or PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
+        text_column = target.text_column
+        if text_column in (None, PREVIEW) or PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
             return table
-        others = [name for name in TEXTS if name != PREVIEW]
+        text_names = [name for name in TEXTS if name != PREVIEW]
         fields = [(name, pa.string()) for name in self.names if name not in self.fillers]
-        if any(name in others for name in self._outgoing(pa.schema(fields).empty_table()).column_names):
+        if any(name in text_names for name in self._outgoing(pa.schema(fields).empty_table()).column_names):
             return table
-        if other := next((name for name in others if name in table.column_names), None):
-            raise ArgumentError(f"columns: some shards have {PREVIEW!r} only, others also {other!r}; list one of them")
-        return table.rename_columns([own if name == PREVIEW else name for name in table.column_names])
+        if text_name := next((name for name in text_names if name in table.column_names), None):
+            raise ArgumentError(
+                f"columns: some shards have {PREVIEW!r} only, others also {text_name!r}; list one of them"
+            )
+        return table.rename_columns([text_column if name == PREVIEW else name for name in table.column_names])
 
     def _table(self, examples: NDArray[np.int64], unit: int | None) -> pa.Table:
         contents = self.store.contents
@@ -278,17 +282,17 @@ class Columns:
         if batches is not None and self._whole is None and names:
             if self._window is None:
                 self._window = _Window(lambda: batches(names))
-            found = self._window.rows(examples)
-            if found is not None:
-                return found
+            window_rows = self._window.rows(examples)
+            if window_rows is not None:
+                return window_rows
         if self._whole is None:
             self._window = None
             self._whole = self.store.read_columns(names)
-        whole = self._whole
+        all_columns = self._whole
         first, n = int(examples[0]) if len(examples) else 0, len(examples)
         if n and (np.diff(examples) == 1).all():
-            return whole.slice(first, n)
-        return whole.take(examples)
+            return all_columns.slice(first, n)
+        return all_columns.take(examples)
 
 
 def _find_token_columns(
@@ -341,9 +345,9 @@ def _cut_lists(column: pa.ChunkedArray, first: NDArray[np.int64], count: NDArray
 
     lengths = _list_lengths(column)
     ends = np.cumsum(lengths)
-    place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    kept = (place >= np.repeat(first, lengths)) & (place < np.repeat(first + count, lengths))
-    values = pc.list_flatten(column).filter(pa.array(kept)).combine_chunks()
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    is_kept = (positions >= np.repeat(first, lengths)) & (positions < np.repeat(first + count, lengths))
+    values = pc.list_flatten(column).filter(pa.array(is_kept)).combine_chunks()
     sizes = np.maximum(np.minimum(first + count, lengths) - np.minimum(first, lengths), 0)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     absent = column.is_null().combine_chunks() if column.null_count else None
@@ -463,12 +467,16 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     return [n for n in names if n != carrying.number_column and not (n == PATCH_LABELS and as_labels)]
 
 
-def without_place(columns: Columns, held: Iterable[str]) -> list[str]:
-    """Columns that a target loses because it can only store ``held``. The column of sample numbers does not count."""
+def without_place(columns: Columns, stored_names: Iterable[str]) -> list[str]:
+    """Columns that a target loses because it can only store ``stored_names``. The column of sample numbers does not count."""
     carrying, store, chosen = formats.get(columns.store.format).carrying(), columns.store, columns.chosen
     names = dict.fromkeys(carrying.names(store.contents)) if chosen is None else chosen
-    new = {name: name if chosen is None else chosen[name] for name in names}
-    return [n for n in names if n != carrying.number_column and n not in columns.fillers and new[n] not in held]
+    new_names = {name: name if chosen is None else chosen[name] for name in names}
+    return [
+        n
+        for n in names
+        if n != carrying.number_column and n not in columns.fillers and new_names[n] not in stored_names
+    ]
 
 
 def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:
@@ -495,15 +503,15 @@ def choose(store: Store, columns: Any) -> dict[str, str] | None:
             raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
         if name.encode(errors="ignore").decode() != name:
             raise ArgumentError(f"columns: {name!r:.80} contains a lone surrogate, which UTF-8 cannot encode")
-    known = carrying_of(store.contents).names(store.contents)
-    for name, new in pairs:
-        if name not in known:
+    source_names = carrying_of(store.contents).names(store.contents)
+    for name, new_name in pairs:
+        if name not in source_names:
             raise NotStoredError(
-                f"columns: expected columns of the source ({', '.join(known) or 'none'}), found {name!r}",
+                f"columns: expected columns of the source ({', '.join(source_names) or 'none'}), found {name!r}",
                 path=store.path,
             )
-        if new != name and (new == PATCH_LABELS or new in LOGITS or new.startswith(ROUTER)):
-            raise ArgumentError(f"columns: {name!r}: cannot be renamed to {new!r}, which is reserved")
+        if new_name != name and (new_name == PATCH_LABELS or new_name in LOGITS or new_name.startswith(ROUTER)):
+            raise ArgumentError(f"columns: {name!r}: cannot be renamed to {new_name!r}, which is reserved")
     for names in zip(*pairs, strict=True):
         if len(set(names)) < len(names):
             raise ArgumentError(f"columns: expected distinct names, found {list(names)}")

@@ -52,7 +52,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConversionRequest:
     """A conversion request, checked against the source."""
 
     store: Store
@@ -94,12 +94,14 @@ class Asked:
         """:attr:`stored` for positions ``first`` to ``last - 1`` of the result."""
         ids, rows = self.ids(first, last), self.store.rows
         if self.store.contents.units is None:
-            return self.own(rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
-        each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
-        longest: NDArray[np.int64] = self.own(each, np.repeat(ids, len(self.groups))).reshape(len(ids), -1).max(axis=1)
+            return self.without_padding(rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
+        layer_counts = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
+        longest: NDArray[np.int64] = (
+            self.without_padding(layer_counts, np.repeat(ids, len(self.groups))).reshape(len(ids), -1).max(axis=1)
+        )
         return longest
 
-    def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def without_padding(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Subtracts padding from stored token counts.
 
         A target that stores padded rows with their lengths keeps the padding, unless only last tokens are taken.
@@ -108,16 +110,16 @@ class Asked:
             return counts
         return content_range(self.store, counts, ids)[1]
 
-    def taken(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def token_ranges(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First token and number of tokens to take of source examples."""
-        counts = self.own(self.store.rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
-        return self.skipped(counts), self.chosen(counts)
+        counts = self.without_padding(self.store.rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
+        return self.skipped_counts(counts), self.selected_counts(counts)
 
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
         """Source example numbers of positions ``first`` to ``last - 1`` of the result."""
         return np.arange(first, last) if self.examples is None else self.examples[first:last]
 
-    def chosen(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def selected_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of tokens to take from examples with ``counts`` tokens."""
         if self.tokens == "last":
             return np.minimum(counts, 1)
@@ -125,7 +127,7 @@ class Asked:
             return np.maximum(counts - self.store.special_tokens, 0)
         return counts
 
-    def skipped(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def skipped_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of tokens before the first token to take."""
         if self.tokens == "last":
             return np.maximum(counts - 1, 0)
@@ -148,7 +150,7 @@ def source(
     return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache, layout=layout)
 
 
-def ask(
+def check_request(
     store: Store,
     format: str,
     *,
@@ -158,8 +160,8 @@ def ask(
     pad: bool,
     truncate: bool,
     columns: Iterable[str] | Mapping[str, str] | None = None,
-) -> Asked:
-    """Checks the arguments against the source and returns them as :class:`Asked`."""
+) -> ConversionRequest:
+    """Checks the arguments against the source and returns them as :class:`ConversionRequest`."""
     _arguments.one_of(format, formats.written(), "format")
     if not store.layers:
         raise NotStoredError("contains no hidden states to convert", path=store.path)
@@ -186,18 +188,18 @@ def ask(
             f"examples: expected numbers from 0 to {store.num_examples - 1}, found one out of range",
             path=store.path,
         )
-    kept = store.contents.chosen
-    if kept is not None:  # the dataset and its numbers, so that columns keep their own numbering
-        ids, store = kept.array() if ids is None else kept.array()[ids], store.whole()
+    selection = store.contents.chosen
+    if selection is not None:  # the dataset and its numbers, so that columns keep their own numbering
+        ids, store = selection.array() if ids is None else selection.array()[ids], store.whole()
     if ids is not None and not ids.size:
         raise ArgumentError("examples: expected at least one")
     if ids is not None and np.array_equal(ids, np.arange(store.num_examples)):
         ids = None
-    return Asked(store, format, chosen, names, ids, tokens, pad, truncate, choose(store, columns))
+    return ConversionRequest(store, format, chosen, names, ids, tokens, pad, truncate, choose(store, columns))
 
 
-def settle(
-    asked: Asked,
+def configure_target(
+    request: ConversionRequest,
     dst: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None,
@@ -208,22 +210,22 @@ def settle(
     created: int | None = None,
 ) -> Target:
     """Returns the target, configured with dtype, tokens per example and metadata. ``created``: see :class:`Spec`."""
-    store, format = asked.store, asked.format
-    given, own = described(store, format)
-    if asked.examples is not None or len(asked.layers) < len(store.layers):
-        own.pop("max_tokens_per_shard", None)  # chosen for all examples; shards would be mostly empty
-    if asked.tokens != "all":
-        given = _content_only(given)
-    own = {k: v for k, v in own.items() if k in asked.kind.own}
-    options = asked.kind.conversion_options(own, options, asked.tokens, lambda: _pooled(store))
-    wanted = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
+    store, format = request.store, request.format
+    source_metadata, source_options = described(store, format)
+    if request.examples is not None or len(request.layers) < len(store.layers):
+        source_options.pop("max_tokens_per_shard", None)  # chosen for all examples; shards would be mostly empty
+    if request.tokens != "all":
+        source_metadata = _content_only(source_metadata)
+    source_options = {k: v for k, v in source_options.items() if k in request.kind.own}
+    options = request.kind.conversion_options(source_options, options, request.tokens, lambda: _pooled(store))
+    result_dtype = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
-    if not asked.kind.ragged and per is None:
+    if not request.kind.ragged and per is None:
         # Only pad and truncate need all lengths in advance, which may decode the whole source an extra time.
-        counts = asked.chosen(asked.stored if asked.pad or asked.truncate else asked.stored_of(0, 1))
-        per = int(counts.max() if asked.pad else counts.min())
-        if per == 0 and not asked.pad:
+        counts = request.selected_counts(request.stored if request.pad or request.truncate else request.stored_of(0, 1))
+        per = int(counts.max() if request.pad else counts.min())
+        if per == 0 and not request.pad:
             raise ArgumentError(
                 f"an example has no tokens, and {format} requires the same number for all. "
                 "Pass pad=True (--pad) to fill it with zeros."
@@ -231,38 +233,38 @@ def settle(
     target = make_target(
         dst,
         format,
-        layers=asked.names,
+        layers=request.names,
         d_model=store.d_model,
-        dtype=wanted,
-        metadata={**given, **(metadata or {})},
-        num_examples=asked.count,
+        dtype=result_dtype,
+        metadata={**source_metadata, **(metadata or {})},
+        num_examples=request.count,
         tokens_per_example=per,
         shard_bytes=shard_bytes,
         part=None,
         options=options,
         created=created,
     )
-    target.content_lengths = partial(_content_lengths, asked)
-    target.take_dtype(wanted)
+    target.content_lengths = partial(_content_lengths, request)
+    target.take_dtype(result_dtype)
     if per is not None:
         target.take_tokens(per)
     return target
 
 
-def _content_lengths(asked: Asked) -> NDArray[np.int64]:
+def _content_lengths(request: ConversionRequest) -> NDArray[np.int64]:
     """Number of tokens of each example without padding, neither the source's nor the target's."""
-    return asked.chosen(content_range(asked.store, asked.stored, asked.ids(0, asked.count))[1])
+    return request.selected_counts(content_range(request.store, request.stored, request.ids(0, request.count))[1])
 
 
-def refuse_target_within(asked: Asked, target: Target) -> None:
+def refuse_target_within(request: ConversionRequest, target: Target) -> None:
     """Raises ArgumentError if the target lies inside of a dataset that is converted. Tasks of a plan need not look again."""
-    for folder in store_folders(asked.store):
+    for folder in store_folders(request.store):
         if folder.is_local:
             refuse_within(target.place(), folder.local)
 
 
-def conversion_request(
-    asked: Asked,
+def conversion_record(
+    request: ConversionRequest,
     overflow: str,
     *,
     dtype: DTypeLike | None,
@@ -272,19 +274,19 @@ def conversion_request(
     options: Mapping[str, Any],
     digest: str | None = None,
 ) -> Request:
-    """The request of a conversion, by the verb or by a plan. :func:`settle` has checked the arguments.
+    """The record of a conversion's request, by the verb or by a plan. :func:`configure_target` has checked the arguments.
 
     ``digest``: that of the source's files, if it is known.
     """
-    store, ids = asked.store, asked.examples
+    store, ids = request.store, request.examples
     arguments = {
-        "format": asked.format,
-        "layers": [list(pair) for pair in zip(asked.layers, asked.names, strict=True)],
+        "format": request.format,
+        "layers": [list(pair) for pair in zip(request.layers, request.names, strict=True)],
         "examples": None if ids is None else f"{len(ids)} numbers, sha256 {_digest(ids)}",
-        "columns": None if asked.columns is None else [list(pair) for pair in asked.columns.items()],
-        "tokens": asked.tokens,
-        "pad": asked.pad,
-        "truncate": asked.truncate,
+        "columns": None if request.columns is None else [list(pair) for pair in request.columns.items()],
+        "tokens": request.tokens,
+        "pad": request.pad,
+        "truncate": request.truncate,
         "overflow": overflow,
         "dtype": None if dtype is None else name_of(_arguments.dtype(dtype)[0]),
         "tokens_per_example": None if tokens_per_example is None else int(tokens_per_example),
@@ -292,18 +294,20 @@ def conversion_request(
         "metadata": None if metadata is None else dict(metadata),
         "options": {name: value for name, value in options.items() if value is not None},
     }
-    return Request.of("convert", arguments, [digest or fingerprint(store)], asked.count)
+    return Request.of("convert", arguments, [digest or fingerprint(store)], request.count)
 
 
 def _digest(numbers: NDArray[np.int64]) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers, np.int64).tobytes()).hexdigest()[:32]
 
 
-def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every: bool = False) -> Columns:
+def prepare_columns(
+    request: ConversionRequest, target: Target, *, numbers: bool | None = None, every: bool = False
+) -> Columns:
     """Returns the columns to convert, after checking that the target can store them.
 
     Args:
-        asked: the request.
+        request: the request.
         target: its target.
         numbers: see :class:`Columns`.
         every: check all examples and count their texts, for the losses of a conversion that is only planned. Otherwise, if the
@@ -312,32 +316,32 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None, every:
     Raises:
         ArgumentError, NotStoredError: the format cannot store a column's name, type or value.
     """
-    columns = columns_for(asked, target, numbers=numbers)
+    columns = columns_for(request, target, numbers=numbers)
     checker = Decided(target, [])
-    units = asked.store.contents.units
-    at = 0
+    units = request.store.contents.units
+    position = 0
     try:
-        while at < asked.count:
-            ids = asked.ids(at, min(at + _COLUMNS_AT_ONCE, asked.count))
+        while position < request.count:
+            ids = request.ids(position, min(position + _COLUMNS_AT_ONCE, request.count))
             unit = None
             if units is not None:
                 unit = int(np.searchsorted(units, ids[0], "right")) - 1
                 ids = ids[: max(1, int(np.argmin(np.append((ids >= units[unit]) & (ids < units[unit + 1]), False))))]
             try:
-                found = checker.fit(columns.of(ids, unit, target), at, alike=False)
+                fitted_columns = checker.fit(columns.of(ids, unit, target), position, alike=False)
             except (ArgumentError, NotStoredError) as error:
                 remedy = "use columns= (--columns) to rename columns or to leave some out"
                 detail = error.detail.removesuffix(".")
                 raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
-            checker.keep(found)
+            checker.keep(fitted_columns)
             columns.turned |= checker.changes
-            at += len(ids)
+            position += len(ids)
             if every and target.finds_by_text:
-                columns.texts.add(found.table, len(ids))
+                columns.texts.add(fitted_columns.table, len(ids))
             if unit is not None and not every:
                 break
     except NumbersMatterError:
-        return checked(asked, target, numbers=True, every=every)
+        return prepare_columns(request, target, numbers=True, every=every)
     return columns
 
 
@@ -357,23 +361,25 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
 
     Metadata of another format are stored unchanged and restored on conversion back.
     """
-    contents, into = store.contents, formats.get(format).carrying()
+    contents, target_carrying = store.contents, formats.get(format).carrying()
     if store.format == format:
-        return into.metadata_again(contents.metadata, contents)
-    own = carrying_of(contents)
-    before = own.origin(contents.metadata)
-    if before is not None and before.get("format") == format:
-        return into.metadata_again(before["metadata"], None)
-    return into.metadata_from(contents, {"format": store.format, "metadata": own.metadata_kept(contents)})
+        return target_carrying.metadata_again(contents.metadata, contents)
+    carrying = carrying_of(contents)
+    origin = carrying.origin(contents.metadata)
+    if origin is not None and origin.get("format") == format:
+        return target_carrying.metadata_again(origin["metadata"], None)
+    return target_carrying.metadata_from(
+        contents, {"format": store.format, "metadata": carrying.metadata_kept(contents)}
+    )
 
 
-def _content_only(given: dict[str, Any]) -> dict[str, Any]:
+def _content_only(metadata: dict[str, Any]) -> dict[str, Any]:
     """Adapts the stored source metadata to examples without special tokens, for a later conversion back."""
-    origin = checked_origin(given.get(ORIGIN))
+    origin = checked_origin(metadata.get(ORIGIN))
     if origin is None or origin.get("format") not in formats.names():
-        return given
-    kept = formats.get(origin["format"]).carrying().content_only(origin["metadata"])
-    return {**given, ORIGIN: {**origin, "metadata": kept}}
+        return metadata
+    content_metadata = formats.get(origin["format"]).carrying().content_only(origin["metadata"])
+    return {**metadata, ORIGIN: {**origin, "metadata": content_metadata}}
 
 
 def overflowed(dtype: np.dtype[Any] | None, count: int) -> list[Loss]:
@@ -383,31 +389,33 @@ def overflowed(dtype: np.dtype[Any] | None, count: int) -> list[Loss]:
     return [Loss("overflow", f"{count:,} finite values are too large for {dtype} and are infinite")]
 
 
-def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
+def list_losses(request: ConversionRequest, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
     """Lists the properties that the result will lack. ``overflows``: number of finite values that become infinite."""
-    store, format = asked.store, asked.format
-    made: list[Loss] = []
+    store, format = request.store, request.format
+    losses: list[Loss] = []
     if target.dtype is not None and target.dtype != store.dtype:
         narrower = target.dtype.itemsize < store.dtype.itemsize or {str(target.dtype), str(store.dtype)} == {
             "float16",
             "bfloat16",
         }
-        made.append(
+        losses.append(
             Loss(
                 "dtype",
                 f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "values stay exact"),
             )
         )
-    made += overflowed(target.dtype, overflows)
-    counts = asked.chosen(asked.stored)
-    if asked.tokens != "all":
-        left = int(asked.stored.sum() - counts.sum())
-        if left:
-            made.append(Loss("tokens", f"{many(left, 'token', 'is', 'are')} left out: tokens={asked.tokens!r}"))
+    losses += overflowed(target.dtype, overflows)
+    counts = request.selected_counts(request.stored)
+    if request.tokens != "all":
+        lost_tokens = int(request.stored.sum() - counts.sum())
+        if lost_tokens:
+            losses.append(
+                Loss("tokens", f"{many(lost_tokens, 'token', 'is', 'are')} left out: tokens={request.tokens!r}")
+            )
     if target.tokens is not None and target.keeping_all is None:
         short, long = counts < target.tokens, counts > target.tokens
         if short.any():
-            made.append(
+            losses.append(
                 Loss(
                     "padding",
                     f"{many(int(short.sum()), 'example', 'is', 'are')} padded with zeros to {many(target.tokens, 'token')}, "
@@ -415,59 +423,59 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                 )
             )
         if long.any():
-            made.append(
+            losses.append(
                 Loss(
                     "tokens",
                     f"{many(int(long.sum()), 'example', 'is', 'are')} truncated to {many(target.tokens, 'token')}: "
                     f"{many(int((counts - target.tokens)[long].sum()), 'token', 'is', 'are')} left out",
                 )
             )
-    made += _renamed(asked)
-    made += _own_losses(asked, target, columns)
-    if not target.holds_partial_layers and asked.pad and store.contents.lacks_layers:
-        made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
+    losses += _name_losses(request)
+    losses += _format_losses(request, target, columns)
+    if not target.holds_partial_layers and request.pad and store.contents.lacks_layers:
+        losses.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if target.empty_examples is not None and (counts == 0).any():
-        made.append(
+        losses.append(
             Loss(
                 "empty_examples",
                 f"{many(int((counts == 0).sum()), 'example', 'has', 'have')} no tokens: {target.empty_examples}",
             )
         )
-    if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
-        made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
-    made += _column_losses(asked, target, columns)
-    if target.holds_labels and labels_for(asked, target) is None and (labels := _labels(asked)) is not None:
-        made.append(
+    if store.special_tokens and not target.holds_special_tokens and request.tokens == "all":
+        losses.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
+    losses += _column_losses(request, target, columns)
+    if target.holds_labels and labels_for(request, target) is None and (labels := _labels(request)) is not None:
+        losses.append(
             Loss(
                 "labels", f"left out: {labels.shape[1]} for each example are fewer than the tokens that {format} stores"
             )
         )
-    made += _losses_of_parts(asked)
-    if asked.tokens != "all" and target.holds_columns and columns.uncut:
+    losses += _losses_of_parts(request)
+    if request.tokens != "all" and target.holds_columns and columns.uncut:
         text = "not cut to the tokens that are kept, although their lists are as long as the examples"
-        made.append(Loss("columns", f"{text}: {', '.join(columns.uncut)}"))
-    if asked.columns is not None and (out := left_out(store, asked.columns)):
-        made.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
+        losses.append(Loss("columns", f"{text}: {', '.join(columns.uncut)}"))
+    if request.columns is not None and (out := left_out(store, request.columns)):
+        losses.append(Loss("columns", f"left out, because columns= does not list them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
-        made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
-    made += [Loss("texts", detail) for detail in columns.texts.losses(format)] if target.finds_by_text else []
+        losses.append(Loss("columns", f"not converted: {', '.join(behind)}"))
+    losses += [Loss("texts", detail) for detail in columns.texts.losses(format)] if target.finds_by_text else []
     keeps_as_columns = target.holds_columns and not target.holds_logits
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
-        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
-    return made
+        losses.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
+    return losses
 
 
-def _losses_of_parts(asked: Asked) -> list[Loss]:
+def _losses_of_parts(request: ConversionRequest) -> list[Loss]:
     """Labels, logits and router tensors of parts that a join of them lacks, because other parts have none or other ones."""
-    contents = asked.store.contents
+    contents = request.store.contents
     if not contents.joined:
         return []
     ends = np.cumsum([part.num_examples for part in contents.joined])
-    ids = asked.ids(0, asked.count)
+    ids = request.ids(0, request.count)
     parts = [contents.joined[number] for number in np.unique(np.searchsorted(ends, ids, "right")).tolist()]
     routed = set(contents.router_layers)
     holders = {
-        "labels": [] if asked.store.labels is not None else [part for part in parts if part.labels is not None],
+        "labels": [] if request.store.labels is not None else [part for part in parts if part.labels is not None],
         "logits": [] if contents.has_logits else [part for part in parts if part.contents.has_logits],
         "router": [part for part in parts if not routed.issuperset(part.contents.router_layers)],
     }
@@ -484,153 +492,160 @@ def _names_of(paths: Sequence[object]) -> str:
     return ", ".join(map(str, paths[:4])) + (f", and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def _own_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
+def _format_losses(request: ConversionRequest, target: Target, columns: Columns) -> list[Loss]:
     """Losses that the format reports, and metadata that it cannot store."""
-    written = columns.names if asked.columns is None else list(asked.columns.values())
-    made = [Loss(what, detail) for what, detail in target.further_losses(written)]
-    made += _positions(asked, target)
-    if not target.holds_metadata and asked.store.format != asked.format:
-        own = columns.carrying
-        kept = [name for name in own.metadata_kept(asked.store.contents) if name not in own.of_files]
-        more = ", ..." if len(kept) > 12 else ""
-        made += [Loss("metadata", f"{asked.format} has no place for it: {', '.join(kept[:12])}{more}")] if kept else []
+    written = columns.names if request.columns is None else list(request.columns.values())
+    losses = [Loss(what, detail) for what, detail in target.further_losses(written)]
+    losses += _position_losses(request, target)
+    if not target.holds_metadata and request.store.format != request.format:
+        carrying = columns.carrying
+        metadata_names = [
+            name for name in carrying.metadata_kept(request.store.contents) if name not in carrying.of_files
+        ]
+        suffix = ", ..." if len(metadata_names) > 12 else ""
+        losses += (
+            [Loss("metadata", f"{request.format} has no place for it: {', '.join(metadata_names[:12])}{suffix}")]
+            if metadata_names
+            else []
+        )
     elif target.holds_metadata:
-        made += [Loss("metadata", text) for text in columns.carrying.metadata_left(asked.store.contents)]
-    return made
+        losses += [Loss("metadata", text) for text in columns.carrying.metadata_left(request.store.contents)]
+    return losses
 
 
-def _positions(asked: Asked, target: Target) -> list[Loss]:
+def _position_losses(request: ConversionRequest, target: Target) -> list[Loss]:
     """Reports layers named by position: readers of the result would take the positions for layer numbers of the model."""
-    counted = [a for a, b in zip(asked.layers, asked.names, strict=True) if a == b and isinstance(a, int)]
-    known = "layers" not in asked.store.contents.provenance or "layer_ids" in target.spec.options
-    if known or not counted or not target.numbers_layers:
+    counted = [a for a, b in zip(request.layers, request.names, strict=True) if a == b and isinstance(a, int)]
+    has_layer_numbers = "layers" not in request.store.contents.provenance or "layer_ids" in target.spec.options
+    if has_layer_numbers or not counted or not target.numbers_layers:
         return []
     shown = ", ".join(map(str, counted))
-    text = f"{shown} are positions: {asked.store.format} does not store the layers' numbers in the model"
+    text = f"{shown} are positions: {request.store.format} does not store the layers' numbers in the model"
     return [Loss("layers", f"{text}. Pass them: convert(layers={{{counted[0]}: NUMBER, ...}})")]
 
 
-def _renamed(asked: Asked) -> list[Loss]:
+def _name_losses(request: ConversionRequest) -> list[Loss]:
     """Reports layer names that are strings and are replaced."""
-    pairs = zip(asked.layers, asked.names, strict=True)
+    pairs = zip(request.layers, request.names, strict=True)
     renamed = [f"{plain(a)} becomes {plain(b)}" for a, b in pairs if a != b and isinstance(a, str)]
-    more = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
-    return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{more}")] if renamed else []
+    suffix = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
+    return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{suffix}")] if renamed else []
 
 
-def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
+def _column_losses(request: ConversionRequest, target: Target, columns: Columns) -> list[Loss]:
     """Columns, logits and router tensors that the target cannot store, or stores as other types."""
-    store, format = asked.store, asked.format
-    made: list[Loss] = []
+    store, format = request.store, request.format
+    losses: list[Loss] = []
     if not target.holds_columns:
-        lost = dropped(store, asked.columns)
+        lost = dropped(store, request.columns)
         if lost:
-            made.append(
+            losses.append(
                 Loss("columns", f"{format} stores none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
             )
         if store.contents.has_logits:
-            made.append(Loss("logits", f"{format} cannot store them"))
+            losses.append(Loss("logits", f"{format} cannot store them"))
         if store.contents.router_layers:
-            made.append(Loss("router", f"{format} cannot store them"))
+            losses.append(Loss("router", f"{format} cannot store them"))
     else:
-        made += [Loss("columns", detail) for detail in columns.turned.values()]
+        losses += [Loss("columns", detail) for detail in columns.turned.values()]
         if columns.replaced_routers:
             shown = ", ".join(map(str, columns.replaced_routers))
-            made.append(Loss("router", f"{shown}: left out, because another layer gets that name"))
+            losses.append(Loss("router", f"{shown}: left out, because another layer gets that name"))
         if target.only_columns is not None and (lost := without_place(columns, target.only_columns)):
-            more = ", ..." if len(lost) > 12 else ""
-            made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
-    return made
+            suffix = ", ..." if len(lost) > 12 else ""
+            losses.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{suffix}"))
+    return losses
 
 
-def _labels(asked: Asked) -> NDArray[np.uint8] | None:
+def _labels(request: ConversionRequest) -> NDArray[np.uint8] | None:
     """The source's patch labels, unless ``columns=`` does not list a column of them."""
-    store = asked.store
-    listed = asked.columns is None or asked.columns.get(PATCH_LABELS) == PATCH_LABELS
-    return labels_of(store) if listed or store.labels is not None else None
+    store = request.store
+    is_listed = request.columns is None or request.columns.get(PATCH_LABELS) == PATCH_LABELS
+    return labels_of(store) if is_listed or store.labels is not None else None
 
 
-def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
+def labels_for(request: ConversionRequest, target: Target) -> NDArray[np.uint8] | None:
     """Patch labels to convert, uint8 ``(num_examples, patches)``, of the tokens that are kept; None for none."""
-    if not target.holds_labels and asked.tokens != "last":
-        return asked.store.labels  # a column of labels is copied as it is, unless it is cut
-    labels = _labels(asked)
+    if not target.holds_labels and request.tokens != "last":
+        return request.store.labels  # a column of labels is copied as it is, unless it is cut
+    labels = _labels(request)
     if labels is None:
         return None
-    if asked.tokens == "last":
-        labels = _last_labels(asked, labels)
+    if request.tokens == "last":
+        labels = _last_labels(request, labels)
     if not target.holds_labels:
         return labels
     if target.tokens is None:
         return None
     content = target.tokens - target.special_tokens
-    if asked.tokens == "last":
+    if request.tokens == "last":
         return np.pad(labels, ((0, 0), (0, max(content - 1, 0))))[:, :content]
     return None if labels.shape[1] < content else labels[:, :content]
 
 
-def _last_labels(asked: Asked, labels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _last_labels(request: ConversionRequest, labels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The labels of last tokens, uint8 ``(num_examples, 1)``; 0 for an example without tokens.
 
     Labels are those of the tokens after the special ones. Formats that do not know how many tokens are special have as many more
     tokens than labels in their longest example.
     """
-    examples = np.arange(asked.store.num_examples)
-    stored = asked.store.rows.tokens_of(int(asked.groups[0]), examples)
-    unlabelled = max(asked.store.special_tokens, int((stored - labels.shape[1]).max(initial=0)))
-    position = content_range(asked.store, stored)[1] - unlabelled - 1
+    examples = np.arange(request.store.num_examples)
+    stored = request.store.rows.tokens_of(int(request.groups[0]), examples)
+    unlabelled = max(request.store.special_tokens, int((stored - labels.shape[1]).max(initial=0)))
+    position = content_range(request.store, stored)[1] - unlabelled - 1
     of_last: NDArray[np.uint8] = np.where(position < 0, 0, labels[examples, np.maximum(position, 0)]).astype(np.uint8)
     return of_last[:, None]
 
 
 def columns_for(
-    asked: Asked, target: Target, numbers: bool | None = None, fillers: Iterable[str] | None = None
+    request: ConversionRequest, target: Target, numbers: bool | None = None, fillers: Iterable[str] | None = None
 ) -> Columns:
     """The columns to convert, not yet checked. ``fillers``: as a plan recorded them; None: they are looked for."""
-    labels = labels_for(asked, target)
-    whole = asked.examples is None
-    taken = asked.taken if asked.tokens != "all" or asked.store.content_lengths is not None else None
+    labels = labels_for(request, target)
+    token_ranges = (
+        request.token_ranges if request.tokens != "all" or request.store.content_lengths is not None else None
+    )
     return Columns(
-        asked.store,
+        request.store,
         target.holds_columns,
         labels,
-        whole=whole,
+        is_complete=request.examples is None,
         numbers=numbers,
-        chosen=asked.columns,
-        taken=taken,
+        chosen=request.columns,
+        token_ranges=token_ranges,
         fillers=fillers,
-        layers=dict(zip(asked.layers, asked.names, strict=True)),
+        layers=dict(zip(request.layers, request.names, strict=True)),
     )
 
 
-def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:
+def check_lengths(request: ConversionRequest, target: Target, counts: NDArray[np.int64], first: int) -> None:
     """Raises ArgumentError if an example has another length than the target's and pad or truncate does not allow a change.
 
     ``first`` is the number of the first example of ``counts``, for the message.
     """
-    wanted = target.tokens
-    if wanted is None:
+    target_tokens = target.tokens
+    if target_tokens is None:
         return
     remedies = [
         (
-            counts < wanted,
-            asked.pad,
+            counts < target_tokens,
+            request.pad,
             "pad=True (--pad) pads it with zeros, truncate=True (--truncate) cuts all examples to the shortest",
         ),
         (
-            counts > wanted,
-            asked.truncate,
+            counts > target_tokens,
+            request.truncate,
             "truncate=True (--truncate) cuts it, pad=True (--pad) pads all examples to the longest",
         ),
     ]
     if target.keeping_all is not None:
         remedy = f"{target.keeping_all}, tokens='last' keeps one of each example"
-        if asked.tokens == "last":
+        if request.tokens == "last":
             remedy = "an example without tokens has no last one; examples= leaves it out"
-        remedies = [(counts != wanted, False, remedy)]
+        remedies = [(counts != target_tokens, False, remedy)]
     for bad, allowed, remedy in remedies:
         if bad.any() and not allowed:
             i = int(np.flatnonzero(bad)[0])
             raise ArgumentError(
-                f"example {first + i}: expected {wanted} tokens as {target.format} requires, found {counts[i]}: {remedy}"
+                f"example {first + i}: expected {target_tokens} tokens as {target.format} requires, found {counts[i]}: {remedy}"
             )

@@ -14,12 +14,12 @@ from actshard import _arguments, formats
 from actshard.converting.planning import (
     OVERFLOW,
     Loss,
-    ask,
-    checked,
-    conversion_request,
-    losses,
+    check_request,
+    configure_target,
+    conversion_record,
+    list_losses,
+    prepare_columns,
     refuse_target_within,
-    settle,
     source,
 )
 from actshard.converting.predicting import predict
@@ -53,8 +53,8 @@ class Preview:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        made = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return made | {
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {
             "path": str(self.path),
             "layers": list(self.layers),
             "losses": [x.as_dict() for x in self.losses],
@@ -125,40 +125,41 @@ def _preview(
     root: Path,
     name: str,
     only: bool,
-    wanted: dict[str, Any],
+    selection: dict[str, Any],
     sizes: dict[str, Any],
     options: Mapping[str, Any],
     overflow: str,
     digest: str,
 ) -> Preview:
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
-    kind = formats.get(name).target() if name in formats.written() else Target  # ask() raises for unknown names
-    own = {k: v for k, v in options.items() if only or k in kind.own}
+    # check_request() raises for unknown names.
+    kind = formats.get(name).target() if name in formats.written() else Target
+    format_options = {k: v for k, v in options.items() if only or k in kind.own}
     if not kind.takes_shard_bytes and not only:
         sizes = {**sizes, "shard_bytes": None}
     try:
-        asked = replace(ask(store, name, **wanted), cast=sizes["dtype"] is not None)
-        sizes = {**sizes, "options": own}
-        target = settle(asked, root, **sizes)
-        refuse_target_within(asked, target)
-        target.request = conversion_request(asked, overflow, digest=digest, **sizes)
-        columns = checked(asked, target, every=True)  # before the lengths, which are then cached
-        layout = Layout.of(asked, target)
-        layout.settle(asked, target)
+        request = replace(check_request(store, name, **selection), cast=sizes["dtype"] is not None)
+        sizes = {**sizes, "options": format_options}
+        target = configure_target(request, root, **sizes)
+        refuse_target_within(request, target)
+        target.request = conversion_record(request, overflow, digest=digest, **sizes)
+        columns = prepare_columns(request, target, every=True)  # before the lengths, which are then cached
+        layout = Layout.of(request, target)
+        layout.settle(request, target)
         if not kind.ragged:
             sizes["tokens_per_example"] = target.tokens
-        size = predict(asked, target, layout, sizes, overflow)
+        size = predict(request, target, layout, sizes, overflow)
         return Preview(
             name,
             root if target.names_itself else target.place(),
-            asked.count,
-            asked.names,
-            int(layout.rows(len(asked.layers)).sum()),
+            request.count,
+            request.names,
+            int(layout.rows(len(request.layers)).sum()),
             str(target.dtype),
             size.shards,
             size.files,
             size.bytes,
-            tuple(losses(asked, target, columns, size.overflows)),
+            tuple(list_losses(request, target, columns, size.overflows)),
         )
     except ActshardError as error:
         if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):

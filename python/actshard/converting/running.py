@@ -20,15 +20,15 @@ from actshard.converting.column_differences import ColumnComparison
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
-    Asked,
+    ConversionRequest,
     Loss,
-    ask,
-    checked,
-    conversion_request,
-    fitted,
-    losses,
+    check_lengths,
+    check_request,
+    configure_target,
+    conversion_record,
+    list_losses,
+    prepare_columns,
     refuse_target_within,
-    settle,
     source,
 )
 from actshard.converting.saving import SavesToDisk, saves
@@ -81,8 +81,8 @@ class Conversion:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        made = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return made | {"path": str(self.path), "losses": [x.as_dict() for x in self.losses]}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"path": str(self.path), "losses": [x.as_dict() for x in self.losses]}
 
 
 @uploads
@@ -175,8 +175,8 @@ def convert(
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "pread", storage_options, cache)
-        asked = replace(
-            ask(
+        request = replace(
+            check_request(
                 store,
                 format,
                 layers=layers,
@@ -189,86 +189,93 @@ def convert(
             cast=dtype is not None,
         )
 
-        given: dict[str, Any] = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
-        given |= {"metadata": metadata, "options": options}
-        settled = partial(_settled, asked, root, overflow, given)
-        target = settled()
+        sizes: dict[str, Any] = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
+        sizes |= {"metadata": metadata, "options": options}
+        make_target = partial(_make_target, request, root, overflow, sizes)
+        target = make_target()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
-            fitted(asked, target, asked.chosen(asked.stored), 0)
-        there = complete_at(target)
+            check_lengths(request, target, request.selected_counts(request.stored), 0)
+        finished_path = complete_at(target)
         size, lost = 0, None
-        if there is not None:
+        if finished_path is not None:
             if not (exist_ok or resume):
-                raise ExistsError.finished(there)
-            path = there
-            known, begun, lost = _as_it_is(asked, target, there, verify)
+                raise ExistsError.finished(finished_path)
+            path = finished_path
+            converted_columns, resumed_at, lost = _check_finished(request, target, finished_path, verify)
         else:
-            target, known, (path, begun, size, lost) = _write_checked(
-                asked, target, settled, resume=resume, progress=progress, overflow=overflow
+            target, converted_columns, (path, resumed_at, size, lost) = _write_checked(
+                request, target, make_target, resume=resume, progress=progress, overflow=overflow
             )
         if verify or lost is None:
-            lost = compare(asked, target, path, known) if verify or _can_overflow(asked, target) else 0
+            lost = compare(request, target, path, converted_columns) if verify or _can_overflow(request, target) else 0
             if lost and overflow == "refuse":
-                raise _already_infinite(asked, target, lost)
+                raise _already_infinite(request, target, lost)
         if target.finds_by_text:
-            known.texts = Texts.of(open_quietly(path, target.format, "pread", "160MiB"))
+            converted_columns.texts = Texts.of(open_quietly(path, target.format, "pread", "160MiB"))
         # Computed last: every shard has been read, so lengths are cached.
-        lost_properties = tuple(losses(asked, target, known, lost))
+        lost_properties = tuple(list_losses(request, target, converted_columns, lost))
     dtype = None if target.dtype is None else str(target.dtype)
     return Conversion(
-        path, format, asked.count, begun, size, time.perf_counter() - began, lost_properties, verify, dtype
+        path, format, request.count, resumed_at, size, time.perf_counter() - began, lost_properties, verify, dtype
     )
 
 
-def _settled(asked: Asked, root: Path, overflow: str, given: dict[str, Any]) -> Target:
-    target = settle(asked, root, **given)
-    refuse_target_within(asked, target)
-    target.request = conversion_request(asked, overflow, **given)
+def _make_target(request: ConversionRequest, root: Path, overflow: str, sizes: dict[str, Any]) -> Target:
+    target = configure_target(request, root, **sizes)
+    refuse_target_within(request, target)
+    target.request = conversion_record(request, overflow, **sizes)
     return target
 
 
-def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int, int | None]:
+def _check_finished(
+    request: ConversionRequest, target: Target, path: Path, verify: bool
+) -> tuple[Columns, int, int | None]:
     """Returns columns, examples and overflows of a finished dataset. Raises ExistsError if it is not the requested one.
 
     Its record contains the request; contents of some examples must equal the source's. If the files of the source were
     others, all contents are compared. With ``verify`` the caller compares all.
     """
-    known = checked(asked, target)
-    count = check_same(target, there)
-    found = Request.read(there)
-    same = found is not None and found == target.request
+    columns = prepare_columns(request, target)
+    count = check_same(target, path)
+    record = Request.read(path)
+    same = record is not None and record == target.request
     if not verify:
-        _refuse_other(asked, target, there, known, whole=found is not None and not same)
+        _refuse_other(request, target, path, columns, compare_all=record is not None and not same)
     if not same:
-        _refuse_other_columns(asked, target, there, known)
-    return known, count, found.overflows if found is not None and same else None
+        _refuse_other_columns(request, target, path, columns)
+    return columns, count, record.overflows if record is not None and same else None
 
 
 def _write_checked(
-    asked: Asked,
+    request: ConversionRequest,
     target: Target,
-    settled: Callable[[], Target],
+    make_target: Callable[[], Target],
     *,
     resume: bool,
     progress: BlockProgress | None,
     overflow: str,
 ) -> tuple[Target, Columns, tuple[Path, int, int, int | None]]:
     """Checks the columns and writes. Returns the target, its columns, and the values of :func:`_write`."""
-    columns = checked(asked, target)
-    if (advice := target.advice(asked.count)) is not None:
+    columns = prepare_columns(request, target)
+    if (advice := target.advice(request.count)) is not None:
         warn(f"{target.root}: {advice}", code=advice.code)
     try:
-        return target, columns, _write(asked, target, columns, resume, progress, overflow)
+        return target, columns, _write(request, target, columns, resume, progress, overflow)
     except NumbersMatterError:
         # sample_id_range claims that samples are numbered by order, but they are not.
-        target = settled()
-        columns = checked(asked, target, numbers=True)
-        return target, columns, _write(asked, target, columns, False, progress, overflow)
+        target = make_target()
+        columns = prepare_columns(request, target, numbers=True)
+        return target, columns, _write(request, target, columns, False, progress, overflow)
 
 
 def _write(
-    asked: Asked, target: Target, columns: Columns, resume: bool, progress: BlockProgress | None, overflow: str
+    request: ConversionRequest,
+    target: Target,
+    columns: Columns,
+    resume: bool,
+    progress: BlockProgress | None,
+    overflow: str,
 ) -> tuple[Path, int, int, int | None]:
     """Writes the missing examples.
 
@@ -276,28 +283,35 @@ def _write(
     the committed examples and did not record it.
     """
     sink = Sink(target, resume=resume)
-    begun, total = sink.committed, asked.count
+    resumed_at, total = sink.committed, request.count
     LOG.info(
-        "%s: converting to %s at %s, from example %d of %d", asked.store.path, target.format, target.root, begun, total
+        "%s: converting to %s at %s, from example %d of %d",
+        request.store.path,
+        target.format,
+        target.root,
+        resumed_at,
+        total,
     )
-    inputs = read_inputs(asked.store)
-    done = (lambda at, size: None) if progress is None else (lambda at, size: progress(at, total, size))
+    inputs = read_inputs(request.store)
+    report_progress = (
+        (lambda position, size: None) if progress is None else (lambda position, size: progress(position, total, size))
+    )
     try:
-        size = copy_blocks(asked, sink, columns, (begun, total, begun), overflow, done)
+        size = copy_blocks(request, sink, columns, (resumed_at, total, resumed_at), overflow, report_progress)
         columns.turned |= sink.columns.changes
-        if (difference := changed_read(inputs, asked.store, "the conversion began")) is not None:
-            if not begun:
+        if (difference := changed_read(inputs, request.store, "the conversion began")) is not None:
+            if not resumed_at:
                 sink.discard()  # a refused conversion leaves no files
             raise FormatError(
                 f"was changed while it was converted, and the result would be a mixture: {difference[1]} Convert again",
                 path=difference[0],
             )
-        return sink.finish(), begun, size, sink.journal.overflows
+        return sink.finish(), resumed_at, size, sink.journal.overflows
     except (ArgumentError, DtypeError, NumbersMatterError) as error:
-        if begun:
+        if resumed_at:
             sink.abort()
             if isinstance(error, NumbersMatterError):
-                raise FormatError(str(error), path=asked.store.path) from error
+                raise FormatError(str(error), path=request.store.path) from error
         else:
             sink.discard()  # a refused conversion leaves no files
         raise
@@ -306,33 +320,35 @@ def _write(
         raise
 
 
-def write_all(asked: Asked, settled: Callable[[], Target], overflow: str) -> int:
+def write_all(request: ConversionRequest, make_target: Callable[[], Target], overflow: str) -> int:
     """Converts the whole request to a new dataset. Returns the number of values that overflowed."""
-    _, _, written = _write_checked(asked, settled(), settled, resume=False, progress=None, overflow=overflow)
+    _, _, written = _write_checked(request, make_target(), make_target, resume=False, progress=None, overflow=overflow)
     return written[3] or 0
 
 
-def _already_infinite(asked: Asked, target: Target, count: int) -> DtypeError:
+def _already_infinite(request: ConversionRequest, target: Target, count: int) -> DtypeError:
     """Builds the error for infinite values that an earlier call wrote with ``overflow="allow"``."""
     return DtypeError(
-        f"dtype: {many(count, f'finite {asked.store.dtype} value', 'is', 'are')} infinite in {target.dtype}: an earlier call wrote "
-        "them with overflow='allow'. Pass overflow='allow' (-o overflow=allow), or convert into another folder.",
+        f"dtype: {many(count, f'finite {request.store.dtype} value', 'is', 'are')} infinite in {target.dtype}: an earlier call "
+        "wrote them with overflow='allow'. Pass overflow='allow' (-o overflow=allow), or convert into another folder.",
         path=target.root,
     )
 
 
-def _can_overflow(asked: Asked, target: Target) -> bool:
+def _can_overflow(request: ConversionRequest, target: Target) -> bool:
     """Whether the source's dtype has finite values that the result's dtype cannot represent."""
-    if target.dtype is None or (asked.cast and asked.store.contents.types_may_differ):
+    if target.dtype is None or (request.cast and request.store.contents.types_may_differ):
         return target.dtype is not None
-    return can_overflow(asked.store.dtype, target.dtype)
+    return can_overflow(request.store.dtype, target.dtype)
 
 
-def _refuse_other(asked: Asked, target: Target, path: Path, columns: Columns, *, whole: bool) -> None:
+def _refuse_other(
+    request: ConversionRequest, target: Target, path: Path, columns: Columns, *, compare_all: bool
+) -> None:
     """Raises ExistsError if a finished dataset differs from the conversion's result, or in a sample of its examples."""
-    count = asked.count if whole else min(asked.count, _COMPARED)
-    some = np.unique(np.linspace(0, asked.count - 1, count).round().astype(np.int64))
-    difference, _ = _difference(asked, target, path, some, columns)
+    count = request.count if compare_all else min(request.count, _COMPARED)
+    positions = np.unique(np.linspace(0, request.count - 1, count).round().astype(np.int64))
+    difference, _ = _difference(request, target, path, positions, columns)
     if difference is not None:
         raise ExistsError(
             f"contains another dataset than this conversion writes: {difference}. Choose another folder.",
@@ -340,18 +356,20 @@ def _refuse_other(asked: Asked, target: Target, path: Path, columns: Columns, *,
         )
 
 
-def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Columns) -> None:
+def _refuse_other_columns(request: ConversionRequest, target: Target, path: Path, columns: Columns) -> None:
     """Raises ExistsError if a finished dataset has other columns than ``columns=`` names."""
-    if asked.columns is None or not target.holds_columns:
+    if request.columns is None or not target.holds_columns:
         return
     result = open_quietly(path, target.format, "pread", "160MiB").contents
-    own = formats.get(target.format).carrying()
-    found = {name for name in own.names(result) if not name.startswith(ROUTER)}
+    carrying = formats.get(target.format).carrying()
+    stored_names = {name for name in carrying.names(result) if not name.startswith(ROUTER)}
     # Formats name text columns differently, and some have placeholder columns.
-    alike = {*TEXTS, PATCH_LABELS, *LOGITS, own.number_column, *own.fillers(result)}
-    alike |= {asked.columns[name] for name in columns.carrying.fillers(asked.store.contents) if name in asked.columns}
-    wanted = {asked.columns[name] for name in columns.names}
-    lacking, surplus = sorted(wanted - found - alike), sorted(found - wanted - alike)
+    alike = {*TEXTS, PATCH_LABELS, *LOGITS, carrying.number_column, *carrying.fillers(result)}
+    alike |= {
+        request.columns[name] for name in columns.carrying.fillers(request.store.contents) if name in request.columns
+    }
+    expected_names = {request.columns[name] for name in columns.names}
+    lacking, surplus = sorted(expected_names - stored_names - alike), sorted(stored_names - expected_names - alike)
     if lacking or surplus:
         difference = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
         raise ExistsError(
@@ -360,7 +378,7 @@ def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Col
         )
 
 
-def compare(asked: Asked, target: Target, path: Path, columns: Columns) -> int:
+def compare(request: ConversionRequest, target: Target, path: Path, columns: Columns) -> int:
     """Compares every row of a result with its source, cast to the result's dtype, and all values of columns.
 
     Returns the number of finite source values that are infinite in the result.
@@ -368,60 +386,69 @@ def compare(asked: Asked, target: Target, path: Path, columns: Columns) -> int:
     Raises:
         FormatError: a row or a value differs; the message names it.
     """
-    difference, lost = _difference(asked, target, path, np.arange(asked.count), columns)
+    difference, lost = _difference(request, target, path, np.arange(request.count), columns)
     if difference is not None:
         raise FormatError(difference, path=path)
     return lost
 
 
 def _difference(
-    asked: Asked, target: Target, path: Path, some: NDArray[np.int64], columns: Columns
+    request: ConversionRequest, target: Target, path: Path, positions: NDArray[np.int64], columns: Columns
 ) -> tuple[str | None, int]:
     """Returns the first difference between result and source in some examples (None if equal), and the number of overflows."""
     result = open_quietly(path, target.format, "pread", "160MiB", layout=target.reading_layout)
-    if result.num_examples != asked.count:
-        return f"expected {asked.count} examples, found {result.num_examples}", 0
+    if result.num_examples != request.count:
+        return f"expected {request.count} examples, found {result.num_examples}", 0
     if result.dtype != target.dtype:
         return f"expected {target.dtype}, found {result.dtype}", 0
-    if len(some) < asked.count:
-        ids = some if asked.examples is None else asked.examples[some]
-        asked = replace(asked, examples=ids)
-    names = [target.reading[name] for name in asked.names]
-    again = ask(result, target.format, layers=names, examples=None, tokens="all", pad=False, truncate=False)
-    at = 0
+    if len(positions) < request.count:
+        ids = positions if request.examples is None else request.examples[positions]
+        request = replace(request, examples=ids)
+    names = [target.reading[name] for name in request.names]
+    result_request = check_request(
+        result, target.format, layers=names, examples=None, tokens="all", pad=False, truncate=False
+    )
+    offset = 0
     lost: list[int] = []
     comparison = ColumnComparison(target, result, columns)
-    for ids, counts, unit in blocks(asked, target, 0, 16 << 20):
+    for ids, counts, unit in blocks(request, target, 0, 16 << 20):
         lengths = lengths_of(target, counts)
         rows = int(np.maximum(lengths, 0).sum())
-        wanted = np.empty((rows, target.spec.d_model), target.dtype)
-        read(asked, ids, counts, lengths, wanted, lost)
-        wanted = target.as_read(Block(wanted, lengths))
-        places = some[at : at + len(ids)]
+        expected_rows = np.empty((rows, target.spec.d_model), target.dtype)
+        read(request, ids, counts, lengths, expected_rows, lost)
+        expected_rows = target.as_read(Block(expected_rows, lengths))
+        places = positions[offset : offset + len(ids)]
         difference = comparison.difference(ids, unit, places)
         if difference is not None:
             return difference, 0
-        held = lengths.reshape(-1) >= 0
-        groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]
-        lengths = lengths.reshape(-1)[held]
-        has = result.rows.tokens_of(groups, examples)
-        if (has != np.maximum(lengths, 0).reshape(-1)).any():
-            bad = int(np.flatnonzero(has != np.maximum(lengths, 0).reshape(-1))[0])
-            wanted_tokens = int(lengths.reshape(-1)[bad])
-            return f"example {int(examples[bad])}: expected {wanted_tokens} tokens, found {int(has[bad])}", 0
-        found = result.rows.gather_whole(groups, examples, None, target.dtype)
-        size = target.spec.d_model * wanted.dtype.itemsize
-        same = wanted.view(np.uint8).reshape(rows, size) == found.view(np.uint8).reshape(rows, size)
+        is_present = lengths.reshape(-1) >= 0
+        groups, examples = (
+            np.tile(result_request.groups, len(ids))[is_present],
+            np.repeat(places, len(request.layers))[is_present],
+        )
+        lengths = lengths.reshape(-1)[is_present]
+        stored_counts = result.rows.tokens_of(groups, examples)
+        if (stored_counts != np.maximum(lengths, 0).reshape(-1)).any():
+            bad = int(np.flatnonzero(stored_counts != np.maximum(lengths, 0).reshape(-1))[0])
+            expected_tokens = int(lengths.reshape(-1)[bad])
+            return (
+                f"example {int(examples[bad])}: expected {expected_tokens} tokens, found {int(stored_counts[bad])}",
+                0,
+            )
+        result_rows = result.rows.gather_whole(groups, examples, None, target.dtype)
+        size = target.spec.d_model * expected_rows.dtype.itemsize
+        same = expected_rows.view(np.uint8).reshape(rows, size) == result_rows.view(np.uint8).reshape(rows, size)
         if not same.all():
             row = int(np.flatnonzero(~same.all(axis=1))[0])
-            pair = int(np.searchsorted(np.cumsum(has), row, "right"))
-            layer = asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]
+            pair = int(np.searchsorted(np.cumsum(stored_counts), row, "right"))
+            layer = request.names[int(np.flatnonzero(is_present)[pair]) % len(request.layers)]
             difference = (
                 f"example {int(examples[pair])}, layer {plain(layer)}, token "
-                f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}"
+                f"{row - int(np.cumsum(stored_counts)[pair] - stored_counts[pair])}: differs from its source in "
+                f"{store_name(request.store)}"
             )
             return difference, 0
-        at += len(ids)
+        offset += len(ids)
     return None, sum(lost)
 
 

@@ -24,26 +24,26 @@ def saves(convert: F) -> F:
     """Extends a conversion to sources that are objects of formats' libraries (:meth:`Format.is_given`)."""
 
     @functools.wraps(convert)
-    def wrapped(src: Any, dst: Any, format: str, **given: Any) -> Any:
+    def wrapped(src: Any, dst: Any, format: str, **arguments: Any) -> Any:
         kind = formats.of_object(src)
         if kind is None:
-            return convert(src, dst, format, **given)
+            return convert(src, dst, format, **arguments)
         for name in ("src_format", "storage_options", "cache"):
-            if given.get(name):
+            if arguments.get(name):
                 raise ArgumentError(f"{name}: expected a path as src to use it for, found {type(src).__name__}")
-        if given.get("resume"):
+        if arguments.get("resume"):
             raise ArgumentError(
                 "resume: expected a path as src, which can be compared with that of the interrupted call, found "
                 f"{type(src).__name__}; save it first"
             )
         import tempfile  # imported on use: it imports many modules
 
-        above = _arguments.local_path(dst, "dst").absolute().parent
-        with boundary(above, "write"):
-            above.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".actshard-", dir=above) as scratch:
+        parent = _arguments.local_path(dst, "dst").absolute().parent
+        with boundary(parent, "write"):
+            parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".actshard-", dir=parent) as scratch:
                 folder = Path(scratch) / type(src).__name__
                 kind.save(src, folder)
-                return convert(str(folder), dst, format, src_format=kind.name, **given)
+                return convert(str(folder), dst, format, src_format=kind.name, **arguments)
 
     return cast(F, wrapped)

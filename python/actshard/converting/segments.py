@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.converting.blocks import cuts, groups, lengths_of
-from actshard.converting.planning import Asked
+from actshard.converting.planning import ConversionRequest
 from actshard.formats.target import Block, Target
 
 
@@ -32,26 +32,26 @@ class Layout:
     origins: NDArray[np.int64]
 
     @classmethod
-    def of(cls, asked: Asked, target: Target) -> Layout:
+    def of(cls, request: ConversionRequest, target: Target) -> Layout:
         """Reads the lengths of all examples."""
         lengths, firsts, origins = [], [], []
         same = True
-        for at, _, counts, _ in groups(asked, target, 0):
-            own = lengths_of(target, counts)
-            same = same and bool((own == own[:, :1]).all())
-            lengths.append(np.ascontiguousarray(own[:, :1]) if same else own)
+        for position, _, counts, _ in groups(request, target, 0):
+            group_lengths = lengths_of(target, counts)
+            same = same and bool((group_lengths == group_lengths[:, :1]).all())
+            lengths.append(np.ascontiguousarray(group_lengths[:, :1]) if same else group_lengths)
             for first, _ in cuts(target, counts):
-                firsts.append(at + first)
-                origins.append(at)
-        wide = len(asked.layers)
+                firsts.append(position + first)
+                origins.append(position)
+        wide = len(request.layers)
         parts = lengths if same else [np.broadcast_to(part, (len(part), wide)) for part in lengths]
         return cls(np.concatenate(parts), np.array(firsts, np.int64), np.array(origins, np.int64))
 
-    def settle(self, asked: Asked, target: Target) -> None:
+    def settle(self, request: ConversionRequest, target: Target) -> None:
         """Determines the target's remaining settings from the lengths of the first block, as a writer does."""
-        end = int(self.firsts[1]) if len(self.firsts) > 1 else asked.count
-        memory = np.empty((0, asked.store.d_model), target.dtype)
-        target.settle(Block(memory, self.by_layer(len(asked.layers))[:end]))
+        end = int(self.firsts[1]) if len(self.firsts) > 1 else request.count
+        memory = np.empty((0, request.store.d_model), target.dtype)
+        target.settle(Block(memory, self.by_layer(len(request.layers))[:end]))
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -61,9 +61,9 @@ class Layout:
 
     def rows(self, layers: int) -> NDArray[np.int64]:
         """Rows of each example, of all layers."""
-        held = np.maximum(self.lengths, 0)
-        made: NDArray[np.int64] = held[:, 0] * layers if held.shape[1] == 1 else held.sum(axis=1)
-        return made
+        lengths = np.maximum(self.lengths, 0)
+        row_counts: NDArray[np.int64] = lengths[:, 0] * layers if lengths.shape[1] == 1 else lengths.sum(axis=1)
+        return row_counts
 
     def by_layer(self, layers: int) -> NDArray[np.int64]:
         """The lengths ``(n, layers)``, a view."""
@@ -73,10 +73,12 @@ class Layout:
 def balanced(weights: NDArray[np.int64], borders: NDArray[np.int64], tasks: int) -> list[int]:
     """Returns the first numbers of at most ``tasks`` ranges of nearly equal weight. Ranges begin at ``borders``, sorted from 0."""
     ends = np.concatenate([[0], np.cumsum(weights)])
-    at = ends[borders]
-    wanted = ends[-1] * np.arange(1, tasks) / tasks
-    right = np.clip(np.searchsorted(at, wanted), 1, max(len(at) - 1, 1))
-    if len(at) == 1:
+    border_weights = ends[borders]
+    ideal_weights = ends[-1] * np.arange(1, tasks) / tasks
+    right = np.clip(np.searchsorted(border_weights, ideal_weights), 1, max(len(border_weights) - 1, 1))
+    if len(border_weights) == 1:
         return [0]
-    nearer = np.where(wanted - at[right - 1] <= at[right] - wanted, right - 1, right)
+    nearer = np.where(
+        ideal_weights - border_weights[right - 1] <= border_weights[right] - ideal_weights, right - 1, right
+    )
     return [int(x) for x in borders[np.unique(np.concatenate([[0], nearer]))]]

@@ -20,46 +20,46 @@ def uploads(convert: F) -> F:
     """Extends a conversion to targets that are URLs. Handles its arguments ``scratch`` and ``target_options``."""
 
     @functools.wraps(convert)
-    def wrapped(src: Any, dst: Any, format: str, **given: Any) -> Any:
-        scratch, options = given.pop("scratch", None), given.pop("target_options", None)
+    def wrapped(src: Any, dst: Any, format: str, **arguments: Any) -> Any:
+        scratch, options = arguments.pop("scratch", None), arguments.pop("target_options", None)
         if _arguments.is_url_elsewhere(dst):
-            return _to_url(convert, src, (dst, options, scratch), format, given)
+            return _to_url(convert, src, (dst, options, scratch), format, arguments)
         for name, value in (("scratch", scratch), ("target_options", options)):
             if value is not None:
                 raise ArgumentError(f"{name}: expected a URL as dst to use it for, found a local path")
-        return convert(src, dst, format, **given)
+        return convert(src, dst, format, **arguments)
 
     return cast(F, wrapped)
 
 
-def _to_url(convert: F, src: Any, target: tuple[str, Any, Any], format: str, given: dict[str, Any]) -> Any:
+def _to_url(convert: F, src: Any, target: tuple[str, Any, Any], format: str, arguments: dict[str, Any]) -> Any:
     from actshard.pushing.scratch import Scratch  # only if it is used
 
     began = time.perf_counter()
-    url, options, above = target
-    resume = _arguments.switch(given.get("resume", False), "resume")
-    exist_ok = _arguments.switch(given.get("exist_ok", False), "exist_ok")
-    scratch = Scratch(url, options, above, f"convert {format}")
+    url, options, scratch_folder = target
+    resume = _arguments.switch(arguments.get("resume", False), "resume")
+    exist_ok = _arguments.switch(arguments.get("exist_ok", False), "exist_ok")
+    scratch = Scratch(url, options, scratch_folder, f"convert {format}")
     scratch.check_free(resume, exist_ok)
     if (resume or exist_ok) and not scratch.has_work:
         _refuse_another_format(scratch.root, format)
     scratch.make()
     try:
         with scratch.named():
-            made = convert(src, scratch.folder, format, **given)
+            conversion = convert(src, scratch.folder, format, **arguments)
     finally:
         scratch.remove_if_empty()
     scratch.push()
-    return replace(made, path=scratch.place_of(made.path), seconds=time.perf_counter() - began)
+    return replace(conversion, path=scratch.place_of(conversion.path), seconds=time.perf_counter() - began)
 
 
 def _refuse_another_format(root: Location, format: str) -> None:
     """Raises ExistsError, before anything is converted, for a dataset at the destination that cannot be the result."""
     try:
-        at, name = find(root)
+        path, name = find(root)
     except ActshardError:  # the destination is checked again before the upload
         return
     if name != format:
         raise ExistsError(
-            f"contains other objects: a dataset, format: expected {format}, found {name}. Choose another URL", path=at
+            f"contains other objects: a dataset, format: expected {format}, found {name}. Choose another URL", path=path
         )

@@ -406,7 +406,7 @@ class Target(ABC):
         elif digests is not None:  # in the order of the request's layers
             digests = tuple(digests[self.spec.layers.index(name)] for name in self.reading)
         request = self.request.finished(examples, counted, digests)
-        keep_request(self.root, request, files, beside=self.reads_all_files)
+        keep_request(self.root, request, files, is_beside=self.reads_all_files)
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 

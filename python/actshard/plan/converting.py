@@ -32,16 +32,16 @@ from actshard.converting.blocks import copy_blocks
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
-    Asked,
+    ConversionRequest,
     Loss,
-    ask,
-    checked,
+    check_request,
     columns_for,
-    conversion_request,
-    losses,
+    configure_target,
+    conversion_record,
+    list_losses,
     overflowed,
+    prepare_columns,
     refuse_target_within,
-    settle,
     source,
 )
 from actshard.converting.predicting import predict, refuse_full
@@ -148,7 +148,7 @@ def convert(
     with boundary(root, "plan a conversion to"):
         about = described(layout, src_format)
         store = source(src, src_format, "pread", layout=about)
-        selected = ask(
+        selected = check_request(
             store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate
         )
         request = replace(selected, cast=dtype is not None)
@@ -160,9 +160,9 @@ def convert(
             "options": dict(options),
             "created": newest(store) if (now := environment_time()) is None else now,
         }
-        target = settle(request, root, **sizes)
+        target = configure_target(request, root, **sizes)
         refuse_target_within(request, target)
-        target.request = conversion_request(request, overflow, **{k: v for k, v in sizes.items() if k != "created"})
+        target.request = conversion_record(request, overflow, **{k: v for k, v in sizes.items() if k != "created"})
         plan = _make_plan((_places(src), src_format, about), request, target, sizes, overflow, tasks, root)
         if not plan.book.exists() and (dataset_path := complete_at(target, resumes=False)) is not None:
             raise ExistsError(
@@ -181,7 +181,7 @@ def _places(src: Any) -> list[str] | str:
 
 def _make_plan(
     open_arguments: tuple[Any, str | None, Any],
-    request: Asked,
+    request: ConversionRequest,
     target: Target,
     sizes: dict[str, Any],
     overflow: str,
@@ -189,7 +189,7 @@ def _make_plan(
     root: Path,
 ) -> Plan:
     record = target.request
-    columns = checked(request, target, every=True)  # before the layout, which then finds the lengths cached
+    columns = prepare_columns(request, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(request, target)
     layout.settle(request, target)
     if not request.kind.ragged:
@@ -214,7 +214,7 @@ def _make_plan(
         sizes=TargetSettings(**sizes),
         config=target.config(),
         request=record.as_dict(),
-        losses=tuple((loss.what, loss.detail) for loss in losses(request, target, columns)),
+        losses=tuple((loss.what, loss.detail) for loss in list_losses(request, target, columns)),
     )
     plan_tasks, notes = _split_tasks(request, target, layout, tasks)
     inputs = inputs_of(request.store)
@@ -235,7 +235,7 @@ def _make_plan(
 
 
 def _memory(
-    request: Asked,
+    request: ConversionRequest,
     target: Target,
     columns: Columns,
     tasks: Sequence[Mapping[str, Any]],
@@ -254,7 +254,9 @@ def _memory(
     return process_memory + converting(request.store, largest / max(sum(sizes), 1), written, inputs)
 
 
-def _split_tasks(request: Asked, target: Target, layout: Layout, tasks: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _split_tasks(
+    request: ConversionRequest, target: Target, layout: Layout, tasks: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the tasks, and notes about them."""
     layers, n = len(request.layers), len(layout.lengths)
     rows = layout.rows(layers) * target.row_bytes
@@ -294,7 +296,7 @@ def _split_tasks(request: Asked, target: Target, layout: Layout, tasks: int) -> 
 class _OpenedPlan:
     """The opened source and arguments of a plan; kept for the next task of the same plan."""
 
-    request: Asked
+    request: ConversionRequest
     columns: Columns
     overflow: str
 
@@ -307,7 +309,7 @@ class _OpenedPlan:
     def _of(cls, plan: Planned) -> _OpenedPlan:
         arguments = plan.arguments_as(ConvertArguments)
         src = list(arguments.src) if isinstance(arguments.src, tuple) else arguments.src
-        request = ask(
+        request = check_request(
             source(src, arguments.src_format, "pread", layout=arguments.layout),
             arguments.format,
             layers=None if arguments.layers is None else dict(arguments.layers),
@@ -342,11 +344,11 @@ def _losses(arguments: ConvertArguments, target: Target, overflows: int = 0) -> 
     return (*recorded[:position], *overflowed(target.dtype, overflows), *recorded[position:])
 
 
-def _target(plan: Planned, request: Asked) -> Target:
+def _target(plan: Planned, request: ConversionRequest) -> Target:
     """Returns a target with the plan's settings."""
     with _trusting_no_plan(plan):
         arguments = plan.arguments_as(ConvertArguments)
-        target = settle(request, arguments.dst, **vars(arguments.sizes))
+        target = configure_target(request, arguments.dst, **vars(arguments.sizes))
         config = arguments.config
         check_config(config, target.config(), plan.work)
         target.adopt(config)

@@ -59,7 +59,7 @@ _WrittenFormat = Annotated[str, Rule("a format that can be written", lambda name
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """Arguments of :func:`actshard.converting.planning.settle`."""
+    """Arguments of :func:`actshard.converting.planning.configure_target`."""
 
     dtype: str | None
     tokens_per_example: Amount | None

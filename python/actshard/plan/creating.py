@@ -42,7 +42,7 @@ from actshard.finding import is_finished
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.layers import Layer
-from actshard.merging import AskedMerge, merged
+from actshard.merging import MergeRequest, run_merge
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
 from actshard.plan.checking import ExamplesTask, Span, check_spans
@@ -53,7 +53,7 @@ from actshard.request import Request
 from actshard.work import PARTS, look, remove
 from actshard.writing import Writer
 from actshard.writing.creating import make_target
-from actshard.writing.existing import check_written, complete_at, creation_request
+from actshard.writing.existing import check_written, complete_at, creation_record
 from actshard.writing.segment import write_memory
 
 Computes = Callable[[Writer, range], object]
@@ -413,7 +413,7 @@ class TaskWriter(Writer):
         arguments = plan.arguments_as(CreateArguments)
         target = _target(arguments, plan.work, len(self.examples), (task, len(plan)))
         fitting = {name: getattr(arguments, name) for name in _FITTING}
-        target.request = creation_request(target, **fitting)
+        target.request = creation_record(target, **fitting)
         super().__init__(target, resume=True, exist_ok=True, **fitting)
 
     @property
@@ -433,9 +433,9 @@ class TaskWriter(Writer):
             if self.complete:  # killed after the part was finished and before the task was recorded as done
                 self._publish()
 
-    def append(self, activations: Any, **given: Any) -> None:
+    def append(self, activations: Any, **arguments: Any) -> None:
         """As :meth:`actshard.Writer.append`."""
-        super().append(activations, **given)
+        super().append(activations, **arguments)
         now = time.monotonic()
         if now - self._told_at < BEAT_SECONDS:
             return
@@ -542,7 +542,9 @@ class Creating(Verb[None]):
         if (dataset := self.committed(plan)) is not None:
             return dataset
         counts = tuple(task.examples.end - task.examples.first for task in plan.tasks_as(ExamplesTask))
-        return merged(root, AskedMerge(None, physical=False, different_models=False, plan=plan.work, counts=counts))
+        return run_merge(
+            root, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
+        )
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
@@ -571,5 +573,5 @@ class Creating(Verb[None]):
 def _request(arguments: CreateArguments) -> Request:
     """The request for the whole dataset: as if one writer had created it."""
     target = _target(arguments, None, arguments.num_examples, None)
-    request = creation_request(target, **{name: getattr(arguments, name) for name in _FITTING})
+    request = creation_record(target, **{name: getattr(arguments, name) for name in _FITTING})
     return request.without_part(arguments.num_examples)

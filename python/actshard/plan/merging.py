@@ -27,7 +27,7 @@ from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, Int
 from actshard.finding import is_finished
 from actshard.formats.merging import Assembled, Merge
 from actshard.inputs import LOOKED_AT, Input, inputs_of
-from actshard.merging import AskedMerge, checked, merged, merger_of
+from actshard.merging import MergeRequest, check_merge, merger_of, run_merge
 from actshard.opening import open_quietly
 from actshard.plan import process
 from actshard.plan.book import remove_work_folders, work_folder
@@ -86,13 +86,13 @@ def merge(
         raise ArgumentTypeError(
             "parts: expected a list of paths, found None; actshard.merge merges parts written below one folder"
         )
-    request = AskedMerge.of(parts, physical, different_models)
+    request = MergeRequest.of(parts, physical, different_models)
     with boundary(root, "plan a merge to"):
         return _make_plan(root, request, tasks, None if work is None else _arguments.local_path(work, "work"))
 
 
-def _make_plan(root: Path, request: AskedMerge, tasks: int, work: Path | None) -> Plan:
-    merge_spec = checked(root, request)
+def _make_plan(root: Path, request: MergeRequest, tasks: int, work: Path | None) -> Plan:
+    merge_spec = check_merge(root, request)
     merger = merger_of(merge_spec.format)
     stores = [open_quietly(path, merge_spec.format, "auto") for path in merge_spec.parts]
     copies_all = any(_device(part) != _device(root) for part in merge_spec.parts)
@@ -118,7 +118,7 @@ def _make_plan(root: Path, request: AskedMerge, tasks: int, work: Path | None) -
             "work: expected a folder on the file system of dst, so that the commit can rename copies", path=work
         )
     work = work or work_folder(root, plan_id, dumps=merger.names_itself)
-    look(root).refuse("planned", "planned dumps", "staging", own=work)
+    look(root).refuse("planned", "planned dumps", "staging", own_plan=work)
     predicted = _predict(merge_spec, files, copies_all, stores, inputs)
     if not work.exists():
         refuse_full(root, predicted.read, len(files) + 4 * len(plan_tasks))
@@ -292,10 +292,10 @@ class Merging(Verb[list[Assembled]]):
             return over
         arguments = plan.arguments_as(MergeArguments)
         copies = {file.name: copy for result in results for file, copy in self._copies(plan, result)}
-        request = AskedMerge(
+        request = MergeRequest(
             arguments.parts, arguments.physical, arguments.different_models, plan=plan.work, copies=copies
         )
-        return merged(arguments.dst, request)
+        return run_merge(arguments.dst, request)
 
     def committed(self, plan: Planned) -> Path | None:
         """The path of the merged dataset, if it is finished."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.converting.planning import Asked
+from actshard.converting.planning import ConversionRequest
 from actshard.errors import ActshardError
 from actshard.formats.report import NOT_OF_DATA
 from actshard.inputs import Input
@@ -137,7 +137,7 @@ def _decoded_needs(
     return Needs(read, memory, int(decoded_bytes[0] + (stored_bytes + decoded_bytes).max()))
 
 
-def conversion_reads(request: Asked, tasks: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> int:
+def conversion_reads(request: ConversionRequest, tasks: Sequence[Mapping[str, Any]], inputs: Sequence[Input]) -> int:
     """Bytes that the tasks of a conversion read for rows; reads of columns and lengths are not counted.
 
     Args:

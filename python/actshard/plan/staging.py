@@ -122,7 +122,7 @@ def _make_plan(source: Location, target: Path, layers: tuple[Layer, ...] | None,
         work = _work(target, arguments, inner.inputs, inner.tasks)
         plan = Plan("stage", json_values(arguments), inner.inputs, inner.tasks, inner.predicted, work, inner.notes)
         needed = inner.predicted.bytes
-    look(target).refuse("staging", own=plan.work)
+    look(target).refuse("staging", own_plan=plan.work)
     if plan.implementation.committed(plan) is None:
         check_target(source, target, layers)
         if not plan.book.exists():

@@ -73,12 +73,12 @@ def link_chosen(folder: Path, left_out: Collection[str], to: Path) -> None:
     """Fills an empty folder ``to`` with links to the files of a folder, except those that are left out."""
     names = {name.split("/", 1)[0] for name in left_out}
     for entry in os.scandir(folder):
-        below = [name.partition("/")[2] for name in left_out if name.split("/", 1)[0] == entry.name]
+        names_below = [name.partition("/")[2] for name in left_out if name.split("/", 1)[0] == entry.name]
         if entry.name not in names:
             (to / entry.name).symlink_to(Path(entry.path).absolute())
-        elif entry.is_dir() and all(below):
+        elif entry.is_dir() and all(names_below):
             (to / entry.name).mkdir()
-            link_chosen(Path(entry.path), below, to / entry.name)
+            link_chosen(Path(entry.path), names_below, to / entry.name)
 
 
 class _Choice:

@@ -127,39 +127,39 @@ def _needed(location: Location, format: str) -> frozenset[str]:
         paths = [*contents.files(), *contents.columns_in()]
     except ActshardError:  # a damaged dataset, of which verification finds the errors
         return frozenset()
-    above = f"{location.local}/"
+    prefix = f"{location.local}/"
     names = [os.path.normpath(path) for path in paths]
-    outside = next((name for name in names if not f"{name}/".startswith(above)), None)
+    outside = next((name for name in names if not f"{name}/".startswith(prefix)), None)
     if outside is not None:
         raise ArgumentError(
             f"is part of the dataset, but outside of its folder {location.local}: only files below it are uploaded. Move or link "
             "it into the folder",
             path=Path(outside),
         )
-    return frozenset(name[len(above) :] for name in names if len(name) > len(above))
+    return frozenset(name[len(prefix) :] for name in names if len(name) > len(prefix))
 
 
 def _check_left_out(location: Location, format: str, dataset: str, left_out: tuple[str, ...]) -> None:
     """Raises ArgumentError if the dataset is another one without the files that are left out."""
     start = f"{dataset}/" if dataset else ""
-    below = [name[len(start) :] for name in left_out if name.startswith(start)]
-    if not below or formats.get(format).holds != "activations":
+    names = [name[len(start) :] for name in left_out if name.startswith(start)]
+    if not names or formats.get(format).holds != "activations":
         return
     try:
-        whole = _summary(location.local, format)
+        summary = _summary(location.local, format)
     except ActshardError:  # damaged, and pushed with verify=False
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / location.local.name
         folder.mkdir()
-        link_chosen(location.local, below, folder)
+        link_chosen(location.local, names, folder)
         try:
-            differs = _summary(folder, format) != whole
+            differs = _summary(folder, format) != summary
         except ActshardError:
             differs = True
     if differs:
         raise ArgumentError(
-            f"expected a dataset without hidden files or backups, found that it reads one of {', '.join(below[:8])}, which are not "
+            f"expected a dataset without hidden files or backups, found that it reads one of {', '.join(names[:8])}, which are not "
             "uploaded: give the file a name that does not begin with '.' or '#' or end with '~'",
             path=location,
         )

@@ -183,24 +183,24 @@ class Stats:
         return {"layer": self.layer, "rows": self.rows, "mean_norm": norm, **self.summary.as_plain()}
 
     @classmethod
-    def of_plain(cls, said: dict[str, Any]) -> Stats:
+    def of_plain(cls, fields: dict[str, Any]) -> Stats:
         """The statistics of :meth:`as_plain`.
 
         Raises:
             LookupError, TypeError, ValueError: the values are no statistics.
         """
         stats = cls(
-            rows=int(said["rows"]),
-            mean=np.array(said["mean"], np.float64),
-            variance=np.array(said["variance"], np.float64),
-            min=np.array(said["min"], np.float64),
-            max=np.array(said["max"], np.float64),
-            nan=np.array(said["nan"], np.int64),
-            inf=np.array(said["inf"], np.int64),
-            mean_norm=float(said["mean_norm"]),
-            layer=said["layer"],
-            zeros=np.array(said["zeros"], np.int64),
-            summary=Summary.of_plain(said),
+            rows=int(fields["rows"]),
+            mean=np.array(fields["mean"], np.float64),
+            variance=np.array(fields["variance"], np.float64),
+            min=np.array(fields["min"], np.float64),
+            max=np.array(fields["max"], np.float64),
+            nan=np.array(fields["nan"], np.int64),
+            inf=np.array(fields["inf"], np.int64),
+            mean_norm=float(fields["mean_norm"]),
+            layer=fields["layer"],
+            zeros=np.array(fields["zeros"], np.int64),
+            summary=Summary.of_plain(fields),
         )
         shapes = {
             x.shape for x in (stats.mean, stats.variance, stats.min, stats.max, stats.nan, stats.inf, stats.zeros)

@@ -87,24 +87,24 @@ class LineRange(Source):
     def lines(self, tell: Callable[[int], object] | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yields (number from 1, first byte, line). Lines that are too long are truncated."""
         with Location.at(self.path).open("read") as raw:
-            at = max(self.first - 1, 0)
-            raw.seek(at)
+            offset = max(self.first - 1, 0)
+            raw.seek(offset)
             stream = io.BufferedReader(Watched(raw, tell), 1 << 18)
             if self.first:
-                at = _after_line_break(stream, at, self.stop)
+                offset = _after_line_break(stream, offset, self.stop)
             number = 0
-            while at < self.stop and (line := stream.readline(LONGEST_LINE + 1)):
+            while offset < self.stop and (line := stream.readline(LONGEST_LINE + 1)):
                 number += 1
-                yield number, at, line
-                at += len(line)
+                yield number, offset, line
+                offset += len(line)
 
 
-def _after_line_break(stream: IO[bytes], at: int, stop: int) -> int:
+def _after_line_break(stream: IO[bytes], offset: int, stop: int) -> int:
     """Reads to the end of a line, or to ``stop``. Returns the next byte's position."""
-    while at < stop and (part := stream.readline(min(_SKIPPED_AT_ONCE, stop - at))):
-        at += len(part)
+    while offset < stop and (part := stream.readline(min(_SKIPPED_AT_ONCE, stop - offset))):
+        offset += len(part)
         if part.endswith(b"\n"):
-            return at
+            return offset
     return stop
 
 
@@ -163,14 +163,14 @@ class SourcePart:
     stop: int
 
 
-def divisible(source: Source, size: int, wanted: int) -> Divisible:
-    """How a source of ``size`` bytes may be divided. Parquet files of up to ``wanted`` bytes are not read and not divided."""
+def divisible(source: Source, size: int, undivided_bytes: int) -> Divisible:
+    """How a source of ``size`` bytes may be divided. Parquet files of up to ``undivided_bytes`` are not read and not divided."""
     if compression(source.path) is not None:
         return Divisible(size)
     kind = kind_of(source.path)
     if kind == ".jsonl":
         return Divisible(size, "any")
-    if kind == ".parquet" and size > wanted:
+    if kind == ".parquet" and size > undivided_bytes:
         return _row_groups(source.path, size)
     return Divisible(size)
 
@@ -181,7 +181,7 @@ def _row_groups(path: Path, size: int) -> Divisible:
     total = sum(weights)
     if len(groups) < 2:
         return Divisible(size)
-    borders = tuple(size * at // total for at in itertools.accumulate(weights, initial=0))
+    borders = tuple(size * weight_before // total for weight_before in itertools.accumulate(weights, initial=0))
     rows = tuple(itertools.accumulate((g.num_rows for g in groups), initial=0))
     return Divisible(size, borders, rows) if len(set(borders)) == len(borders) else Divisible(size)
 
@@ -198,13 +198,13 @@ def rows_of_groups(path: Path) -> list[int]:
 
 def as_list(piece: SourcePart, how: Divisible) -> list[int]:
     """A piece as JSON values; see :func:`source_of`."""
-    made = [piece.source, piece.first, piece.stop]
+    values = [piece.source, piece.first, piece.stop]
     if (piece.first, piece.stop) == (0, how.bytes):
-        return made[:1]
+        return values[:1]
     if isinstance(how.borders, tuple):
         group = how.borders.index(piece.first)
-        made += [group, how.borders.index(piece.stop), how.rows[group]]
-    return made
+        values += [group, how.borders.index(piece.stop), how.rows[group]]
+    return values
 
 
 def source_of(piece: Sequence[int], sources: Sequence[AnySource]) -> Source:
@@ -229,19 +229,19 @@ def divide(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
     Tasks get consecutive pieces if that is balanced. Otherwise each file that cannot be cut anywhere goes to the task with the
     fewest bytes, largest files first, and the other files fill the tasks up.
     """
-    made = _in_order(list(enumerate(sources)), [1] * tasks)
+    task_pieces = _cut_in_order(list(enumerate(sources)), [1] * tasks)
     if all(how.borders == "any" for how in sources) or tasks == 1:
-        return _filled(made)
-    heaviest, mean = _heaviest(made), sum(how.bytes for how in sources) / tasks
+        return _sort_pieces(task_pieces)
+    heaviest, mean = _heaviest(task_pieces), sum(how.bytes for how in sources) / tasks
     if heaviest > _UNEVEN * mean:
-        dealt = _dealt(sources, tasks)
+        dealt = _deal_files(sources, tasks)
         if _heaviest(dealt) < heaviest:
-            made = dealt
-    return _filled(made)
+            task_pieces = dealt
+    return _sort_pieces(task_pieces)
 
 
 def divide_files(
-    sources: Sequence[Source], sizes: Sequence[int], tasks: int, whole: int
+    sources: Sequence[Source], sizes: Sequence[int], tasks: int, undivided_bytes: int
 ) -> list[tuple[int, list[list[int]]]]:
     """Divides files among tasks, see :func:`divide`. Returns the bytes and the pieces, as of :func:`as_list`, of each task.
 
@@ -249,9 +249,9 @@ def divide_files(
         sources: the files.
         sizes: their bytes.
         tasks: maximum number of tasks.
-        whole: Parquet files of up to this number of bytes are not divided.
+        undivided_bytes: Parquet files of up to this number of bytes are not divided.
     """
-    how = [divisible(source, size, whole) for source, size in zip(sources, sizes, strict=True)]
+    how = [divisible(source, size, undivided_bytes) for source, size in zip(sources, sizes, strict=True)]
     return [
         (sum(p.stop - p.first for p in task), [as_list(p, how[p.source]) for p in task]) for task in divide(how, tasks)
     ]
@@ -261,74 +261,74 @@ def _heaviest(tasks: list[list[SourcePart]]) -> int:
     return max(sum(piece.stop - piece.first for piece in task) for task in tasks)
 
 
-def _filled(tasks: list[list[SourcePart]]) -> list[list[SourcePart]]:
+def _sort_pieces(tasks: list[list[SourcePart]]) -> list[list[SourcePart]]:
     return [sorted(task, key=lambda piece: (piece.source, piece.first)) for task in tasks if task]
 
 
-def _in_order(sources: list[tuple[int, Divisible]], shares: Sequence[int]) -> list[list[SourcePart]]:
+def _cut_in_order(sources: list[tuple[int, Divisible]], shares: Sequence[int]) -> list[list[SourcePart]]:
     """Cuts the concatenation of sources in proportion to ``shares``."""
     ends = list(itertools.accumulate((how.bytes for _, how in sources), initial=0))
-    whole, total = sum(shares), ends[-1]
-    made: list[list[SourcePart]] = [[] for _ in shares]
+    total_shares, total = sum(shares), ends[-1]
+    task_pieces: list[list[SourcePart]] = [[] for _ in shares]
     if not total:
-        made[0] = [SourcePart(i, 0, how.bytes) for i, how in sources]
-        return made
+        task_pieces[0] = [SourcePart(i, 0, how.bytes) for i, how in sources]
+        return task_pieces
     cuts = [0]
     for share in itertools.accumulate(shares[:-1]):
-        cuts.append(max(cuts[-1], _cut(sources, ends, total * share // whole, _SNAP * total / len(shares))))
+        cuts.append(max(cuts[-1], _cut(sources, ends, total * share // total_shares, _SNAP * total / len(shares))))
     cuts.append(total)
-    for at, (i, _) in enumerate(sources):
-        begin, end = ends[at], ends[at + 1]
+    for index, (i, _) in enumerate(sources):
+        begin, end = ends[index], ends[index + 1]
         task = bisect_right(cuts, begin, hi=len(cuts) - 1) - 1
         if begin == end:  # an empty file
-            made[task].append(SourcePart(i, 0, 0))
+            task_pieces[task].append(SourcePart(i, 0, 0))
         while begin < end:
             stop = min(end, cuts[task + 1])
             if stop > begin:
-                made[task].append(SourcePart(i, begin - ends[at], stop - ends[at]))
+                task_pieces[task].append(SourcePart(i, begin - ends[index], stop - ends[index]))
             begin, task = max(stop, begin), task + 1
-    return made
+    return task_pieces
 
 
-def _cut(sources: list[tuple[int, Divisible]], ends: list[int], wanted: int, near: float) -> int:
-    """The position closest to ``wanted`` at which the sources may be cut. Prefers a border of files within ``near`` bytes."""
-    at = min(bisect_right(ends, wanted) - 1, len(sources) - 1)
-    begin, end = ends[at], ends[at + 1]
-    nearer = begin if wanted - begin <= end - wanted else end
-    borders = sources[at][1].borders
-    if borders is None or abs(nearer - wanted) <= near:
+def _cut(sources: list[tuple[int, Divisible]], ends: list[int], goal: int, near: float) -> int:
+    """The position closest to ``goal`` at which the sources may be cut. Prefers a border of files within ``near`` bytes."""
+    index = min(bisect_right(ends, goal) - 1, len(sources) - 1)
+    begin, end = ends[index], ends[index + 1]
+    nearer = begin if goal - begin <= end - goal else end
+    borders = sources[index][1].borders
+    if borders is None or abs(nearer - goal) <= near:
         return nearer
     if isinstance(borders, str):
-        return wanted
-    right = min(max(bisect_left(borders, wanted - begin), 1), len(borders) - 1)
+        return goal
+    right = min(max(bisect_left(borders, goal - begin), 1), len(borders) - 1)
     left = borders[right - 1]
-    return begin + (left if wanted - begin - left <= borders[right] - (wanted - begin) else borders[right])
+    return begin + (left if goal - begin - left <= borders[right] - (goal - begin) else borders[right])
 
 
-def _dealt(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
-    made: list[list[SourcePart]] = [[] for _ in range(tasks)]
+def _deal_files(sources: Sequence[Divisible], tasks: int) -> list[list[SourcePart]]:
+    task_pieces: list[list[SourcePart]] = [[] for _ in range(tasks)]
     loads = [(0, task) for task in range(tasks)]
-    whole = [(how.bytes, i) for i, how in enumerate(sources) if how.borders != "any"]
-    for size, i in sorted(whole, key=lambda pair: (-pair[0], pair[1])):
+    indivisible = [(how.bytes, i) for i, how in enumerate(sources) if how.borders != "any"]
+    for size, i in sorted(indivisible, key=lambda pair: (-pair[0], pair[1])):
         load, task = heapq.heappop(loads)
-        made[task].append(SourcePart(i, 0, size))
+        task_pieces[task].append(SourcePart(i, 0, size))
         heapq.heappush(loads, (load + size, task))
     rest = [(i, how) for i, how in enumerate(sources) if how.borders == "any"]
     if rest:
-        held = [load for load, _ in sorted(loads, key=lambda pair: pair[1])]
-        level = _level(held, sum(how.bytes for _, how in rest))
-        for task, pieces in enumerate(_in_order(rest, [max(level - load, 0) for load in held])):
-            made[task] += pieces
-    return made
+        task_loads = [load for load, _ in sorted(loads, key=lambda pair: pair[1])]
+        level = _level(task_loads, sum(how.bytes for _, how in rest))
+        for task, pieces in enumerate(_cut_in_order(rest, [max(level - load, 0) for load in task_loads])):
+            task_pieces[task] += pieces
+    return task_pieces
 
 
-def _level(loads: Sequence[int], more: int) -> int:
-    """The smallest level, rounded up, to which ``more`` bytes fill up the lowest ``loads``."""
-    total, held = more, sorted(loads)
-    for count, load in enumerate(held, 1):
+def _level(loads: Sequence[int], extra_bytes: int) -> int:
+    """The smallest level, rounded up, to which ``extra_bytes`` fill up the lowest ``loads``."""
+    total, sorted_loads = extra_bytes, sorted(loads)
+    for count, load in enumerate(sorted_loads, 1):
         total += load
         level = -(-total // count)
-        if count == len(held) or level <= held[count]:
+        if count == len(sorted_loads) or level <= sorted_loads[count]:
             return level
     return 0
 

@@ -100,31 +100,31 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
     sync_folders([path.parent])
 
 
-def keep_request(place: Path, request: Request, files: Sequence[str], *, beside: bool = False) -> None:
+def keep_request(folder: Path, request: Request, files: Sequence[str], *, is_beside: bool = False) -> None:
     """Writes the record of a request to the folder of the dataset that it made, or next to it.
 
     Args:
-        place: the folder.
+        folder: the folder.
         request: the request.
         files: :mod:`fnmatch` patterns of the files whose checksums are recorded (:attr:`Format.checked_files`).
-        beside: whether the record lies next to the folder.
+        is_beside: whether the record lies next to the folder.
     """
     request = replace(
-        request, checksums={name: checksum(place / name) for name in names_like(files, names_below(place))}
+        request, checksums={name: checksum(folder / name) for name in names_like(files, names_below(folder))}
     )
-    if beside:
+    if is_beside:
         write_json(
-            place.with_name(f".{place.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(place))}
+            folder.with_name(f".{folder.name}{RECORD}"), {**request.as_dict(), "files": files_mark(Location.at(folder))}
         )
     else:
-        write_json(place / RECORD, request.as_dict())
+        write_json(folder / RECORD, request.as_dict())
 
 
 def names_below(folder: Path) -> Iterator[str]:
     """Names of all files below a folder, relative to it."""
     for path, _, names in os.walk(folder):
-        within = path[len(os.fspath(folder)) + 1 :]
-        yield from (f"{within}/{name}" for name in names) if within else names
+        prefix = path[len(os.fspath(folder)) + 1 :]
+        yield from (f"{prefix}/{name}" for name in names) if prefix else names
 
 
 def names_like(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -189,12 +189,12 @@ def remove_files(root: Path, paths: Iterable[Path]) -> None:
     base = Path(os.path.realpath(root))
     folders: set[Path] = set()
     for path in paths:
-        if base not in (above := Path(os.path.realpath(path.parent)), *above.parents):
+        if base not in (parent := Path(os.path.realpath(path.parent)), *parent.parents):
             continue  # a link leads out of the folder
         for name in names_of(path):
             with contextlib.suppress(OSError):
                 name.unlink()
-        folders |= {above for above in path.parents if root in above.parents}
+        folders |= {parent for parent in path.parents if root in parent.parents}
     for folder in sorted(folders, reverse=True):
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
@@ -217,16 +217,16 @@ def existing_above(path: Path) -> Path:
 
 def make_folder(path: Path) -> None:
     """Creates a folder and its parents, and syncs their names to the disk."""
-    made = []
+    missing = []
     try:
-        at = path
-        while not at.is_dir():
-            made.append(at)
-            at = at.parent
+        ancestor = path
+        while not ancestor.is_dir():
+            missing.append(ancestor)
+            ancestor = ancestor.parent
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise from_os(error, path, "make") from error
-    sync_folders(folder.parent for folder in made)
+    sync_folders(folder.parent for folder in missing)
 
 
 def sync_folders(folders: Iterable[Path]) -> None:

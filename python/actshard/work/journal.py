@@ -96,10 +96,10 @@ class Journal:
         for number, line in enumerate(filter(None, lines), 1):
             try:
                 record = json.loads(line)
-                whole = line.endswith(b"\n") and isinstance(record, dict)
+                is_complete = line.endswith(b"\n") and isinstance(record, dict)
             except (ValueError, RecursionError):
-                whole = False
-            if not whole:
+                is_complete = False
+            if not is_complete:
                 if self._valid + len(line) < len(data):
                     raise FormatError(
                         f"line {number}: expected a record, found {line[:40]!r}", path=self.path, offset=self._valid
@@ -118,15 +118,15 @@ class Journal:
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
-                others = record.get("others", [])
-                if not isinstance(others, list) or not all(isinstance(name, str) for name in others):
+                other_names = record.get("others", [])
+                if not isinstance(other_names, list) or not all(isinstance(name, str) for name in other_names):
                     raise FormatError(
-                        f"line {number}: field 'others': expected names of files, found {others!r:.60}",
+                        f"line {number}: field 'others': expected names of files, found {other_names!r:.60}",
                         path=self.path,
                         code="metadata",
                         offset=self._valid,
                     )
-                self.others.update(others)
+                self.others.update(other_names)
             else:
                 self._check(number, record)
                 if record["examples"] == 0 and record.get("files"):
@@ -240,7 +240,7 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        new = not self.path.exists()
+        is_new = not self.path.exists()
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -251,7 +251,7 @@ class Journal:
                 os.close(file)
         except OSError as error:
             raise from_os(error, self.path, "write") from error
-        if new:
+        if is_new:
             _native.sync_files([self.folder, self.folder.parent])
         self._valid += len(line)
 

@@ -72,14 +72,14 @@ class Lock:
             try:
                 # A record lock: forked children do not inherit it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken = False
+                is_taken = False
             except OSError as error:
-                taken = isinstance(error, BlockingIOError | PermissionError)
-                if not taken and error.errno not in _NO_LOCKS:
+                is_taken = isinstance(error, BlockingIOError | PermissionError)
+                if not is_taken and error.errno not in _NO_LOCKS:
                     raise
                 # Without lock support in the file system, the file's process and host decide.
-                taken = taken or self._is_alive(file)
-            if taken:
+                is_taken = is_taken or self._is_alive(file)
+            if is_taken:
                 owner = self._who(file)
                 raise LockedError(
                     f"another writer is writing here{owner}. Wait for it, or stop it.", path=self.path.parent.parent
@@ -110,11 +110,11 @@ class Lock:
     def _is_there(self, file: int) -> bool:
         """Whether the path still refers to this open file."""
         try:
-            found = self.path.stat()
+            path_stat = self.path.stat()
         except FileNotFoundError:
             return False
-        held = os.fstat(file)
-        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+        file_stat = os.fstat(file)
+        return (path_stat.st_dev, path_stat.st_ino) == (file_stat.st_dev, file_stat.st_ino)
 
     @staticmethod
     def _is_alive(file: int) -> bool:
@@ -152,8 +152,8 @@ class Lock:
             self._file = None
 
 
-def _inode(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _owner(file: int) -> str:
@@ -177,10 +177,10 @@ def state_of(folder: Path) -> str:
     unknown = "is running, or was interrupted"
     with _held_lock:
         try:
-            found = (folder / LOCK).stat()
-            if _files.get(_inode(found)) == os.getpid():
+            lock_stat = (folder / LOCK).stat()
+            if _files.get(_inode(lock_stat)) == os.getpid():
                 return "is a writer of this process"  # its lock would be lost if its file were opened and closed again
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe may block
+            if not stat.S_ISREG(lock_stat.st_mode):  # opening a pipe may block
                 return unknown
             file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -191,8 +191,8 @@ def state_of(folder: Path) -> str:
             owner = _owner(file)
             if sys.platform != "linux" or (owner and f" on {_host()[:100]}, " not in owner):
                 return f"{unknown}{f' ({owner})' if owner else ''}"  # another machine's locks may be invisible here
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))[0]
         except OSError:
             return unknown
         finally:

@@ -104,7 +104,7 @@ class Marks:
         parts: number of unmerged parts; None without a folder of parts.
         journal: the journal of an unfinished dataset with committed examples, or None.
         plans: working folders of uncommitted plans by kind.
-        others: kinds that have no details.
+        bare_kinds: kinds that have no details.
         is_copy: whether the folder is a staged copy, which remains a dataset while a plan stages a newer one.
     """
 
@@ -112,32 +112,32 @@ class Marks:
     parts: int | None
     journal: Journal | None
     plans: Mapping[Mark, tuple[Path, ...]]
-    others: frozenset[Mark]
+    bare_kinds: frozenset[Mark]
     is_copy: bool = False
 
-    def kinds(self, own: Path | None = None) -> list[Mark]:
-        """Kinds of unfinished work, in the order of :data:`MARKS`. A plan whose working folder is ``own`` does not count."""
-        kinds = {*self.others, *(kind for kind in self.plans if self.plan(kind, own) is not None)}
+    def kinds(self, own_plan: Path | None = None) -> list[Mark]:
+        """Kinds of unfinished work, in the order of :data:`MARKS`. A plan whose working folder is ``own_plan`` does not count."""
+        kinds = {*self.bare_kinds, *(kind for kind in self.plans if self.plan(kind, own_plan) is not None)}
         kinds |= {"parts"} if self.parts is not None else set()
         kinds |= {"writing"} if self.journal is not None else set()
         return [mark for mark in MARKS if mark in kinds]
 
-    def plan(self, kind: Mark, own: Path | None = None) -> Path | None:
-        """The working folder of an uncommitted plan of a kind, other than ``own``."""
-        return next((work for work in self.plans.get(kind, ()) if work != own), None)
+    def plan(self, kind: Mark, own_plan: Path | None = None) -> Path | None:
+        """The working folder of an uncommitted plan of a kind, other than ``own_plan``."""
+        return next((work for work in self.plans.get(kind, ()) if work != own_plan), None)
 
     def error(
-        self, mark: Mark, own: Path | None = None, path: Location | None = None, *, is_locked: bool = False
+        self, mark: Mark, own_plan: Path | None = None, path: Location | None = None, *, is_locked: bool = False
     ) -> UnfinishedError:
         """The error about unfinished work of a kind.
 
         Args:
             mark: the kind.
-            own: as for :meth:`kinds`.
+            own_plan: as for :meth:`kinds`.
             path: the path that a user named, if it is not the folder.
             is_locked: whether the caller holds the folder's lock: then no other writer is running.
         """
-        plan = self.plan(mark, own)
+        plan = self.plan(mark, own_plan)
         state = None
         if mark in ("writing", "merging"):
             state = "was interrupted" if is_locked else state_of(self.root.local / FOLDER)
@@ -150,12 +150,12 @@ class Marks:
         return UnfinishedError(text, path=path or self.root)
 
     def refuse(
-        self, *marks: Mark, own: Path | None = None, path: Location | None = None, is_locked: bool = False
+        self, *marks: Mark, own_plan: Path | None = None, path: Location | None = None, is_locked: bool = False
     ) -> None:
         """Raises UnfinishedError if the folder contains unfinished work of one of these kinds; see :meth:`error`."""
-        for mark in self.kinds(own):
+        for mark in self.kinds(own_plan):
             if mark in marks:
-                raise self.error(mark, own, path, is_locked=is_locked)
+                raise self.error(mark, own_plan, path, is_locked=is_locked)
 
 
 def look(root: Path | Location) -> Marks:
@@ -173,8 +173,8 @@ def look(root: Path | Location) -> Marks:
         ):  # a web server has no listings, and writers write to local folders
             return Marks(folder, None, None, {}, frozenset())
         folder.look_into()
-        others: set[Mark] = {"uploading"} if (folder / PUSHING).exists() else set()
-        return Marks(folder, count_parts(folder), None, {}, frozenset(others))
+        bare_kinds: set[Mark] = {"uploading"} if (folder / PUSHING).exists() else set()
+        return Marks(folder, count_parts(folder), None, {}, frozenset(bare_kinds))
 
 
 def _look(root: Path) -> Marks:
@@ -192,16 +192,16 @@ def _look(root: Path) -> Marks:
         with contextlib.suppress(FileAccessError):  # of another user, who stages it
             plans["staging"] = _plans(stage, _names(stage), PLAN_FOLDER)
     journal = _unfinished(root) if JOURNAL in names else None
-    others: set[Mark] = set()
+    bare_kinds: set[Mark] = set()
     if MERGING in names:
-        others.add("merging")
+        bare_kinds.add("merging")
     if (folder / BUILDING).exists():
-        others.add("building")
+        bare_kinds.add("building")
     if (folder / PUSHING).exists():
-        others.add("half copied")
+        bare_kinds.add("half copied")
     if LOCK in names and JOURNAL not in names:
-        others.add("begun")
-    return Marks(folder, count_parts(folder), journal, plans, frozenset(others), (folder / STAGED).exists())
+        bare_kinds.add("begun")
+    return Marks(folder, count_parts(folder), journal, plans, frozenset(bare_kinds), (folder / STAGED).exists())
 
 
 def _names(folder: Path) -> list[str]:

@@ -65,11 +65,11 @@ class Decided:
         self.changes: dict[str, str] = {}
         """Columns that the format stores as another type, with a description."""
         for table in tables:
-            own = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
-            self._schema = own.schema if self._schema is None else common_schema(self._schema, own.schema)
-            self._extremes = _extremes_with(self._extremes, own)
-            if target.unique is not None and target.unique in own.column_names:
-                column = own[target.unique]
+            user_table = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
+            self._schema = user_table.schema if self._schema is None else common_schema(self._schema, user_table.schema)
+            self._extremes = _extremes_with(self._extremes, user_table)
+            if target.unique is not None and target.unique in user_table.column_names:
+                column = user_table[target.unique]
                 if pa.types.is_integer(column.type) and not column.null_count:
                     self._ids.append(np.sort(column.to_numpy().astype(np.int64)))
 
@@ -93,18 +93,20 @@ class Decided:
         self._target.check_count(first + count, () if table is None else table.column_names)
         if table is not None:
             table = plain(table)
-        known = self._schema
+        earlier_schema = self._schema
         schema = pa.schema([]) if table is None else table.schema
-        if known is not None and alike and set(schema.names) != set(known.names):
-            raise ArgumentError(f"columns: expected {sorted(known.names)}, as before, found {sorted(schema.names)}")
+        if earlier_schema is not None and alike and set(schema.names) != set(earlier_schema.names):
+            raise ArgumentError(
+                f"columns: expected {sorted(earlier_schema.names)}, as before, found {sorted(schema.names)}"
+            )
         try:
-            schema = schema if known is None else common_schema(known, schema, narrow=alike)
+            schema = schema if earlier_schema is None else common_schema(earlier_schema, schema, narrow=alike)
         except IncompatibleTypesError as error:
             raise ArgumentError(
                 f"columns: {error.name!r}: expected {error.known}, as before, found {error.other}. A column has one type: convert "
                 "the values, or use another name."
             ) from error
-        is_new = known is None or schema != known
+        is_new = earlier_schema is None or schema != earlier_schema
         if is_new:
             self._target.check_columns(schema)
             self._check_earlier(schema, first)
@@ -155,14 +157,14 @@ class Decided:
         if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
             raise ArgumentError(f"{name}: expected 64-bit integers, found {values.max()}")
         ids = np.sort(values.astype(np.int64))
-        again = ids[1:][ids[1:] == ids[:-1]]
+        duplicates = ids[1:][ids[1:] == ids[:-1]]
         for run in self._ids:
-            if again.size or not len(run) or not len(ids) or ids[0] > run[-1] or ids[-1] < run[0]:
+            if duplicates.size or not len(run) or not len(ids) or ids[0] > run[-1] or ids[-1] < run[0]:
                 continue
-            at = np.minimum(np.searchsorted(run, ids), len(run) - 1)
-            again = ids[run[at] == ids]
-        if again.size:
-            raise ArgumentError(f"{name}: expected distinct integers, found {int(again[0])} twice")
+            indices = np.minimum(np.searchsorted(run, ids), len(run) - 1)
+            duplicates = ids[run[indices] == ids]
+        if duplicates.size:
+            raise ArgumentError(f"{name}: expected distinct integers, found {int(duplicates[0])} twice")
         return ids
 
 
@@ -255,29 +257,29 @@ def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
             continue
         column = table[field.name]
         try:
-            made = cast_exactly(column, field.type)
+            cast_column = cast_exactly(column, field.type)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(
                 f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found {column.type} values that "
                 f"it cannot represent exactly: {error}"
             ) from error
-        table = table.set_column(table.schema.get_field_index(field.name), field, made)
+        table = table.set_column(table.schema.get_field_index(field.name), field, cast_column)
     return as_schema(table, schema)
 
 
-def _extremes_with(known: Extremes, table: pa.Table) -> Extremes:
+def _extremes_with(earlier: Extremes, table: pa.Table) -> Extremes:
     """Extremes of earlier examples and of a table's."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    extremes = dict(known)
+    extremes = dict(earlier)
     for name, column in zip(table.column_names, table.columns, strict=True):
         for path, values in leaves(name, column):
             kind = values.type
             if not (pa.types.is_integer(kind) or pa.types.is_timestamp(kind)) or values.null_count == len(values):
                 continue
             ends = list(pc.min_max(values).values())
-            if path in known:
-                ends = list(pc.min_max(pa.concat_arrays([known[path].cast(kind), pa.array(ends, kind)])).values())
+            if path in earlier:
+                ends = list(pc.min_max(pa.concat_arrays([earlier[path].cast(kind), pa.array(ends, kind)])).values())
             extremes[path] = pa.array(ends, kind)
     return extremes

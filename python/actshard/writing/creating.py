@@ -19,7 +19,7 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
 from actshard.layers import Layer, checked, is_one, several, short
 from actshard.work import PARTS
-from actshard.writing.existing import creation_request
+from actshard.writing.existing import creation_record
 from actshard.writing.writer import Writer
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -52,10 +52,10 @@ def make_target(
     _arguments.one_of(format, formats.written(), "format")
     root = _arguments.local_path(path)
     plain: dict[str, dict[str, Any]] = {}
-    for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):
+    for name, mapping in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
             # Normalised through JSON (tuples become lists), because resume compares them with values read back.
-            plain[name] = _as_json(dict(given))
+            plain[name] = _as_json(dict(mapping))
         except FormatError as error:
             raise ArgumentError(f"{name}: expected JSON values: {error.detail}") from error
         except (TypeError, ValueError, RecursionError) as error:
@@ -105,12 +105,12 @@ def make_target(
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
     """Returns the value as read back from a metadata file. Raises for NaN, infinities and nesting that readers refuse."""
-    within = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
-    made: Any = parse_json(within, "metadata")
+    text = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
+    parsed: Any = parse_json(text, "metadata")
     for _ in range(_AROUND):
-        (made,) = made
-    found: dict[str, Any] = made
-    return found
+        (parsed,) = parsed
+    restored: dict[str, Any] = parsed
+    return restored
 
 
 def create(
@@ -259,7 +259,7 @@ def open_writer(
         "truncate": _arguments.switch(truncate, "truncate"),
         "overflow": overflow,
     }
-    target.request = creation_request(target, capture=capture, **fitting)
+    target.request = creation_record(target, capture=capture, **fitting)
     settings = fitting | {
         "resume": _arguments.switch(resume, "resume"),
         "exist_ok": _arguments.switch(exist_ok, "exist_ok"),

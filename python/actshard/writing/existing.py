@@ -34,7 +34,7 @@ def complete_at(target: Target, *, resumes: bool = True) -> Path | None:
 def _finished(target: Target, resumes: bool) -> Path | None:
     is_part = target.spec.part is not None
     root = target.spec.path.parent.parent if is_part else target.spec.path
-    look(root).refuse("planned dumps" if target.names_itself else "planned", "staging", own=target.plan)
+    look(root).refuse("planned dumps" if target.names_itself else "planned", "staging", own_plan=target.plan)
     if is_part:
         _refuse_around(root, target)
         if (target.spec.path / EMPTY).is_file():
@@ -74,10 +74,10 @@ def _refuse_around(root: Path, target: Target) -> None:
         refuse_in_the_way(root, merger.makes)
 
 
-def creation_request(
+def creation_record(
     target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, Any] | None = None
 ) -> Request:
-    """The request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
+    """The record of the request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
 
     ``capture``: the arguments of :func:`actshard.capture`, which are compared before those of the files.
     """
@@ -101,12 +101,12 @@ def creation_request(
 
 def check_written(request: Request, path: Path) -> Request:
     """Returns the recorded request of a finished dataset. Raises ExistsError unless the dataset is the result of ``request``."""
-    found = Request.read(path)
-    if found is not None and found == request.completed(found):
-        return found
+    record = Request.read(path)
+    if record is not None and record == request.completed(record):
+        return record
     why: object = "it has no record of its request"
-    if found is not None:
-        why = request.difference(found) or "the files of its source were others"
+    if record is not None:
+        why = request.difference(record) or "the files of its source were others"
     raise ExistsError(f"contains a dataset that this plan did not write: {why}. Choose another folder", path=path)
 
 
@@ -117,10 +117,10 @@ def check_same(target: Target, path: Path | Location) -> int:
     """
     from actshard.opening import open_quietly
 
-    made = Request.read(path)
-    if made is not None and (difference := target.request.completed(made).difference(made)) is not None:
+    record = Request.read(path)
+    if record is not None and (difference := target.request.completed(record).difference(record)) is not None:
         raise ExistsError(f"contains another dataset: {difference}", path=path)
-    wanted = {
+    expected = {
         "format": target.format,
         "layers": list(target.reading.values()),
         "d_model": target.spec.d_model,
@@ -130,19 +130,21 @@ def check_same(target: Target, path: Path | Location) -> int:
     empty = Location.at(path) / EMPTY
     if target.spec.part is not None and empty.exists():
         fields = Fields(read_json(empty), empty)
-        found = {**fields.value, "dtype": wanted["dtype"], "num_examples": 0}
+        stored = {**fields.value, "dtype": expected["dtype"], "num_examples": 0}
     else:
         store = open_quietly(path, target.format, "auto", layout=target.reading_layout)
-        found = {
+        stored = {
             "format": store.format,
             "layers": list(store.layers),
             "d_model": store.d_model,
             "dtype": str(store.dtype),
             "num_examples": store.num_examples,
         }
-    for name, value in wanted.items():
-        if value is not None and value != found.get(name):
-            raise ExistsError(f"contains another dataset: {name}: expected {value}, found {found.get(name)}", path=path)
-    examples = found["num_examples"]
+    for name, value in expected.items():
+        if value is not None and value != stored.get(name):
+            raise ExistsError(
+                f"contains another dataset: {name}: expected {value}, found {stored.get(name)}", path=path
+            )
+    examples = stored["num_examples"]
     assert isinstance(examples, int)
     return examples

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 class GivenExamples:
     """The activations of one append() call, as one 4-D array or a list of 3-D arrays."""
 
-    def __init__(self, given: Any, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
+    def __init__(self, activations: Any, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
         self.dense: NDArray[Any] | None = None
         self.items: list[NDArray[Any]] = []
         self.one_row = False
         expected = f"(batch, {layers}, tokens, {d_model}), (batch, {layers}, {d_model}), or a list of ({layers}, tokens, {d_model})"
-        if isinstance(given, list | tuple):
-            self.items = [as_numpy(x) for x in given]
+        if isinstance(activations, list | tuple):
+            self.items = [as_numpy(x) for x in activations]
             self.one_row = bool(self.items) and all(x.ndim == 2 for x in self.items)
             self.items = [x[:, None, :] if x.ndim == 2 else x for x in self.items]
             for i, x in enumerate(self.items):
@@ -50,11 +50,11 @@ class GivenExamples:
             self.tokens = np.array([x.shape[1] for x in self.items], np.int64)
             self.dtype = self.items[0].dtype if self.items else np.dtype(np.float32)
             return
-        dense = as_numpy(given)
+        dense = as_numpy(activations)
         self.one_row = dense.ndim == 3
         dense = dense[:, :, None, :] if dense.ndim == 3 else dense
         if dense.ndim != 4 or dense.shape[1] != layers or dense.shape[3] != d_model:
-            raise ArgumentError(f"activations: expected {expected}, found {as_numpy(given).shape}")
+            raise ArgumentError(f"activations: expected {expected}, found {as_numpy(activations).shape}")
         self.dense, self.dtype = dense, dense.dtype
         self.tokens = np.full(len(dense), dense.shape[2], np.int64)
         if lengths is not None:
@@ -77,19 +77,19 @@ class GivenExamples:
         if self.dense is not None and (tokens == self.dense.shape[2]).all() and (self.tokens[part] == tokens).all():
             convert(self.dense[part], out, dtype)
             return
-        at = 0
+        position = 0
         for i, want in zip(range(part.start, part.stop), tokens.tolist(), strict=True):
             array = self.items[i] if self.dense is None else self.dense[i]
             has = min(int(self.tokens[i]), want)
             layers = array.shape[0]
-            place = out[at : at + layers * want].reshape(layers, want, out.shape[1])
+            rows = out[position : position + layers * want].reshape(layers, want, out.shape[1])
             if has == want:
-                convert(array[:, :has], place, dtype)
+                convert(array[:, :has], rows, dtype)
             else:
-                place[:, has:] = 0
+                rows[:, has:] = 0
                 for layer in range(layers):
-                    convert(array[layer, :has], place[layer, :has], dtype)
-            at += layers * want
+                    convert(array[layer, :has], rows[layer, :has], dtype)
+            position += layers * want
 
 
 def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
@@ -156,10 +156,10 @@ def table_of(
     if columns is not None and not isinstance(columns, Mapping | pa.Table):
         raise ArgumentError(f"columns: expected a mapping from names to values, found {type(columns).__name__}")
     if isinstance(columns, pa.Table):
-        given = list(zip(columns.schema, columns.columns, strict=True))
+        entries = list(zip(columns.schema, columns.columns, strict=True))
     else:
-        given = [(pa.field(_name(name), pa.null()), column) for name, column in (columns or {}).items()]
-    for field, column in given:
+        entries = [(pa.field(_name(name), pa.null()), column) for name, column in (columns or {}).items()]
+    for field, column in entries:
         if not isinstance(column, pa.Array | pa.ChunkedArray):
             field, column = _column(field.name, column, n)  # noqa: PLW2901 -- the same column
         else:
@@ -196,14 +196,14 @@ def table_of(
 
 
 def _name(name: Any) -> str:
-    made = str(name)
+    text = str(name)
     try:
-        made.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"columns: {made!r}: expected a name that UTF-8 can encode") from error
-    if made.startswith(RESERVED):
-        raise ArgumentError(f"columns: {made!r}: the prefix {RESERVED!r} is reserved for the journal")
-    return made
+        raise ArgumentError(f"columns: {text!r}: expected a name that UTF-8 can encode") from error
+    if text.startswith(RESERVED):
+        raise ArgumentError(f"columns: {text!r}: the prefix {RESERVED!r} is reserved for the journal")
+    return text
 
 
 def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
@@ -212,16 +212,16 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
+def _column(name: str, values: Any, n: int) -> tuple[pa.Field, Any]:
     """Converts a column to Arrow."""
     import pyarrow as pa
 
-    if isinstance(given, str | bytes | bytearray | Mapping | Set):
+    if isinstance(values, str | bytes | bytearray | Mapping | Set):
         raise ArgumentError(
-            f"columns: {name!r}: expected a list or an array of {n} values, one per example, found {type(given).__name__}"
+            f"columns: {name!r}: expected a list or an array of {n} values, one per example, found {type(values).__name__}"
         )
     try:
-        column = _arrow_or_numpy(given)
+        column = _arrow_or_numpy(values)
         if isinstance(column, pa.Array | pa.ChunkedArray):
             return pa.field(name, column.type), column
         if isinstance(column, np.ndarray):
@@ -232,17 +232,17 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
             if any(v is not None and type(v) is not int for v in column):
                 raise ArgumentError(f"columns: {name!r}: expected {n} values of one type, found integers and others")
             column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
-        made = column if isinstance(column, pa.Array) else pa.array(column)
-        if not isinstance(column, pa.Array) and (change := _change(column, made)) is not None:
+        arrow_column = column if isinstance(column, pa.Array) else pa.array(column)
+        if not isinstance(column, pa.Array) and (change := _change(column, arrow_column)) is not None:
             raise ArgumentError(
-                f"columns: {name!r}: expected {n} values of one type, found {change[0]!r:.80}, which {made.type} stores as "
+                f"columns: {name!r}: expected {n} values of one type, found {change[0]!r:.80}, which {arrow_column.type} stores as "
                 f"{change[1]!r:.80}: convert the values to one type"
             )
     except ActshardError:
         raise
     except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
-    return pa.field(name, made.type), made
+    return pa.field(name, arrow_column.type), arrow_column
 
 
 def _arrow_or_numpy(values: Any) -> Any:
@@ -306,8 +306,15 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
         if len(dtypes) == 1 and next(iter(dtypes)).kind in "biuf":
             return None
         if dtypes and all(dtype.kind in "iu" and dtype != np.uint64 for dtype in dtypes):
-            inside, flat = column.flatten(), np.concatenate([np.ravel(value) for value in values if value is not None])
-            if pa.types.is_integer(inside.type) and not inside.null_count and np.array_equal(flat, inside.to_numpy()):
+            elements, flat = (
+                column.flatten(),
+                np.concatenate([np.ravel(value) for value in values if value is not None]),
+            )
+            if (
+                pa.types.is_integer(elements.type)
+                and not elements.null_count
+                and np.array_equal(flat, elements.to_numpy())
+            ):
                 return None
         # tolist() of a masked array has None where Arrow stores the masked number.
         lists = [value.tolist() if isinstance(value, np.ma.MaskedArray) else value for value in values]
@@ -321,8 +328,10 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
 def _is_equal(value: Any, stored: Any) -> bool:
     """Whether a stored scalar equals that which was passed, and True is not 1, nor a date a time of day."""
     if value is None or stored is None:
-        other = stored if value is None else value
-        return other is None or (isinstance(other, np.datetime64 | np.timedelta64) and bool(np.isnat(other)))
+        counterpart = stored if value is None else value
+        return counterpart is None or (
+            isinstance(counterpart, np.datetime64 | np.timedelta64) and bool(np.isnat(counterpart))
+        )
     if isinstance(value, np.generic):
         if isinstance(value, np.datetime64 | np.timedelta64):
             return bool(value == stored or (np.isnat(value) and np.isnat(stored)))
@@ -348,14 +357,14 @@ def _values(column: NDArray[Any]) -> Any:
     if flat.dtype == np.dtype("M8[D]"):
         # pyarrow keeps 32 bits of a day's number without a check.
         days = pa.array(np.asarray(flat).view(np.int64), mask=np.ma.getmaskarray(flat) | np.asarray(np.isnat(flat)))
-        made = days.cast(pa.int32()).cast(pa.date32())
+        arrow_array = days.cast(pa.int32()).cast(pa.date32())
     else:
-        made = pa.array(flat)
+        arrow_array = pa.array(flat)
     # tolist() returns times in nanoseconds as integers, so lists of times are made from their elements.
     for length in column.shape[:0:-1]:
-        count = len(made) // length if length else len(column)
-        made = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * length, pa.int32()), made)
-    return made
+        count = len(arrow_array) // length if length else len(column)
+        arrow_array = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * length, pa.int32()), arrow_array)
+    return arrow_array
 
 
 def _native_order(array: NDArray[Any]) -> NDArray[Any]:

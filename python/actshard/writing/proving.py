@@ -50,8 +50,8 @@ def changed_columns(target: Target, table: pa.Table) -> dict[str, str]:
     examples = examples.take(np.arange(_EXAMPLES) % len(examples))
     is_general = True
     for i, field in enumerate(table.schema):
-        for some in _candidates(field.type, len(examples)):
-            trial = examples.set_column(i, field, some)
+        for candidate in _candidates(field.type, len(examples)):
+            trial = examples.set_column(i, field, candidate)
             with contextlib.suppress(ArgumentError):  # values that the format refuses cannot be changed
                 target.check_values(trial, 0)
                 examples = trial
@@ -76,12 +76,12 @@ def _changes(target: Target, table: pa.Table) -> dict[str, str]:
     import pyarrow as pa
 
     try:
-        above = Path(tempfile.gettempdir())
+        parent = Path(tempfile.gettempdir())
     except OSError:  # no folder of temporary files can be written
-        above = existing_above(target.root)
-    with tempfile.TemporaryDirectory(prefix=".actshard-columns-", dir=above) as scratch:
+        parent = existing_above(target.root)
+    with tempfile.TemporaryDirectory(prefix=".actshard-columns-", dir=parent) as scratch:
         try:
-            found = _read_back(target, table, Path(scratch) / "d")
+            stored_columns = _read_back(target, table, Path(scratch) / "d")
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
             raise ArgumentError(f"columns: {target.format} cannot store the type of a column: {text}") from error
@@ -89,8 +89,8 @@ def _changes(target: Target, table: pa.Table) -> dict[str, str]:
     for name in table.column_names:
         if is_separate(target, name):
             continue
-        again = found.get(name)
-        change = "is not stored" if again is None else _change(name, table[name], again)
+        stored_column = stored_columns.get(name)
+        change = "is not stored" if stored_column is None else _change(name, table[name], stored_column)
         if change is not None:
             changes[name] = f"{name}: {change}"
     return changes
@@ -119,8 +119,8 @@ def _read_back(target: Target, table: pa.Table, folder: Path) -> Mapping[str, An
     small.dirty()
     small.committed()
     small.finish(AllExamples(lengths, table))
-    place = Location.at(small.place())
-    contents = formats.get(target.format).open(place, Options.of(place))
+    location = Location.at(small.place())
+    contents = formats.get(target.format).open(location, Options.of(location))
     names = [name for name in TEXTS if name in table.column_names][:1]
     return read_columns(target, contents, list(contents.column_names), names)
 
@@ -129,8 +129,8 @@ def read_columns(
     target: Target, contents: Contents, names: Sequence[str], texts: Sequence[str] = TEXTS
 ) -> dict[str, pa.ChunkedArray]:
     """Columns of a dataset of the target's format as other formats see them, by name; the text also under ``texts``' names."""
-    found = formats.get(target.format).carrying().outgoing(contents.columns(names))
-    columns = {name: found[name] for name in found.column_names}
+    table = formats.get(target.format).carrying().outgoing(contents.columns(names))
+    columns = {name: table[name] for name in table.column_names}
     text = next((columns[name] for name in (target.text_column, PREVIEW) if name in columns), None)
     return columns if text is None else {**dict.fromkeys(texts, text), **columns}
 
@@ -144,33 +144,33 @@ def _candidates(kind: pa.DataType, n: int) -> Iterator[pa.ChunkedArray]:
 
     for unusual in (2, 1, 0):
         try:
-            yield pa.chunked_array([_repeated(_some(kind, unusual), n)], kind)
+            yield pa.chunked_array([_repeat(_sample_values(kind, unusual), n)], kind)
         except (pa.ArrowException, TypeError, ValueError):
             return
 
 
-def _repeated(values: pa.Array, n: int) -> pa.Array:
+def _repeat(values: pa.Array, n: int) -> pa.Array:
     import pyarrow as pa
 
     return pa.concat_arrays([values] * -(-n // len(values)))[:n]
 
 
-def _some(kind: pa.DataType, unusual: int) -> pa.Array:
+def _sample_values(kind: pa.DataType, unusual: int) -> pa.Array:
     """Three different values of a type; of types with fewer, all."""
     import pyarrow as pa
 
     is_ = pa.types
     if is_.is_struct(kind):
-        parts = [_repeated(_some(field.type, unusual), 3) for field in kind]
+        parts = [_repeat(_sample_values(field.type, unusual), 3) for field in kind]
         return pa.StructArray.from_arrays(parts, fields=list(kind)) if parts else pa.array([{}], kind)
     if is_.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(
-            _repeated(_some(kind.value_type, unusual), 3 * kind.list_size), type=kind
+            _repeat(_sample_values(kind.value_type, unusual), 3 * kind.list_size), type=kind
         )
     if is_list(kind):
-        return pa.array([[value] for value in _some(kind.value_type, unusual)], kind)
+        return pa.array([[value] for value in _sample_values(kind.value_type, unusual)], kind)
     if is_.is_map(kind):
-        keys, items = (_repeated(_some(t, unusual), 3) for t in (kind.key_type, kind.item_type))
+        keys, items = (_repeat(_sample_values(t, unusual), 3) for t in (kind.key_type, kind.item_type))
         return pa.MapArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), keys, items, kind)
     if is_.is_fixed_size_binary(kind):
         codes = (0xFF, 0x5C, 0x61) if unusual else (0x61, 0x62, 0x63)
@@ -200,24 +200,24 @@ def _some(kind: pa.DataType, unusual: int) -> pa.Array:
     return pa.array([low, 1, (1 << bits) - 1] if unusual else [0, 1, 2], kind)
 
 
-def _change(name: str, given: Any, again: Any) -> str | None:
+def _change(name: str, original: Any, stored: Any) -> str | None:
     """How values or the kind of their type differ; None if they do not.
 
     Raises:
         ArgumentError: different values became equal.
     """
-    if given.type.equals(again.type) and given.equals(again):
+    if original.type.equals(stored.type) and original.equals(stored):
         return None
-    before, after = plain_values(given), plain_values(again)
+    before, after = plain_values(original), plain_values(stored)
     if before == after:
         return None
     if len({repr(v) for v in before}) > len({repr(v) for v in after}):
         raise ArgumentError(
-            f"columns: {name!r}: expected a type that the format can store, found {given.type}, of which different values would be "
-            f"equal as {again.type}. Convert the values."
+            f"columns: {name!r}: expected a type that the format can store, found {original.type}, of which different values would "
+            f"be equal as {stored.type}. Convert the values."
         )
-    same = given.type.equals(again.type)
-    return f"values of {given.type} change" if same else f"{given.type} becomes {again.type}"
+    same = original.type.equals(stored.type)
+    return f"values of {original.type} change" if same else f"{original.type} becomes {stored.type}"
 
 
 def plain_values(column: Any) -> list[Any]:
@@ -227,16 +227,16 @@ def plain_values(column: Any) -> list[Any]:
     if pa.types.is_temporal(column.type):
         number = pa.int64() if column.type.bit_width == 64 else pa.int32()
         return [(str(column.type), v) for v in column.cast(number).to_pylist()]
-    return [_marked(value) for value in column.to_pylist()]
+    return [_mark_types(value) for value in column.to_pylist()]
 
 
-def _marked(value: Any) -> Any:
+def _mark_types(value: Any) -> Any:
     if isinstance(value, float):
         return ("float", repr(value))
     if isinstance(value, bool | bytes):
         return (type(value).__name__, value)
     if isinstance(value, list):
-        return [_marked(v) for v in value]
+        return [_mark_types(v) for v in value]
     if isinstance(value, dict):
-        return {k: _marked(v) for k, v in value.items()}
+        return {k: _mark_types(v) for k, v in value.items()}
     return value

@@ -31,11 +31,11 @@ def table_of(blocks: Sequence[Block]) -> pa.Table:
         else:
             flat = numbers(np.ascontiguousarray(block.lengths).reshape(-1))
             name, column = BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
-        known = pa.table({name: column} | ({} if block.own is None else {OWN: numbers(block.own)}))
+        table = pa.table({name: column} | ({} if block.own is None else {OWN: numbers(block.own)}))
         if block.columns is not None:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
-                known = known.append_column(field, values)
-        tables.append(known)
+                table = table.append_column(field, values)
+        tables.append(table)
     return concatenated(tables)[0].combine_chunks()
 
 
@@ -45,29 +45,29 @@ def lengths_in(tables: Iterable[pa.Table], layers: int) -> NDArray[np.int64]:
     if not parts:
         return np.zeros((0, layers), np.int64)
     if all(part.strides[1] == 0 or layers == 1 for part in parts):
-        one = np.concatenate([part[:, 0] for part in parts])
-        return np.broadcast_to(one[:, None], (len(one), layers))
+        token_counts = np.concatenate([part[:, 0] for part in parts])
+        return np.broadcast_to(token_counts[:, None], (len(token_counts), layers))
     return np.concatenate(parts)
 
 
 def columns_in(tables: Iterable[pa.Table]) -> tuple[pa.Table | None, list[str]]:
     """Columns of the examples of tables, and names of those whose types differ and became text; None if there are no columns."""
-    own = [t.drop_columns([c for c in (TOKENS, BY_LAYER, OWN) if c in t.column_names]) for t in tables]
-    return concatenated(own) if any(t.num_columns for t in own) else (None, [])
+    user_tables = [t.drop_columns([c for c in (TOKENS, BY_LAYER, OWN) if c in t.column_names]) for t in tables]
+    return concatenated(user_tables) if any(t.num_columns for t in user_tables) else (None, [])
 
 
 def _lengths(table: Any, layers: int) -> NDArray[np.int64]:
     if BY_LAYER not in table.column_names and TOKENS in table.column_names and not table[TOKENS].null_count:
         return np.broadcast_to(table[TOKENS].to_numpy()[:, None], (table.num_rows, layers))
-    made = np.zeros((table.num_rows, layers), np.int64)
+    lengths = np.zeros((table.num_rows, layers), np.int64)
     if TOKENS in table.column_names:
         column = table[TOKENS]
-        there = column.is_valid().to_numpy()
-        made[there] = column.drop_null().to_numpy()[:, None]
+        is_valid = column.is_valid().to_numpy()
+        lengths[is_valid] = column.drop_null().to_numpy()[:, None]
     if BY_LAYER in table.column_names:
         column = table[BY_LAYER]
-        there = column.is_valid().to_numpy()
+        is_valid = column.is_valid().to_numpy()
         flat = column.drop_null().combine_chunks()
         flat = flat if not hasattr(flat, "chunks") else flat.chunk(0)
-        made[there] = flat.flatten().to_numpy().reshape(-1, layers)
-    return made
+        lengths[is_valid] = flat.flatten().to_numpy().reshape(-1, layers)
+    return lengths

@@ -74,19 +74,19 @@ class SegmentWriter:
         """Returns an array ``(rows, d_model)`` to fill. Waits for a free block; :meth:`put` returns it to the pool."""
         self.check()
         need = rows * self.target.row_bytes
-        held: NDArray[np.uint8] | None = None
+        buffer: NDArray[np.uint8] | None = None
         while True:
             try:
-                held = self._free.get(timeout=0.5)
+                buffer = self._free.get(timeout=0.5)
                 break
             except queue.Empty:
                 self.check()
-        if held is None or held.size < need + _PAGE:
-            held = np.empty(max(need, min(self.target.block_bytes, 4 * need)) + _PAGE, np.uint8)
+        if buffer is None or buffer.size < need + _PAGE:
+            buffer = np.empty(max(need, min(self.target.block_bytes, 4 * need)) + _PAGE, np.uint8)
         dtype = self.target.dtype
         assert dtype is not None
-        first = -held.ctypes.data % _PAGE
-        return held[first : first + need].view(dtype).reshape(rows, self.target.spec.d_model)
+        first = -buffer.ctypes.data % _PAGE
+        return buffer[first : first + need].view(dtype).reshape(rows, self.target.spec.d_model)
 
     def put(self, block: Block) -> None:
         """Queues a block for writing and takes ownership of its memory. The block may have new columns."""
@@ -160,21 +160,21 @@ class SegmentWriter:
                     if kind == "commit":
                         self._commit()
             except BaseException as error:
-                self._error = self._told(error)
+                self._error = self._convert_error(error)
             finally:
                 self._queue.task_done()
         self._queue.task_done()
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _convert_error(self, error: BaseException) -> BaseException:
         """Converts an error to an ActshardError."""
         if isinstance(error, ActshardError | MemoryError) or not isinstance(error, Exception):
             return error
         if isinstance(error, OSError):
-            made = from_os(error, error.filename or self.target.root, "write")
+            converted = from_os(error, error.filename or self.target.root, "write")
         else:
-            made = InternalError(f"{type(error).__name__}: {error}", path=self.target.root)
-        made.__cause__ = error
-        return made
+            converted = InternalError(f"{type(error).__name__}: {error}", path=self.target.root)
+        converted.__cause__ = error
+        return converted
 
     def _write(self, block: Block) -> None:
         make_folder(self.target.root)
@@ -200,11 +200,11 @@ class SegmentWriter:
         _native.sync_files([*files])
         sync_folders(sorted(folders))
         target.committed()
-        below = len(os.fspath(target.root)) + 1
+        prefix_length = len(os.fspath(target.root)) + 1
         overflows = sum(block.overflows for block in self._waiting)
         digests = joined_digests(block.digests for block in self._waiting)
         assert digests is not None
-        names = [path[below:] for path in files]
+        names = [path[prefix_length:] for path in files]
         self.last = Commit(target.n, table_of(self._waiting), state, overflows, digests, names)
         self._waiting.clear()
         self._record(self.last)

@@ -84,14 +84,14 @@ class Sink(SegmentWriter):
 
     def _refuse_finished(self, resume: bool) -> None:
         """Raises ExistsError if another process finished the dataset before this one took the lock."""
-        found = complete_at(self.target)
-        if found is None and resume:
-            found = self.target.alike()
-        if found is not None:
+        existing_path = complete_at(self.target)
+        if existing_path is None and resume:
+            existing_path = self.target.alike()
+        if existing_path is not None:
             self.journal.remove()
             with contextlib.suppress(OSError):
                 self.target.root.rmdir()  # saev's working folder: the finished dataset has another name
-            raise ExistsError.finished(found)
+            raise ExistsError.finished(existing_path)
 
     def _tell_others(self) -> None:
         """Warns about unfinished datasets next to this one that were requested with other arguments: they are not continued."""
@@ -167,19 +167,19 @@ class Sink(SegmentWriter):
                 f"line 1: field 'config': expected the settings of a {target.format} writer: {error!r}",
                 path=self.journal.path,
             ) from error
-        for name, decided, given in (
+        for name, journal_setting, request_setting in (
             ("dtype", target.dtype, spec.dtype),
             ("tokens_per_example", target.tokens, spec.tokens),
         ):
-            if None not in (decided, given) and decided != given:
-                raise self._differs(name, decided, given)
+            if None not in (journal_setting, request_setting) and journal_setting != request_setting:
+                raise self._differs(name, journal_setting, request_setting)
 
-    def _refuse_other(self, begun: Request, request: Request) -> None:
+    def _refuse_other(self, journal_request: Request, request: Request) -> None:
         """Raises ArgumentError if a request differs from the one that began the dataset."""
-        difference = begun.difference(request.completed(begun))
+        difference = journal_request.difference(request.completed(journal_request))
         if difference is not None:
             raise self._differs(*difference)
-        if begun.sources != request.sources:
+        if journal_request.sources != request.sources:
             raise self._differs("source", "the same files", "others")
 
     def _differs(self, name: str, expected: object, found: object) -> ArgumentError:
@@ -221,14 +221,14 @@ class Sink(SegmentWriter):
                     files = formats.get(target.format).checked_files
                     target.keep_request(self.committed, self.journal.overflows, self.journal.digests, files)
                 self.journal.finish()
-            place = target.place()
-            if place != target.root:
-                self._move(place)
-            sync_folders([place.parent])
-            check_opens(place, target.format)  # a part, before a merge that waits for its journal may take it
+            dataset_path = target.place()
+            if dataset_path != target.root:
+                self._move(dataset_path)
+            sync_folders([dataset_path.parent])
+            check_opens(dataset_path, target.format)  # a part, before a merge that waits for its journal may take it
             self.journal.remove()
             with contextlib.suppress(MissingFileError):  # a part may be merged from here on
-                sync_folders([place])
+                sync_folders([dataset_path])
         except OSError as error:
             if isinstance(error, ExistsError) and error.path is not None and target.root in Path(error.path).parents:
                 self.journal.keep_other(Path(error.path).relative_to(target.root).as_posix())
@@ -237,7 +237,7 @@ class Sink(SegmentWriter):
             raise from_os(error, error.filename or target.root, "finish") from error
         finally:
             self.journal.lock.release()
-        return place
+        return dataset_path
 
     def _is_other(self, path: Path) -> bool:
         """Whether a file that exists under a name of the finished dataset is neither a committed one nor of an earlier attempt."""
@@ -251,9 +251,9 @@ class Sink(SegmentWriter):
         spec = self.target.spec
         assert spec.part is not None
         fields = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
-        whole = self.journal.folder / "empty.json"
-        write_json(whole, {**fields, "d_model": spec.d_model, "part": list(spec.part)})
-        rename(whole, spec.path / EMPTY)
+        temporary = self.journal.folder / "empty.json"
+        write_json(temporary, {**fields, "d_model": spec.d_model, "part": list(spec.part)})
+        rename(temporary, spec.path / EMPTY)
         sync_folders([spec.path])
         self._forget()
         return spec.path
@@ -275,15 +275,15 @@ class Sink(SegmentWriter):
         with contextlib.suppress(OSError):
             root.rmdir()
 
-    def _move(self, place: Path) -> None:
+    def _move(self, dataset_path: Path) -> None:
         try:
-            rename(self.target.root, place)
+            rename(self.target.root, dataset_path)
         except ActshardError as error:
             # Only if the name is taken: other errors, e.g. a full disk, are raised unchanged and the same call continues.
-            if os.path.lexists(place):
-                raise ExistsError(f"cannot rename the finished dataset: {error.detail}", path=place) from error
+            if os.path.lexists(dataset_path):
+                raise ExistsError(f"cannot rename the finished dataset: {error.detail}", path=dataset_path) from error
             raise
-        self.journal.moved(place)
+        self.journal.moved(dataset_path)
 
     def discard(self) -> None:
         """Removes all files that were written, and no others in the folder."""
@@ -325,15 +325,15 @@ class Sink(SegmentWriter):
 
     def _own_lengths(self) -> NDArray[np.int64]:
         """Tokens of each example before padding; the stored number if the journal has none."""
-        made = np.array(self._lengths_so_far()[:, 0])
-        at = 0
+        lengths = np.array(self._lengths_so_far()[:, 0])
+        position = 0
         for table in self.journal.tables():
             if OWN in table.column_names:
                 column = table[OWN]
-                there = column.is_valid().to_numpy()
-                made[at : at + len(table)][there] = column.drop_null().to_numpy()
-            at += len(table)
-        return made
+                is_valid = column.is_valid().to_numpy()
+                lengths[position : position + len(table)][is_valid] = column.drop_null().to_numpy()
+            position += len(table)
+        return lengths
 
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ class UploadingWriter(Writer):
         self._scratch = scratch
         self._uploaded = False
         self._local = target.root
-        there = _there(target, scratch, settings)
-        if there is not None:
+        existing = _find_finished(target, scratch, settings)
+        if existing is not None:
             self.format, self._target, self._sink, self._stage, self._staged = target.format, target, None, None, []
-            self._appended, self._in_call = check_same(target, there.place), threading.Lock()
-            self._local = scratch.folder.joinpath(there.relative_to(scratch.root))
+            self._appended, self._in_call = check_same(target, existing.place), threading.Lock()
+            self._local = scratch.folder.joinpath(existing.relative_to(scratch.root))
             self.complete = self._uploaded = True
             return
         scratch.make()
@@ -48,10 +49,10 @@ class UploadingWriter(Writer):
     def path(self, path: Path) -> None:
         self._local = path
 
-    def append(self, *given: Any, **more: Any) -> None:
+    def append(self, *arguments: Any, **keywords: Any) -> None:
         """As :meth:`Writer.append`."""
         with self._scratch.named():
-            super().append(*given, **more)
+            super().append(*arguments, **keywords)
 
     def flush(self) -> int:
         """As :meth:`Writer.flush`."""
@@ -75,7 +76,7 @@ class UploadingWriter(Writer):
             self._uploaded = True
 
 
-def _there(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Location | None:
+def _find_finished(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Location | None:
     """The finished dataset at the destination, if this call accepts it and has no scratch folder to continue; else None.
 
     Raises:
@@ -89,9 +90,9 @@ def _there(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Locati
         if not scratch.root.exists():
             return None
         check_finished(scratch.root)
-        at, name = find(scratch.root)
+        location, name = find(scratch.root)
     except (MissingFileError, UnknownFormatError):  # the destination is checked again before the upload
         return None
     if name != target.format:
-        raise ExistsError(f"contains another dataset: format: expected {target.format}, found {name}", path=at)
-    return at
+        raise ExistsError(f"contains another dataset: format: expected {target.format}, found {name}", path=location)
+    return location

@@ -69,7 +69,7 @@ class Writer:
         self._sink: Sink | None = None
         self.path = target.root
         self._advised = False
-        with _told(target.root):
+        with _convert_errors(target.root):
             self._begin(resume)
         if not self.complete:
             self._advise(target.spec.num_examples or 0)
@@ -101,16 +101,16 @@ class Writer:
     def _is_complete(self, resume: bool) -> bool:
         """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
         target = self._target
-        found = complete_at(target)
-        if found is None and self._exist_ok and not Journal(target.root).exists():
-            found = target.alike()
-        if found is None:
+        existing_path = complete_at(target)
+        if existing_path is None and self._exist_ok and not Journal(target.root).exists():
+            existing_path = target.alike()
+        if existing_path is None:
             return False
         if not self._exist_ok:
-            raise ExistsError.finished(found)
-        self._appended = check_same(target, found)
-        tidy(found)
-        self.path = found
+            raise ExistsError.finished(existing_path)
+        self._appended = check_same(target, existing_path)
+        tidy(existing_path)
+        self.path = existing_path
         self.complete = self._existed = True
         return True
 
@@ -183,7 +183,7 @@ class Writer:
             DiskFullError, FileAccessError: a write failed, in this call or in the background since an earlier one.
             ClosedError: the writer was closed.
         """
-        with self._exclusive(), _told(self.path):
+        with self._exclusive(), _convert_errors(self.path):
             self._append(activations, lengths, columns, labels, logits, router)
 
     def _append(
@@ -204,7 +204,7 @@ class Writer:
         # All checks come first, so that a failed call does not change the writer.
         before = {name: getattr(target, name) for name in target.decides}
         try:
-            tokens, dtype, fitted = self._checked(sink, examples, table)
+            tokens, dtype, fitted = self._check_examples(sink, examples, table)
             for name in fitted.changes.keys() - sink.columns.changes.keys():
                 warn(
                     f"{self.path}: column {fitted.changes[name]}, as {self.format} stores it",
@@ -223,7 +223,7 @@ class Writer:
             raise
         self._advise(self._appended)
 
-    def _checked(
+    def _check_examples(
         self, sink: Sink, examples: GivenExamples, table: pa.Table | None
     ) -> tuple[NDArray[np.int64], np.dtype[Any], Fitted]:
         """Returns stored tokens per example, dtype and fitted columns. Raises if the format cannot store the examples."""
@@ -243,11 +243,11 @@ class Writer:
             target.take_tokens(
                 int(tokens.max()) if self._pad else int(tokens.min()) if self._truncate else int(tokens[0])
             )
-            tokens = self._fitted(tokens)
+            tokens = self._fit_lengths(tokens)
         else:
             target.take_tokens(int(tokens[0]) if examples.one_row else max(int(tokens.max()), 2))
             if target.tokens is not None:
-                tokens = self._fitted(tokens)
+                tokens = self._fit_lengths(tokens)
         tokens = self._cut(tokens)
         dtype = target.take_dtype(examples.dtype)
         fitted = sink.columns.fit(table, self._appended, len(examples), alike=True)
@@ -295,14 +295,14 @@ class Writer:
     ) -> None:
         """Copies examples into blocks and queues full blocks for writing."""
         target = self._target
-        own = np.minimum(examples.tokens, tokens)
+        unpadded_counts = np.minimum(examples.tokens, tokens)
         layers = len(target.spec.layers)
-        done = 0
-        while done < len(examples):
+        position = 0
+        while position < len(examples):
             if self._stage is None:
-                self._stage = sink.memory(max(target.block_bytes // target.row_bytes, int(tokens[done]) * layers))
+                self._stage = sink.memory(max(target.block_bytes // target.row_bytes, int(tokens[position]) * layers))
             filled = self._staged[-1][0] if self._staged else 0
-            count = int(np.searchsorted(np.cumsum(tokens[done:] * layers), len(self._stage) - filled, "right"))
+            count = int(np.searchsorted(np.cumsum(tokens[position:] * layers), len(self._stage) - filled, "right"))
             if count == 0:
                 if self._staged:
                     self._hand_over()
@@ -310,22 +310,24 @@ class Writer:
                     sink.give_back(self._stage)
                     self._stage = None
                 continue
-            part = slice(done, done + count)
+            part = slice(position, position + count)
             end = filled + int(tokens[part].sum()) * layers
             examples.copy(part, tokens[part], self._stage[filled:end], dtype)
-            each = np.broadcast_to(tokens[part, None], (count, layers))
-            self._staged.append((end, each, own[part], None if table is None else table.slice(done, count)))
-            done += count
+            lengths = np.broadcast_to(tokens[part, None], (count, layers))
+            self._staged.append(
+                (end, lengths, unpadded_counts[part], None if table is None else table.slice(position, count))
+            )
+            position += count
             self._appended += count
 
-    def _fitted(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _fit_lengths(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the format's number of tokens for each example; raises if padding or truncation is needed but not allowed."""
-        wanted = self._target.tokens
-        assert wanted is not None
+        target_tokens = self._target.tokens
+        assert target_tokens is not None
         for bad, allowed, what in (
-            (tokens < wanted, self._pad, "pad=True to create() pads shorter ones with zeros"),
+            (tokens < target_tokens, self._pad, "pad=True to create() pads shorter ones with zeros"),
             (
-                tokens > wanted,
+                tokens > target_tokens,
                 self._truncate,
                 "truncate=True to create() cuts longer ones, tokens_per_example= with pad=True makes room for them",
             ),
@@ -335,10 +337,10 @@ class Writer:
                 keeping = self._target.keeping_all
                 pooled = "" if keeping is None else f"{keeping}, or "
                 raise ArgumentError(
-                    f"example {self._appended + i}: expected {wanted} tokens as in all examples of this {self.format} dataset, "
-                    f"found {tokens[i]}: {pooled}{what}"
+                    f"example {self._appended + i}: expected {target_tokens} tokens as in all examples of this {self.format} "
+                    f"dataset, found {tokens[i]}: {pooled}{what}"
                 )
-        return np.full_like(tokens, wanted)
+        return np.full_like(tokens, target_tokens)
 
     def _hand_over(self) -> None:
         """Queues the staged block for writing."""
@@ -347,9 +349,13 @@ class Writer:
         assert self._sink is not None
         tables = [table for *_, table in self._staged if table is not None]
         columns = concatenated(tables)[0] if tables else None
-        lengths = np.concatenate([each for _, each, _, _ in self._staged]).astype(np.int64)
-        own = None if self._target.ragged else np.concatenate([own for _, _, own, _ in self._staged])
-        block = Block(self._stage[: self._staged[-1][0]], lengths, columns, own)
+        lengths = np.concatenate([part_lengths for _, part_lengths, _, _ in self._staged]).astype(np.int64)
+        unpadded_counts = (
+            None
+            if self._target.ragged
+            else np.concatenate([unpadded_counts for _, _, unpadded_counts, _ in self._staged])
+        )
+        block = Block(self._stage[: self._staged[-1][0]], lengths, columns, unpadded_counts)
         self._stage, self._staged = None, []
         try:
             self._sink.put_fitted(block)
@@ -363,7 +369,7 @@ class Writer:
         A flush ends a pickle shard; other formats continue the current one.
         """
         sink = self._open()
-        with self._exclusive(), _told(self.path):
+        with self._exclusive(), _convert_errors(self.path):
             self._hand_over()
             return sink.commit()
 
@@ -379,7 +385,7 @@ class Writer:
         sink = self._open()
         with self._exclusive():
             try:
-                with _told(self.path):
+                with _convert_errors(self.path):
                     self._finish(sink)
             except BaseException:
                 sink.abort()  # releases the lock, so that the dataset can be resumed
@@ -401,21 +407,21 @@ class Writer:
     def _finish(self, sink: Sink) -> None:
         self._hand_over()
         sink.commit()
-        found = self._target.existing(sink.committed) if sink.committed else None
-        if found is not None:
+        existing_path = self._target.existing(sink.committed) if sink.committed else None
+        if existing_path is not None:
             if not self._exist_ok:
                 sink.abort()
-                raise ExistsError.finished(found)
-            if (where := self._target.difference(found)) is not None:
+                raise ExistsError.finished(existing_path)
+            if (where := self._target.difference(existing_path)) is not None:
                 # Kept, the folder of the unfinished dump would stand for the finished one's: both have one name.
                 sink.discard()
                 raise ExistsError(
                     f"contains a dump with these metadata and other rows ({where}); the new rows were removed. Give them metadata "
                     "of their own, such as the name of the data (metadata=), or another folder",
-                    path=found,
+                    path=existing_path,
                 )
             sink.discard()
-            self.path = found
+            self.path = existing_path
         else:
             self.path = sink.finish()
         self.complete = True
@@ -455,7 +461,7 @@ class Writer:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _convert_errors(path: Path) -> Iterator[None]:
     """Converts OSErrors to ActshardErrors."""
     try:
         yield
