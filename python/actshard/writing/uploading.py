@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,26 @@ class UploadingWriter(Writer):
 
     def __init__(self, target: Target, scratch: Scratch, **settings: Any) -> None:
         self._scratch = scratch
+        self._settings = settings
         self._uploaded = False
         self._local = target.root
-        existing = _find_finished(target, scratch, settings)
+        super().__init__(target, **settings)
+        self._upload()
+
+    def _begin(self, resume: bool) -> None:
+        scratch = self._scratch
+        existing = _find_finished(self._target, scratch, self._settings)
         if existing is not None:
-            self.format, self._target, self._sink, self._stage, self._staged = target.format, target, None, None, []
-            self._appended, self._in_call = check_same(target, existing.place), threading.Lock()
+            self._appended = check_same(self._target, existing.place)
             self._local = scratch.folder.joinpath(existing.relative_to(scratch.root))
-            self.complete = self._uploaded = True
+            self.complete = self._existed = self._uploaded = True
             return
         scratch.make()
         try:
             with scratch.named():
-                super().__init__(target, **settings)
+                super()._begin(resume)
         finally:
             scratch.remove_if_empty()
-        self._upload()
 
     @property
     def path(self) -> Path:
