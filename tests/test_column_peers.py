@@ -72,3 +72,18 @@ def test_a_series_of_pandas_may_be_changed_after_append(tmp_path: Path) -> None:
             writer.append(np.ones((2, 1, 2, 4), np.float32), columns={"x": column})
             column[:] = 7
         assert actshard.open(tmp_path / str(i)).table["x"].to_pylist() == [1, 2]
+
+
+def test_objects_and_types_of_one_library_are_refused(tmp_path: Path) -> None:
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    strange = (
+        polars.Series([Path("a"), Path("b")], dtype=polars.Object),
+        pandas.Series(pandas.period_range("2020-01", periods=2, freq="M")),
+        pandas.Series(pandas.interval_range(0, 2)),
+    )
+    for number, values in enumerate(strange):
+        with (
+            pytest.raises(actshard.ArgumentError, match="expected"),
+            actshard.create(tmp_path / str(number), "pickle", layers=[0], d_model=2) as writer,
+        ):
+            writer.append(np.ones((2, 1, 2, 2), np.float32), columns={"c": values})

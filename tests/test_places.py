@@ -253,27 +253,23 @@ def test_a_dataset_that_is_being_written_is_locked_and_nobody_is_told_to_remove_
 def test_rows_are_not_discarded_for_a_dump_with_equal_metadata(tmp_path: Path) -> None:
     """saev names a dump by its metadata: two splits of equal size have the same name."""
 
-    def write(n: int, value: float, labels: int | None = None, *, exist_ok: bool = True) -> None:
-        with actshard.create(tmp_path / "runs", "saev", layers=[0, 1], d_model=4, exist_ok=exist_ok) as writer:
-            more = {} if labels is None else {"labels": np.full((n, 3), labels, np.uint8)}
-            writer.append(np.full((n, 2, 3, 4), value, np.float32), **more)
+    def write(value: float, labels: int | None = None) -> None:
+        with actshard.create(tmp_path / "runs", "saev", layers=[0, 1], d_model=4, exist_ok=True) as writer:
+            more = {} if labels is None else {"labels": np.full((8, 3), labels, np.uint8)}
+            writer.append(np.full((8, 2, 3, 4), value, np.float32), **more)
 
-    write(8, 1.0, labels=7)
+    write(1.0, labels=7)
     (dump,) = (tmp_path / "runs").iterdir()
-    write(
-        9, 1.0, exist_ok=False
-    )  # with several dumps of these metadata, only the number of examples decides which it is
-    dumps = sorted((tmp_path / "runs").iterdir())
-    write(8, 1.0, labels=7)  # the same again
+    write(1.0, labels=7)  # the same again
     for value, labels, where in (
         (2.0, 7, "acts000000.bin from byte"),
         (1.0, 8, "labels.bin"),
         (1.0, None, "labels.bin"),
     ):
         with refuses(actshard.ExistsError, dump, where):
-            write(8, value, labels)
-        write(8, 1.0, labels=7)
-        assert sorted((tmp_path / "runs").iterdir()) == dumps
+            write(value, labels)
+        write(1.0, labels=7)
+        assert list((tmp_path / "runs").iterdir()) == [dump]
     store = actshard.open(dump)
     assert store.sequence(7, 1).tolist() == [[1.0] * 4] * 3
     assert (store.labels == 7).all()
@@ -281,11 +277,12 @@ def test_rows_are_not_discarded_for_a_dump_with_equal_metadata(tmp_path: Path) -
 
 @pytest.mark.parametrize("format", ["saev", "zarr", "lmprobe", "pickle", "hf_arrow", "npy"])
 def test_a_finished_dataset_is_accepted_before_rows_are_computed(tmp_path: Path, format: str) -> None:
-    """saev wrote all rows again, and then removed them: its names depend on the number of examples."""
+    """saev needs the numbers of examples and tokens: names of its dumps depend on them, and a folder has several."""
     rows = np.ones((3, 2, 3, 4), np.float32)
+    options = {"num_examples": 3, "tokens_per_example": 3} if format == "saev" else {}
     with actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4) as writer:
         writer.append(rows)
-    again = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4, exist_ok=True)
+    again = actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4, exist_ok=True, **options)
     assert again.complete
     assert (again.path, again.committed) == (writer.path, 3)
     with pytest.raises(
@@ -297,6 +294,13 @@ def test_a_finished_dataset_is_accepted_before_rows_are_computed(tmp_path: Path,
         actshard.create(tmp_path / "d", format, layers=[0, 1], d_model=4) as other,
     ):
         other.append(rows)  # saev knows only at the end that the dump exists
+
+
+def test_a_second_dump_with_equal_metadata_is_written_beside_the_first(tmp_path: Path) -> None:
+    for n in (6, 4):
+        with actshard.create(tmp_path / "d", "saev", layers=[0], d_model=4, exist_ok=True) as writer:
+            writer.append(np.full((n, 1, 3, 4), n, np.float32))
+        assert len(actshard.open(writer.path)) == n
 
 
 @pytest.mark.parametrize(

@@ -505,3 +505,29 @@ def test_masked_example_numbers_are_refused(tmp_path: Path) -> None:
     for examples in (np.ma.masked_array([0, 1], [0, 1]), np.ma.masked_array([True] * 3, [0, 1, 0])):
         with refuses(actshard.ArgumentError, None, "examples: .*1 masked value"):
             actshard.convert(tmp_path / "d", tmp_path / "c", "npy", examples=examples)
+
+
+class Borrowed:
+    """A column of another library that shares memory with a numpy array."""
+
+    def __init__(self, values: np.ndarray[Any, Any], method: str) -> None:
+        exported = pa.array(values) if method == "__arrow_c_array__" else pa.chunked_array([pa.array(values)])
+        setattr(self, method, getattr(exported, method))
+
+
+@pytest.mark.parametrize("method", ["__arrow_c_array__", "__arrow_c_stream__"])
+@pytest.mark.parametrize("format", ["npy", "lmprobe", "zarr", "pickle"])
+def test_columns_of_other_libraries_are_copied_when_they_are_appended(tmp_path: Path, format: str, method: str) -> None:
+    values = np.arange(3.0)
+    with actshard.create(tmp_path / "a", format, layers=[0], d_model=2) as writer:
+        rows = np.ones((3, 1, 2, 2), np.float32)
+        writer.append(rows, columns={"weight": Borrowed(values, method), "text": ["a", "b", "c"]})
+        values.fill(-7)
+    assert actshard.open(tmp_path / "a").table["weight"].to_pylist() == [0.0, 1.0, 2.0]
+
+
+def test_a_table_is_a_row_of_numbers_per_example(tmp_path: Path) -> None:
+    table = pa.table({"x": [1.0, 2.0, 3.0], "y": [4.0, 5.0, 6.0]})
+    with actshard.create(tmp_path / "a", "npy", layers=[0], d_model=2) as writer:
+        writer.append(np.ones((3, 1, 2, 2), np.float32), columns={"pair": table})
+    assert actshard.open(tmp_path / "a").table["pair"].to_pylist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]

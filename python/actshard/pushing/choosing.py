@@ -71,14 +71,16 @@ def choose(
 
 def link_chosen(folder: Path, left_out: Collection[str], to: Path) -> None:
     """Fills an empty folder ``to`` with links to the files of a folder, except those that are left out."""
-    names = {name.split("/", 1)[0] for name in left_out}
+    names_below: dict[str, list[str]] = {}
+    for name in left_out:
+        first, _, rest = name.partition("/")
+        names_below.setdefault(first, []).append(rest)
     for entry in os.scandir(folder):
-        names_below = [name.partition("/")[2] for name in left_out if name.split("/", 1)[0] == entry.name]
-        if entry.name not in names:
+        if entry.name not in names_below:
             (to / entry.name).symlink_to(Path(entry.path).absolute())
-        elif entry.is_dir() and all(names_below):
+        elif entry.is_dir() and all(names_below[entry.name]):
             (to / entry.name).mkdir()
-            link_chosen(Path(entry.path), names_below, to / entry.name)
+            link_chosen(Path(entry.path), names_below[entry.name], to / entry.name)
 
 
 class _Choice:

@@ -257,18 +257,40 @@ def _arrow_or_numpy(values: Any) -> Any:
         return as_numpy(values).copy()
     if pandas is not None and isinstance(values, pandas.Series | pandas.Index | pandas.api.extensions.ExtensionArray):
         if not isinstance(values.dtype, np.dtype | pandas.SparseDtype):
-            return pa.array(values.copy(), from_pandas=True)  # the copy: Arrow shares memory with pandas
+            return _copied(pa.array(values, from_pandas=True))
         array = np.array(values)
         if array.dtype == object:  # of which NaN, NA and NaT are missing values; NaN of float dtypes stay
             array[pandas.isna(array)] = None
         return array
-    if getattr(values, "__arrow_c_stream__", None) is not None:
-        return pa.chunked_array(values)
-    if any(getattr(values, name, None) is not None for name in ("__arrow_c_array__", "__arrow_array__")):
-        return pa.array(values)
+    is_table = hasattr(values, "columns") or hasattr(values, "column_names")  # a row of numbers per example
+    if not is_table and isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
+    if not is_table and getattr(values, "__arrow_c_stream__", None) is not None:
+        if str(getattr(values, "dtype", "")) == "Object":  # of polars: addresses of Python objects
+            return values.to_list()
+        return _copied(pa.chunked_array(values))
+    if not is_table and any(
+        getattr(values, name, None) is not None for name in ("__arrow_c_array__", "__arrow_array__")
+    ):
+        return _copied(pa.array(values))
     if isinstance(values, np.ndarray):
         return values.copy()  # keeps the mask of a masked array, which Arrow converts to nulls
     return np.asarray(values).copy() if hasattr(values, "__array__") else values
+
+
+def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """A copy in memory of its own: the caller may use its arrays again."""
+    import pyarrow as pa
+
+    if isinstance(column.type, pa.BaseExtensionType) and column.type.extension_name.startswith("pandas."):
+        raise ArgumentError(
+            f"expected values that Arrow has a type for, found {column.type}: convert them to strings or numbers"
+        )
+    table = pa.table({"": column})
+    copy = pa.BufferOutputStream()
+    with pa.ipc.new_stream(copy, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(copy.getvalue()).read_all().column(0)
 
 
 _EXACT = ({str}, {int}, {float}, {bool}, {bytes})

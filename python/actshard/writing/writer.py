@@ -102,7 +102,7 @@ class Writer:
         """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
         target = self._target
         existing_path = complete_at(target)
-        if existing_path is None and self._exist_ok and not Journal(target.root).exists():
+        if existing_path is None and resume and not Journal(target.root).exists():
             existing_path = target.alike()
         if existing_path is None:
             return False
