@@ -53,7 +53,7 @@ class DraftFolder:
         kinds: kinds of files, the most specific first.
         trees: patterns of file names, the deepest first.
         listing: lists the files, for formats without fixed file names; None: ``trees`` finds them.
-        others: names of further files of a dataset.
+        extra_files: names of further files of a dataset.
         skips: the examples that the format's own writer leaves out although it counts them, so that numbers without a file are no
             fault; empty: it numbers files without gaps.
     """
@@ -63,7 +63,7 @@ class DraftFolder:
     kinds: tuple[DraftKeys, ...]
     trees: tuple[DraftTree, ...] = ()
     listing: Callable[[Location, int | None], list[Location]] | None = None
-    others: tuple[str, ...] = ()
+    extra_files: tuple[str, ...] = ()
     skips: str = ""
 
     def _files(self, root: Location, most: int | None) -> tuple[DraftTree | None, list[NumberedFile]]:
@@ -310,7 +310,7 @@ class DraftDataset:
         dtype = self.shape[2]
         counts = self.counts()
         columns = DraftColumns(self.root, self.paths, *self.columns(options))
-        others = [name for name in self.folder.others if (self.root.joinpath(name)).exists()]
+        others = [name for name in self.folder.extra_files if (self.root.joinpath(name)).exists()]
         return Contents(
             format=self.folder.format,
             path=self.root.place,

@@ -50,7 +50,7 @@ class PlainTarget(Target):
     hint: ClassVar[str]
     """How to load a file, for the comment in layout.toml; ``{file}`` is its name."""
     writes_parquet = True
-    own: ClassVar[Mapping[str, str]] = {}
+    format_options: ClassVar[Mapping[str, str]] = {}
     holds_named_layers = True
     splits = "layers"
     takes_shard_bytes = False

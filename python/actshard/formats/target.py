@@ -72,7 +72,7 @@ class Block:
     """``(n, layers)``: number of tokens; -1 where an example lacks a layer."""
     columns: pa.Table | None = None
     """Columns of the examples; numeric arrays as fixed-size lists."""
-    own: NDArray[np.int64] | None = None
+    unpadded_lengths: NDArray[np.int64] | None = None
     """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
     overflows: int = 0
     """Number of values that are infinite here and finite in the source of a conversion."""
@@ -115,7 +115,7 @@ class Target(ABC):
     """
 
     format: ClassVar[str]
-    own: ClassVar[Mapping[str, str]]
+    format_options: ClassVar[Mapping[str, str]]
     """The format's own options, each with a description."""
     metadata_keys: ClassVar[tuple[str, ...] | None] = None
     """Supported metadata fields; None: any."""
@@ -187,9 +187,9 @@ class Target(ABC):
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        unknown = sorted(set(spec.options) - set(self.own))
+        unknown = sorted(set(spec.options) - set(self.format_options))
         if unknown:
-            known = "; ".join(f"{name}: {what}" for name, what in self.own.items()) or "none"
+            known = "; ".join(f"{name}: {what}" for name, what in self.format_options.items()) or "none"
             raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {known}")
         large = next((x for x in spec.layers if isinstance(x, int) and abs(x) > self.largest_layer), None)
         if large is not None:

@@ -42,7 +42,7 @@ class AutomodelTarget(TokenTarget):
     """Writes a DSpark cache. Layers are integers, and the last hidden state."""
 
     format: ClassVar[str] = "automodel"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "shard_size": f"samples per shard (default: {_SHARD_SIZE})",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers (default: their names)",
@@ -192,8 +192,8 @@ class AutomodelTarget(TokenTarget):
         n, s, width = len(block), self._tokens, self.spec.d_model
         values = token_values(block.columns, self.token_types, self.n)
         counts = values[_IDS][1]
-        if block.own is not None:
-            check_counts(np.minimum(counts, s), block.own, _IDS, self.n)
+        if block.unpadded_lengths is not None:
+            check_counts(np.minimum(counts, s), block.unpadded_lengths, _IDS, self.n)
         for name, (_, each) in values.items():
             check_counts(each, counts, name, self.n)
         ones = (np.ones(int(counts.sum()), np.int64), counts)

@@ -57,7 +57,7 @@ class DeepspecTarget(TokenTarget):
     """Writes a target cache. Layers are integers, ascending, and the last hidden state."""
 
     format: ClassVar[str] = "deepspec"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "version": "2 (default), or 4, the fork's version, in which last hidden states are optional",
         "index_record_size": "for version 4: 64 (default) or 60",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',

@@ -71,7 +71,7 @@ class HfArrowTarget(Target):
     """Writes an Arrow directory, a row per example and a column per layer."""
 
     format: ClassVar[str] = "hf_arrow"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "rows": '"sequences" (Array2D, as SAELens) or "vectors" (one per example); default: vectors if the first examples have '
         "one row each"
     }

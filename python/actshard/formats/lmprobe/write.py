@@ -69,7 +69,7 @@ class LmprobeTarget(Target):
 
     writes_parquet = True
     format: ClassVar[str] = "lmprobe"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "storage": '"pooled" (one row per example) or "full_sequence"; default: determined by the first examples',
         "pooling": 'how rows were pooled (default: "last_token")',
         "model": "name of the source model",

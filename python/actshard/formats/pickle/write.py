@@ -60,7 +60,7 @@ class PickleTarget(Target):
     """Writes ``shard_0001.pkl.gz`` ..., then ``metadata.json``. One block is one shard."""
 
     format: ClassVar[str] = "pickle"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "compress": "whether to compress shards with gzip (default: True)",
         "level": "gzip level, 1 to 9 (default: 1)",
         "machine_id": "number of this machine in a distributed extraction (default: the part's number)",

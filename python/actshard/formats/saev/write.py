@@ -39,7 +39,7 @@ class SaevTarget(Target):
     """Writes ``<path>/<HASH>/``. The folder is ``.writing-*`` until HASH, which depends on the number of examples, is known."""
 
     format: ClassVar[str] = "saev"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "protocol": '"2.1" (default) or "2.0"',
         "cls_token": "whether token 0 of every example is CLS (default: False)",
         "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or by shard_bytes=)",

@@ -51,7 +51,7 @@ class SpeculatorsTarget(TokenTarget):
     """Writes training data of speculators. Layers have any names; one is the last hidden state."""
 
     format: ClassVar[str] = "speculators"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
         'example, or one for the "whole" example',

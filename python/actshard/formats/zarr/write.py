@@ -55,7 +55,7 @@ class ZarrTarget(Target):
     """Writes ``arrays/activations``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: chunks of up to 1 MiB; version 3: with little padding)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
         "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
