@@ -72,9 +72,9 @@ class ZarrTarget(Target):
             raise ArgumentError(
                 "shard_bytes: not supported by Zarr stores of version 2; use chunk_tokens=, or version=3 (--option version=3)"
             )
-        if taken := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
+        if conflicts := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
             raise ArgumentError(
-                f"metadata: {taken[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
+                f"metadata: {conflicts[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
         layers, chunk = len(spec.layers), positive(spec.options, "chunk_tokens", None)
         self.chunks: Chunks = (
@@ -264,13 +264,13 @@ def write_store(
         write_json(root / "zarr.json", {**group, "attributes": attributes, "consolidated_metadata": consolidated})
         return
     group = {"zarr_format": 2}
-    listed: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
+    entries: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():
         make_folder(root / node)
         write_json(root / node / ".zarray", meta)
-        listed[f"{node}/.zarray"] = meta
+        entries[f"{node}/.zarray"] = meta
     write_json(root / "meta" / "config.json", attributes)
     write_json(root / "arrays" / ".zgroup", group)
-    write_json(root / ".zmetadata", {"metadata": listed, "zarr_consolidated_format": 1})
+    write_json(root / ".zmetadata", {"metadata": entries, "zarr_consolidated_format": 1})
     write_json(root / ".zattrs", attributes)
     write_json(root / ".zgroup", group)
