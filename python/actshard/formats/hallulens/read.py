@@ -169,9 +169,10 @@ class Capture:
         """Number of rows of an array. Raises FormatError if it lacks rows of some samples."""
         rows = array.rows(self.config.allocated)
         if len(self.numbers) and self.numbers.max() >= rows:
-            line = self.samples[int(self.numbers.argmax())]
+            sample = self.samples[int(self.numbers.argmax())]
             raise FormatError(
-                f"line {line.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, found {line.row}",
+                f"line {sample.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, "
+                f"found {sample.row}",
                 path=self.path / "meta.jsonl",
                 code="address-out-of-range",
             )
